@@ -1,0 +1,117 @@
+"""What a checkpoint holds and where each byte of it lies, whatever the container.
+
+A catalog is made by reading headers only. Everything else (convert, reshard, inspect, diff, verify, the trainer's loader) works on it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from converters.dtypes import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: `offsets[d] <= index < offsets[d] + sizes[d]`. A 0-dim tensor has the box ((), ())."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.sizes)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> "Box":
+        return Box((0,) * len(shape), tuple(shape))
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part, or None where it is empty."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        high = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(h - x for h, x in zip(high, low, strict=True))
+        return Box(low, sizes) if all(n > 0 for n in sizes) else None
+
+    def slices_within(self, outer: "Box") -> tuple[slice, ...]:
+        """Index of this box in an array that holds `outer`."""
+        return tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor in a file. Element `i` of the box lies at `byte_offset + sum(i[d] * strides[d]) * itemsize`."""
+
+    box: Box
+    file: str  # relative to the catalog's root
+    byte_offset: int
+    strides: tuple[int, ...]  # in elements; row-major unless a foreign file says otherwise
+    crc32: int | None = None  # of the chunk's whole record, where the container carries one
+    record: tuple[int, int] | None = None  # (offset, length) of the bytes that `crc32` covers
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor by name: its element type, full shape, and the chunks that together cover it."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """A non-tensor entry: `length` bytes that are copied and never decoded here (in DCP: a zip made by torch.save)."""
+
+    fqn: str
+    file: str
+    byte_offset: int
+    length: int
+
+
+@dataclass(slots=True)
+class Catalog:
+    """All tensors and blobs of one checkpoint."""
+
+    root: Path
+    container: str  # "dcp" | "safetensors" | "torch" | "meta"
+    tensors: dict[str, TensorEntry]
+    blobs: dict[str, BlobEntry] = field(default_factory=dict)
+    planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as a reader of values sees it: no files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """Anything whose tensors can be read box by box: files on disk, a renamed and permuted view of them, or computed values.
+
+    The engine copies from a source, the trainer and inference load from one.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
+        """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""
+        ...

@@ -1,0 +1,49 @@
+"""The errors a user can cause, and how they are told.
+
+Every message says what is wrong and where; `hint` says why or what to look at, `tries` are commands or values that would work.
+The command line prints them as `error:` / `hint:` / `try:` lines and exits with `exit_code`.
+"""
+
+from collections.abc import Sequence
+
+
+class TitanError(Exception):
+    """Base of every error that a user can cause."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str = "", tries: Sequence[str] = ()):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.tries = tuple(tries)
+
+
+class ConfigError(TitanError):
+    """A config file, an override or a flag says something that cannot be."""
+
+
+class CheckpointError(TitanError):
+    """A checkpoint is missing, damaged, incomplete, or not what was asked for."""
+
+
+class UnsupportedError(TitanError):
+    """What was asked for is understood but not covered; nothing was done."""
+
+
+class NumericalFault(TitanError):
+    """Training met a NaN or an infinity and stopped before the update."""
+
+    exit_code = 4
+
+
+class Preempted(TitanError):
+    """The job was asked to stop, saved its state and left."""
+
+    exit_code = 75
+
+
+def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
+    """Names on indented lines, the first `most` of them, and how many more there are."""
+    shown = "".join(f"\n  {name}" for name in names[:most])
+    return shown + (f"\n  … and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,72 @@
+"""What a model family says about itself, without torch: numbers, parameters, names, shard dims."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from converters.rules import Drop, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling (`rope_type: llama3`); lengths in tokens."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """The numbers of a Llama-like decoder. Serialised as `args` in titan_model.json."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 131072
+    tied: bool = False  # output.weight is tok_embeddings.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the unsharded model. `tp_dim` is the dim that tensor parallelism shards, None where it replicates."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    tp_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How one foreign naming spells a family's weights: rules (each invertible) and what is left out on purpose."""
+
+    name: str  # "hf" | "meta" | "torchtune" | "titan_model_prefix" | "titan_qkv_linear"
+    rules: tuple[Rule, ...]
+    drops: tuple[Drop, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family. Instances are module constants in `converters/families/<family>.py`, found through registry.py."""
+
+    name: str
+    flavors: Mapping[str, ModelArgs]
+    parameters: Callable[[ModelArgs], list[Parameter]]  # in model order; a tied output is not listed
+    namings: Mapping[str, Naming]
+    args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs]
+    hf_config: Callable[[ModelArgs], dict[str, Any]]  # without token ids and dtype, which the caller knows
+    args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs]  # (params.json, shapes)
+    meta_params: Callable[[ModelArgs], dict[str, Any]]
+    hf_architectures: tuple[str, ...]  # config.json's `architectures` that this family reads
+
+    def num_parameters(self, args: ModelArgs) -> int:
+        return sum(prod(p.shape) for p in self.parameters(args))

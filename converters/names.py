@@ -1,0 +1,45 @@
+"""Every name that titan puts on disk: files, folders, sections. One place, no copies."""
+
+import re
+
+# Files of a checkpoint folder
+DCP_METADATA = ".metadata"
+MANIFEST = "titan_manifest.json"
+MODEL_INFO = "titan_model.json"  # {"family": …, "args": {…}}: what the weights are, so that nobody types a flavor
+ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; travels with the weights
+JOURNAL = ".titan_journal"  # which regions of an unfinished output can be trusted
+
+HF_CONFIG = "config.json"
+HF_GENERATION_CONFIG = "generation_config.json"
+HF_SINGLE = "model.safetensors"
+HF_INDEX = "model.safetensors.index.json"
+META_PARAMS = "params.json"
+META_SHARD = "consolidated.{index:02d}.pth"
+TIKTOKEN_MODEL = "tokenizer.model"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+# Sections of a training checkpoint: everything but the weights, which lie flat at the root
+OPTIMIZER = "optimizer"
+LR_SCHEDULER = "lr_scheduler"
+DATALOADER = "dataloader"
+TRAIN_STATE = "train_state"
+RNG = "rng"
+SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
+
+# Folders of a run
+STEP_FOLDER = "step-{step}"
+STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
+TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
+
+
+def step_of(folder_name: str) -> int | None:
+    """The step of a folder named exactly `step-<n>`, else None (`old-step-9-bak` is not a step)."""
+    match = STEP_FOLDER_PATTERN.match(folder_name)
+    return int(match.group(1)) if match else None
+
+
+def section_of(fqn: str) -> str:
+    """The section an FQN of a training checkpoint lies in; `model` for the weights."""
+    head = fqn.split(".", 1)[0]
+    return head if head in SECTIONS else "model"

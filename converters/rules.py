@@ -1,0 +1,40 @@
+"""How one name and tensor becomes another: rename, permute, drop. Each op has an inverse; tables are typed once, one way."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Values as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeHalves:
+    """Rows of q or k, within each head: native interleaved pairs (0,1)(2,3)… ⇄ foreign halves (0,h/2)(1,h/2+1)….
+
+    Reading native row `2*i + j` of a head takes foreign row `j * head_dim/2 + i`. `heads` names the ModelArgs field
+    that counts the heads of this weight (k has fewer than q under GQA).
+    """
+
+    heads: Literal["num_heads", "num_kv_heads"]
+
+
+Op = Same | RopeHalves
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`native` ⇄ `foreign`, both with `{n}` where the layer number stands; `op` turns foreign values into native ones."""
+
+    native: str
+    foreign: str
+    op: Op = Same()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A foreign key that carries nothing we need; `pattern` may hold `{n}`. The report lists it with its reason."""
+
+    pattern: str
+    reason: str
