@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# The whole path on one laptop: data, seed, 4D training, reshard, resume, convert, check, estimate, generate.
+# Each line that starts with `run` is a command that you can type yourself. Everything lands in ./quickstart.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+
+out=quickstart
+if [ -e "$out" ]; then
+    [ -e "$out/.made-by-quickstart" ] || { echo "error: ./$out exists and is not a quickstart's; move it away" >&2; exit 2; }
+    rm -rf "$out"
+fi
+mkdir "$out" && touch "$out/.made-by-quickstart" && cd "$out"
+
+steps=()
+started=$SECONDS
+run() { # run TITLE COMMAND…: show the command, run it, remember how long it took
+    local title=$1 begin=$SECONDS; shift
+    printf '\n── %s\n$ %s\n' "$title" "$*"
+    "$@"
+    steps+=("$(printf '%4ds  %s' $((SECONDS - begin)) "$title")")
+}
+
+run "text to tokens"            titan data prepare --out data
+run "a config to start from"    titan config init debug debug.toml
+run "seed checkpoint"           titan seed debug.toml seed
+run "train, FSDP 2 x TP 2 x PP 2" titan train debug.toml --checkpoint.initial_load_path seed
+newest=$(ls -d outputs/debug/checkpoint/step-* | sort -t- -k2 -n | tail -1)
+last=${newest##*-}
+run "reshard for FSDP 2 x CP 2" titan reshard "$newest" "outputs/debug/resharded/step-$last" --for-mesh dp_shard=2,cp=2
+run "resume as FSDP 2 x CP 2"   titan train debug.toml --checkpoint.folder resharded --training.steps $((last + 20)) \
+    --parallelism.tensor_parallel_degree 1 --parallelism.pipeline_parallel_degree 1 \
+    --parallelism.data_parallel_shard_degree 2 --parallelism.context_parallel_degree 2
+trained=outputs/debug/resharded/step-$((last + 20))
+run "to a Hugging Face folder"  titan convert dcp-to-hf "$trained" hf
+run "and back"                  titan convert hf-to-dcp hf back
+run "verify the way back"       titan verify back
+run "compare the two"           titan diff hf back
+run "to Meta's format"          titan convert dcp-to-meta "$trained" meta
+run "from Meta's format"        titan convert meta-to-dcp meta from-meta
+run "compare again"             titan diff hf from-meta
+run "does this run fit?"        titan estimate-memory debug.toml
+run "does Llama 3 8B?"          titan estimate-memory llama3_8b --world-size 8
+run "does Llama 3 70B?"         titan estimate-memory llama3_70b --world-size 256
+run "does Llama 3 405B?"        titan estimate-memory llama3_405b --world-size 512
+prompt=$'def __init__(self'
+run "what does it say (DCP)?"   titan infer "$trained" --tp 2 --prompt "$prompt" --max-new-tokens 40 --json | tee from_dcp.json
+run "the same from the HF folder" titan infer hf --tp 2 --prompt "$prompt" --max-new-tokens 40 --json | tee from_hf.json
+run "the loss curve"            titan inspect outputs/debug --loss-curve loss.png
+
+printf '\n── done in %ds\n' $((SECONDS - started))
+printf '%s\n' "${steps[@]}"
+cat <<SUMMARY
+
+made in ./$out
+  data/                      token index and tokenizer
+  seed/                      seed checkpoint, cut for the first mesh
+  outputs/debug/             the run: checkpoints, metrics.jsonl, TensorBoard
+  hf/                        the trained model for transformers
+  loss.png                   the loss curve
+
+try next, from ./$out with the environment active (source ../.venv/bin/activate)
+  titan inspect $trained
+  titan infer hf --prompt "import " --temperature 0.8
+  titan config show debug.toml
+  tensorboard --logdir outputs/debug/tb
+SUMMARY

@@ -1,0 +1,24 @@
+# Sourced by the other scripts: makes .venv beside the README and installs titan into it. Needs Python >= 3.11, pip and venv.
+# Reads PYTHON (which interpreter makes the environment; default python3).
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: titan needs Python 3.11 or newer, and $python is $("$python" --version 2>&1)" >&2
+    echo "try: PYTHON=python3.12 $0" >&2
+    exit 2
+}
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+
+# Installed once; again when what is asked for changes.
+wanted=$(cat pyproject.toml constraints.txt | cksum)
+if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+    echo "installing into .venv (a few minutes the first time)" >&2
+    install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
+    # torch by itself and first: asked for through another package it could come as a newer, much larger build.
+    "${install[@]}" "$(grep '^torch==' constraints.txt)"
+    "${install[@]}" --editable '.[test,torchtune]'
+    echo "$wanted" > .venv/installed
+fi
+PATH="$PWD/.venv/bin:$PATH"
+export PYTHONUNBUFFERED=1

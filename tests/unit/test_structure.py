@@ -1,0 +1,78 @@
+"""The house rules that a machine can check: import arrows, light start, packages named in pyproject."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAY_IMPORT = {
+    "converters": {"converters"},
+    "trainer": {"trainer", "converters"},
+    "titan_tools": {"titan_tools", "trainer", "converters"},
+}
+OURS = set(MAY_IMPORT)
+
+
+def imported_roots(file: Path) -> set[str]:
+    roots = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            roots.add(node.module.split(".")[0])
+    return roots
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_imports_point_one_way(package):
+    wrong = {
+        str(file.relative_to(ROOT)): sorted((imported_roots(file) & OURS) - MAY_IMPORT[package])
+        for file in (ROOT / package).rglob("*.py")
+    }
+    assert {file: roots for file, roots in wrong.items() if roots} == {}
+
+
+def test_converters_never_import_torch():
+    guilty = [str(f.relative_to(ROOT)) for f in (ROOT / "converters").rglob("*.py") if "torch" in imported_roots(f)]
+    assert guilty == []
+
+
+def test_init_files_hold_no_code():
+    for package in OURS:
+        for file in (ROOT / package).rglob("__init__.py"):
+            body = ast.parse(file.read_text()).body
+            assert all(isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in body), file
+
+
+def test_every_package_is_named_in_pyproject():
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for package in OURS
+        for file in (ROOT / package).rglob("__init__.py")
+    }
+    assert named - {"trainer.config.presets"} == found - {"trainer.config.presets"}
+
+
+def modules_loaded_by(*arguments: str) -> set[str]:
+    code = (
+        "import sys; sys.argv = ['titan', *sys.argv[1:]]\n"
+        "from titan_tools.cli import run\nrun()\nprint(*sorted(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    return {name.split(".")[0] for name in done.stderr.split()}
+
+
+def test_help_loads_neither_torch_nor_numpy():
+    assert modules_loaded_by("--help") & {"torch", "numpy"} == set()
+
+
+def test_models_loads_no_torch():
+    assert "torch" not in modules_loaded_by("models")

@@ -1,0 +1,44 @@
+"""Which families and flavors exist, and what can be done with each."""
+
+from importlib.util import find_spec
+from typing import Any
+
+from converters.families.base import Family
+from converters.families.registry import all_families
+
+BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
+MODEL_COMMANDS = (
+    "seed",
+    "train",
+    "estimate-memory",
+    "infer",
+)  # these build the model, so they need a trainer file for it
+
+
+def list_models() -> list[dict[str, Any]]:
+    """One record per family, in the order of registration; sizes are counted from the parameter shapes, never typed."""
+    return [_describe(family) for family in all_families().values()]
+
+
+def _describe(family: Family) -> dict[str, Any]:
+    has_model = find_spec(f"trainer.models.{family.name}") is not None
+    return {
+        "family": family.name,
+        "commands": [*BYTES_COMMANDS, *(MODEL_COMMANDS if has_model else ())],
+        "namings": ["native", *family.namings],
+        "flavors": [
+            {
+                "flavor": flavor,
+                "parameters": family.num_parameters(args),
+                "layers": args.num_layers,
+                "dim": args.dim,
+                "heads": args.num_heads,
+                "kv_heads": args.num_kv_heads,
+                "ffn_hidden": args.ffn_hidden,
+                "vocab_size": args.vocab_size,
+                "max_seq_len": args.max_seq_len,
+                "tied": args.tied,
+            }
+            for flavor, args in family.flavors.items()
+        ],
+    }

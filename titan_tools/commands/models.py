@@ -1,0 +1,42 @@
+"""titan models: what is supported."""
+
+from typing import Annotated
+
+import typer
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """List model families and flavors, their sizes, and which commands take them.
+
+    \b
+    Examples:
+      titan models
+      titan models --json
+    """
+    from titan_tools.catalog_of_models import list_models
+    from titan_tools.console import print_json, table
+
+    listed = list_models()
+    if as_json:
+        print_json({"families": listed})
+        return
+    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "vocabulary", "tied", "commands")
+    rows = [
+        (
+            family["family"],
+            flavor["flavor"],
+            flavor["parameters"],
+            flavor["layers"],
+            flavor["dim"],
+            flavor["heads"],
+            flavor["kv_heads"],
+            flavor["vocab_size"],
+            "yes" if flavor["tied"] else "no",
+            ", ".join(family["commands"]),
+        )
+        for family in listed
+        for flavor in family["flavors"]
+    ]
+    table(columns, rows)

@@ -1,0 +1,61 @@
+"""What the commands print: results to stdout, talk to stderr, bars only where a person is watching."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def note(text: str) -> None:
+    """A line for the person at the terminal; never part of a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON object of a `--json` run. NaN and infinity become null, so that every JSON reader takes it."""
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = (
+        [max(map(len, column)) for column in zip(columns, *cells, strict=True)] if cells else [len(c) for c in columns]
+    )
+    right = [all(isinstance(row[i], int | float) for row in rows) and bool(rows) for i in range(len(columns))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+        return "  ".join(parts).rstrip()
+
+    print(line(columns))
+    print("  ".join("─" * w for w in widths))
+    for row in cells:
+        print(line(row))
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar of `total_bytes` on a terminal, nothing elsewhere. Yields `advance(num_bytes)`, callable from threads."""
+    if not sys.stderr.isatty():
+        yield lambda num_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
