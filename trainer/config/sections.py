@@ -1,0 +1,229 @@
+"""The config: one frozen dataclass per TOML section, with the keys of torchtitan's TOML vocabulary that something here reads.
+
+Defaults are the vocabulary's. Keys of the vocabulary that nothing here reads yet are in `refused.py`, with the reason.
+Types are the check: `Literal` lists the choices, `Annotated[..., Number(...)]` gives the limits of a number; `types.py` enforces both.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from trainer.config.types import Number, Pattern
+
+Count = Annotated[int, Number(low=0)]
+Positive = Annotated[int, Number(low=1)]
+AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 stands for "as many as there are"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    dump_folder: str = "./outputs"
+    """Folder that everything a run writes lies under; relative to the working folder."""
+    description: str = "default job"
+    """One line that names the run in its log."""
+    print_config: bool = False
+    """Print the whole config, with origins, before the first step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    log_freq: Positive = 10
+    """Steps between two log lines."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard scalars from the rank that logs."""
+    save_tb_folder: str = "tb"
+    """Folder for them, under job.dump_folder."""
+    disable_color_printing: bool = False
+    """Plain log lines also on a terminal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    name: str = "llama3"
+    """Model family; `titan models` lists them."""
+    flavor: str = "debugmodel"
+    """The family's set of numbers; `titan models` lists them."""
+    hf_assets_path: str = "./tests/assets/tokenizer"
+    """Folder with the tokenizer that goes with the weights; a prepared data folder is one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    name: Literal["Adam", "AdamW"] = "AdamW"
+    """AdamW decays weights apart from the gradient, Adam adds the decay to it."""
+    lr: Annotated[float, Number(low=0)] = 8e-4
+    """Peak learning rate."""
+    beta1: Annotated[float, Number(low=0, below=1)] = 0.9
+    """Decay of the first moment."""
+    beta2: Annotated[float, Number(low=0, below=1)] = 0.95
+    """Decay of the second moment."""
+    eps: Annotated[float, Number(above=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Number(low=0)] = 0.1
+    """Weight decay, applied to every parameter."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """Which of torch's kernels takes the step; the numbers are the same up to rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LRScheduler:
+    warmup_steps: Count = 200
+    """Steps over which the learning rate rises linearly to optimizer.lr."""
+    total_steps: Positive | None = None
+    """Length of the whole curve in steps; unset = training.steps."""
+    decay_ratio: Annotated[float, Number(low=0, high=1)] | None = None
+    """Share of the steps that decays, at the end (warm-up, stable, decay); unset = decay begins right after the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Annotated[float, Number(low=0, high=1)] = 0.0
+    """Last learning rate over the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    dataset: str = "c4_test"
+    """Kind of data; `tokens` is an index made by `titan data prepare`."""
+    dataset_path: str | None = None
+    """Where the data lies; for `tokens` the index folder."""
+    local_batch_size: Positive = 8
+    """Samples per forward pass of one data-parallel rank."""
+    global_batch_size: AllOr = -1
+    """Samples per step over all ranks; -1 = local_batch_size × data-parallel degree, larger = gradient accumulation."""
+    seq_len: Positive = 2048
+    """Tokens per sample."""
+    max_norm: Annotated[float, Number(above=0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    steps: Positive = 10000
+    """Steps of the run."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of parameters, gradients and optimizer states."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype under FSDP; without FSDP the model computes in training.dtype."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Dtype in which FSDP reduces gradients."""
+    gc_freq: Positive = 50
+    """Steps between two runs of Python's garbage collector, which is off in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    data_parallel_replicate_degree: Positive = 1
+    """Ranks that hold the same shards (HSDP)."""
+    data_parallel_shard_degree: AllOr = -1
+    """Ranks that parameters are sharded over (FSDP); -1 = all ranks that the other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after forward; default = yes, unless there is a pipeline."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks that share each matrix product."""
+    disable_loss_parallel: bool = False
+    """Gather the logits before the loss instead of computing it on vocabulary shards."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks that share the layers."""
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
+    """Modules of each pipeline stage, written out; unset = an even split."""
+    pipeline_parallel_first_stage_less_layers: Count = 1
+    """Layers that the first stage gets less, for its embedding."""
+    pipeline_parallel_last_stage_less_layers: Count = 1
+    """Layers that the last stage gets less, for its norm and output."""
+    pipeline_parallel_layers_per_stage: Positive | None = None
+    """Layers per stage; unset = one stage per rank, two for interleaved schedules."""
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"] = "1F1B"
+    """Order of the microbatches."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Samples per microbatch; divides training.local_batch_size."""
+    context_parallel_degree: Positive = 1
+    """Ranks that share each sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    enable: bool = False
+    """Save and load checkpoints."""
+    folder: str = "checkpoint"
+    """Folder of the step folders, under job.dump_folder."""
+    interval: Positive = 500
+    """Steps between two checkpoints."""
+    initial_load_path: str | None = None
+    """Checkpoint to start from, in any format that titan reads; used while the run has none of its own."""
+    initial_load_model_only: bool = True
+    """Take only the weights from it; false = optimizer, schedule and data position too."""
+    last_save_model_only: bool = True
+    """The checkpoint of the last step holds only weights, and cannot be resumed."""
+    keep_latest_k: Annotated[int, Number(low=0, without=(1,))] = 10
+    """Checkpoints kept; 0 = all. 1 is refused: while the next one is written nothing could be deleted."""
+    load_step: Annotated[int, Number(low=0, also=(-1,))] = -1
+    """Step to resume from; -1 = the newest complete one."""
+    exclude_from_loading: tuple[Literal["optimizer", "lr_scheduler", "dataloader", "train_state", "rng"], ...] = ()
+    """Sections that are not loaded."""
+    enable_first_step_checkpoint: bool = False
+    """Save after step 1 too, to learn early whether saving works."""
+    load_only: bool = False
+    """Load, and never save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationCheckpoint:
+    mode: Literal["none", "full", "selective"] = "selective"
+    """Which activations are recomputed in backward."""
+    selective_ac_option: Annotated[str, Pattern(r"op|[1-9][0-9]*", "op, or every n-th layer as a number ≥ 1")] = "2"
+    """Under selective: `op` keeps the results of costly operations, a number n recomputes every n-th layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comm:
+    init_timeout_seconds: Positive = 300
+    """How long a collective may take up to the end of the first step, in seconds."""
+    train_timeout_seconds: Positive = 100
+    """The same, afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    enable: bool = False
+    """Compute the loss on held-out data every `freq` steps and at the end."""
+    dataset: str = "c4_validation"
+    """Kind of data; `tokens` is the held-out part of an index made by `titan data prepare`."""
+    dataset_path: str | None = None
+    """Where the data lies; for `tokens` the index folder."""
+    local_batch_size: Positive = 8
+    """Samples per forward pass of one data-parallel rank."""
+    seq_len: Positive = 2048
+    """Tokens per sample."""
+    freq: Positive = 10
+    """Steps between two validations."""
+    steps: AllOr = -1
+    """Batches per validation; -1 = all whole batches of the held-out part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debug:
+    seed: Annotated[int, Number(low=0, high=2**63 - 1)] | None = None
+    """Seed of the weights and of the order of the data."""
+    deterministic: bool = False
+    """Use only deterministic operations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experimental:
+    custom_import: str = ""
+    """Dotted module, or folder of one, that is imported once the config is read: it may register families and datasets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole config. `origins` maps `section.key` to where its value came from; what is not in it is a default."""
+
+    job: Job = field(default_factory=Job)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    comm: Comm = field(default_factory=Comm)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
+    experimental: Experimental = field(default_factory=Experimental)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

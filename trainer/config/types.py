@@ -1,0 +1,117 @@
+"""Whether a value is what its field's type says: exact types, choices, limits of numbers, patterns."""
+
+import math
+import re
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Limits of a number: low ≤ x ≤ high, above < x < below; `also` are allowed all the same, `without` never are."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+    without: tuple[float, ...] = ()
+
+    def allows(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        return (
+            math.isfinite(value)
+            and value not in self.without
+            and (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        limits = (("≥", self.low), (">", self.above), ("≤", self.high), ("<", self.below))
+        text = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+        text += "".join(f", not {value:g}" for value in self.without)
+        return text + "".join(f", or {value:g}" for value in self.also)
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A string that matches a regular expression as a whole; `meaning` says so to a person."""
+
+    regex: str
+    meaning: str
+
+
+def fit(kind: Any, value: Any) -> Any:
+    """The value as the type wants it (a list becomes a tuple, an int a float). Raises ValueError saying what would be allowed."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _fit_annotated(kind, value)
+    if origin in (Union, UnionType):  # here always "something or None"
+        if value is None:
+            return None
+        (some,) = (arg for arg in args if arg is not NoneType)
+        return fit(some, value)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in args:
+            raise ValueError(describe(kind))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(describe(kind))
+        return tuple(fit(args[0], item) for item in value)
+    return _fit_plain(kind, value)
+
+
+def _fit_annotated(kind: Any, value: Any) -> Any:
+    inner, rule = get_args(kind)
+    try:
+        fitted = fit(inner, value)
+    except ValueError:
+        raise ValueError(describe(kind)) from None
+    allowed = rule.allows(fitted) if isinstance(rule, Number) else re.fullmatch(rule.regex, fitted)
+    if not allowed:
+        raise ValueError(describe(kind))
+    return fitted
+
+
+def _fit_plain(kind: type, value: Any) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):  # `type`, for True is also an int
+        raise ValueError(describe(kind))
+    return value
+
+
+def describe(kind: Any) -> str:
+    """A type in words, as an error shows it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        inner, rule = args
+        return f"{describe(inner)} {rule}" if isinstance(rule, Number) else rule.meaning
+    if origin in (Union, UnionType):
+        return describe(next(arg for arg in args if arg is not NoneType))
+    if origin is Literal:
+        return args[0] if len(args) == 1 else f"one of {', '.join(args)}"
+    if origin is tuple:
+        return f"a list, each item {describe(args[0])}"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
+
+
+def is_list(kind: Any) -> bool:
+    """Whether the field holds a list, possibly or None."""
+    return get_origin(kind) is tuple or any(
+        is_list(arg) for arg in get_args(kind) if get_origin(kind) in (Union, UnionType)
+    )
+
+
+def plain_type(kind: Any) -> Any:
+    """bool, int, float, str, or the tuple type: what a value is read as, without limits and None."""
+    if get_origin(kind) is Annotated:
+        return plain_type(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return plain_type(next(arg for arg in get_args(kind) if arg is not NoneType))
+    return str if get_origin(kind) is Literal else kind
