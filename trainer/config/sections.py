@@ -147,8 +147,8 @@ class Checkpoint:
     """Checkpoint to start from, in any format that titan reads; used while the run has none of its own."""
     initial_load_model_only: bool = True
     """Take only the weights from it; false = optimizer, schedule and data position too."""
-    last_save_model_only: bool = True
-    """The checkpoint of the last step holds only weights, and cannot be resumed."""
+    last_save_model_only: bool = False
+    """The checkpoint of the last step holds only weights, and cannot be resumed. On by default in torchtitan, off here."""
     keep_latest_k: Annotated[int, Number(low=0, without=(1,))] = 10
     """Checkpoints kept; 0 = all. 1 is refused: while the next one is written nothing could be deleted."""
     load_step: Annotated[int, Number(low=0, also=(-1,))] = -1
