@@ -1,0 +1,113 @@
+"""Llama 3 in plain PyTorch.
+
+No rank, mesh or config file is known here: tensor parallelism, FSDP, pipeline stages, context parallelism and cached
+inference are all applied from outside.
+
+Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N query heads, K key/value heads,
+H head dim, V vocabulary. N and K are what this rank holds, so they are inferred with -1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from converters.families.base import ModelArgs
+from trainer.models.llama3.rope import RotaryAngles, rotate
+
+
+class CausalAttention(nn.Module):
+    """The attention seam's default: causal SDPA over the tokens at hand."""
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
+        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=True, enable_gqa=grouped)
+        return out_BNLH.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around a seam: `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, q and k rotated.
+
+    Replace the `inner_attention` module for anything but plain causal attention.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=False)
+        self.inner_attention: nn.Module = CausalAttention()
+
+    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
+        v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        out_BLNH = self.inner_attention(rotate(q_BLNH, cos, sin), rotate(k_BLKH, cos, sin), v_BLKH)
+        return self.wo(out_BLNH.flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.ffn_hidden, bias=False)
+        self.w2 = nn.Linear(args.ffn_hidden, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.ffn_hidden, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class TransformerBlock(nn.Module):
+    """One layer: attention and feed-forward, each behind its norm and beside the residual stream."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.attention = Attention(args)
+        self.feed_forward = FeedForward(args)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos, sin)
+        return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
+
+
+class Transformer(nn.Module):
+    """The whole model, or a pipeline stage of it: modules set to None (and layers taken out) are skipped, FQNs stay."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.rope = RotaryAngles(args)
+        self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(n): TransformerBlock(args) for n in range(args.num_layers)})
+        self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Make a tied output share the embedding's parameter.
+
+        Call it again after anything that replaces parameters (moving off the meta device, sharding).
+        """
+        if self.args.tied and self.tok_embeddings is not None and self.output is not None:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens [B, L] (or hidden states [B, L, D] in a later stage) → logits [B, L, V] (or hidden states).
+
+        `positions` [L] or [B, L] are the tokens' places in their sequence; None means 0 … L-1 of x.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        cos, sin = self.rope(positions)
+        h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for layer in self.layers.values():
+            h_BLD = layer(h_BLD, cos, sin)
+        if self.norm is not None:
+            h_BLD = self.norm(h_BLD)
+        return self.output(h_BLD) if self.output is not None else h_BLD
