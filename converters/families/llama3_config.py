@@ -1,4 +1,4 @@
-"""Llama 3's numbers as other projects write them: transformers' config.json (4 and 5 spellings) and Meta's params.json."""
+"""Llama 3 numbers as others write them: config.json of transformers 4 and 5, params.json of Meta."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling
 
-# Meta's 3.2 releases say only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: told apart by their size.
+# Meta's 3.2 releases say only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.
 _LLAMA_3_2_SIZES = {(2048, 16), (3072, 28)}
 _META_HARD_CODED_FACTOR = 8.0
@@ -14,7 +14,7 @@ _TRANSFORMERS_THETA = 10000.0  # what transformers assumes where a file does not
 
 
 def args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
-    """Numbers from config.json. Raises CheckpointError for missing keys, UnsupportedError for what this family does not do."""
+    """Numbers from config.json. Raises CheckpointError for missing keys, UnsupportedError for other variants."""
     required = (
         "hidden_size",
         "num_hidden_layers",
@@ -61,7 +61,7 @@ def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
 
 
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE's theta and scaling: transformers 5 nests both in `rope_parameters`, 4 had `rope_theta` and `rope_scaling`."""
+    """Theta and scaling: transformers 5 nests both in `rope_parameters`, 4 had `rope_theta` and `rope_scaling`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or _TRANSFORMERS_THETA)
     kind = rope.get("rope_type", rope.get("type", "default"))  # `type` is the spelling of transformers before 4.43
@@ -80,7 +80,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]
 
 
 def hf_config(args: ModelArgs) -> dict[str, Any]:
-    """config.json's content without token ids and dtype. RoPE is spelled both ways, so that transformers 4 and 5 agree."""
+    """config.json without token ids and dtype. RoPE is spelled both ways, so that transformers 4 and 5 agree."""
     scaling = None
     if args.rope_scaling is not None:
         scaling = {

@@ -1,0 +1,211 @@
+"""Which box of each tensor a rank of a mesh holds: pipeline stages, then TP, then FSDP inside it. Torch-free.
+
+Tests hold this equal to real DTensor placements (FSDP over TP on one dim is torch's `_StridedShard`) and to the stage
+split of torchtitan, so that a checkpoint cut here is read by a job of that mesh chunk by chunk, nothing twice.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from itertools import islice
+from math import ceil, prod
+
+from converters.catalog import Box, TensorInfo
+from converters.dtypes import itemsize
+from converters.errors import ConfigError, list_offenders
+from converters.families.base import Parameter
+
+MIB = 1024**2
+# A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
+MAX_CHUNK_BYTES = 256 * MIB
+SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: small enough that no rank reads much that it drops
+DISTCP_FILE = "__{rank}_0.distcp"
+
+Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in order
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Degrees of a device mesh, outermost axis first. Rank order is row-major in this order, as in torchtitan."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def fsdp(self) -> int:
+        """Parameters are sharded over dp_shard × cp."""
+        return self.dp_shard * self.cp
+
+    def coordinates(self, rank: int) -> "MeshShape":
+        """Where `rank` stands on each axis, from 0."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return MeshShape(**found)
+
+    def __str__(self) -> str:
+        return ",".join(f"{a}={getattr(self, a)}" for a in AXES if getattr(self, a) > 1) or "dp_shard=1"
+
+    @staticmethod
+    def parse(text: str) -> "MeshShape":
+        """`dp_shard=64,tp=8,pp=4`. Raises ConfigError with everything that is wrong."""
+        degrees: dict[str, int] = {}
+        problems = []
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            axis, _, value = (p.strip() for p in part.partition("="))
+            if axis not in AXES:
+                near = get_close_matches(axis, AXES, 1)
+                problems.append(f"{part!r}: no axis {axis!r}" + (f", did you mean {near[0]}?" if near else ""))
+            elif not value.isdecimal() or int(value) < 1:
+                problems.append(f"{part!r}: a degree is a whole number from 1")
+            elif axis in degrees:
+                problems.append(f"{part!r}: {axis} is given twice")
+            else:
+                degrees[axis] = int(value)
+        if not degrees and not problems:
+            problems.append("it is empty")
+        if problems:
+            raise ConfigError(
+                f"cannot read the mesh {text!r}:" + list_offenders(problems),
+                hint=f"axes: {', '.join(AXES)}",
+                tries=["dp_shard=8", "dp_shard=64,tp=8,pp=4"],
+            )
+        return MeshShape(**degrees)
+
+
+AXES = tuple(f.name for f in fields(MeshShape))
+
+
+def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
+    """Module names per pipeline stage, as torchtitan splits (generate_llm_fqn_per_model_part).
+
+    The embedding counts as `first_less` layers and norm + output as `last_less`; what does not divide goes to the first
+    stages. Raises ConfigError where a stage would be left empty.
+    """
+    layers = [f"layers.{n}" for n in range(num_layers)]
+    if num_stages == 1:
+        return [["tok_embeddings", *layers, "norm", "output"]]
+    per_stage, extra = divmod(num_layers + first_less + last_less, max(num_stages, 1))
+    if num_stages < 1 or per_stage < max(1, first_less, last_less):
+        most = (num_layers + first_less + last_less) // max(1, first_less, last_less)
+        raise ConfigError(
+            f"{num_layers} layers cannot be split into {num_stages} pipeline stages",
+            hint=f"embedding counts as {first_less} and output as {last_less} layers; at most {most} stages",
+        )
+    sizes = [per_stage + (stage < extra) for stage in range(num_stages)]
+    sizes[0] -= first_less
+    sizes[-1] -= last_less
+    remaining = iter(layers)
+    stages = [list(islice(remaining, size)) for size in sizes]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
+
+
+def stages_of_rank(pp_rank: int, pp: int, num_stages: int) -> list[int]:
+    """The stages a pipeline rank holds when several are dealt in turn (stage s on rank s mod pp)."""
+    return list(range(pp_rank, num_stages, pp))
+
+
+def module_of(fqn: str) -> str:
+    """What pipeline splitting moves as one: `layers.3` of `layers.3.attention.wq.weight`, `norm` of `norm.weight`."""
+    head, _, rest = fqn.partition(".")
+    return f"{head}.{rest.partition('.')[0]}" if head == "layers" else head
+
+
+def chunk_bounds(size: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """(start, length) of a chunk as torch.chunk cuts: ceil(size / num_chunks) rows, the last ones fewer or none."""
+    step = ceil(size / num_chunks)
+    start = min(index * step, size)
+    return start, min(step, size - start)
+
+
+def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
+    """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it nothing.
+
+    TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left. A 0-dim tensor is whole on every rank. Where TP does
+    not divide dim 0, FSDP2's real shards are these, though torch 2.13's `_StridedShard` arithmetic gives others.
+    """
+    at = mesh.coordinates(rank)
+    offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
+    if parameter.tp_dim is not None:
+        offsets[parameter.tp_dim], sizes[parameter.tp_dim] = chunk_bounds(sizes[parameter.tp_dim], mesh.tp, at.tp)
+    if sizes:
+        start, sizes[0] = chunk_bounds(sizes[0], mesh.fsdp, at.dp_shard * mesh.cp + at.cp)
+        offsets[0] += start
+    return Box(tuple(offsets), tuple(sizes)) if prod(sizes) or 0 in parameter.shape else None
+
+
+def boxes_for_mesh(
+    parameters: Sequence[Parameter],
+    mesh: MeshShape,
+    *,
+    itemsizes: Mapping[str, int],
+    stages: Sequence[Sequence[str]] | None = None,
+) -> Files:
+    """The files of a checkpoint as ranks of `mesh` would write it: what several ranks hold is in the lowest one's file.
+
+    `itemsizes`: bytes per element by FQN. `stages`: module names per stage, dealt in turn over pp ranks; split_stages's
+    result when None. A tied embedding has one FQN and so belongs to the first stage.
+    """
+    if stages is None:
+        layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
+        stages = split_stages(mesh.pp, len(layers))
+    pp_rank_of = {module: stage % mesh.pp for stage, modules in enumerate(stages) for module in modules}
+    files: Files = {}
+    written: set[tuple[str, tuple[int, ...]]] = set()
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        if at.dp_replicate:
+            continue  # the first replica writes
+        held = []
+        for parameter in parameters:
+            if pp_rank_of[module_of(parameter.fqn)] != at.pp:
+                continue
+            box = local_box(parameter, mesh, rank)
+            if box is None or (parameter.fqn, box.offsets) in written:
+                continue
+            written.add((parameter.fqn, box.offsets))
+            held += [(parameter.fqn, part) for part in row_blocks(box, itemsizes[parameter.fqn], MAX_CHUNK_BYTES)]
+        if held:
+            files[DISTCP_FILE.format(rank=rank)] = held
+    return files
+
+
+def boxes_for_any_mesh(tensors: Mapping[str, TensorInfo], *, file_bytes: int) -> Files:
+    """Row blocks of at most 64 MiB in files of about `file_bytes`, for readers of unknown layout."""
+    files: Files = {}
+    current: list[tuple[str, Box]] = []
+    filled = 0
+    for fqn, info in tensors.items():
+        size = itemsize(info.dtype)
+        for box in row_blocks(Box.whole(info.shape), size, SEED_CHUNK_BYTES):
+            if not current or filled + box.num_elements * size > file_bytes:
+                current = files.setdefault(DISTCP_FILE.format(rank=len(files)), [])
+                filled = 0
+            current.append((fqn, box))
+            filled += box.num_elements * size
+    return files
+
+
+def row_blocks(box: Box, element_bytes: int, max_bytes: int) -> Iterator[Box]:
+    """`box` cut along dim 0 into parts of at most `max_bytes` each (one row where a row is larger)."""
+    if not box.sizes or box.num_elements * element_bytes <= max_bytes:
+        yield box
+        return
+    rows = max(1, max_bytes // (prod(box.sizes[1:]) * element_bytes))
+    for start in range(0, box.sizes[0], rows):
+        size = min(rows, box.sizes[0] - start)
+        yield Box((box.offsets[0] + start, *box.offsets[1:]), (size, *box.sizes[1:]))
+
+
+def boxes_cover(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Whether boxes that do not overlap fill the tensor: their volumes add up."""
+    return sum(box.num_elements for box in boxes) == prod(shape)

@@ -1,0 +1,155 @@
+"""converters/layout.py against torch's own DTensor placements and torchtitan's published stage splits."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from converters.catalog import Box, TensorInfo
+from converters.errors import ConfigError
+from converters.families.base import Parameter
+from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.layout import (
+    MeshShape,
+    boxes_cover,
+    boxes_for_any_mesh,
+    boxes_for_mesh,
+    chunk_bounds,
+    local_box,
+    row_blocks,
+    split_stages,
+    stages_of_rank,
+)
+
+MESHES = [
+    MeshShape(dp_shard=2, tp=2),
+    MeshShape(dp_shard=3, tp=2),
+    MeshShape(dp_replicate=2, dp_shard=2, cp=2, tp=2),
+    MeshShape(dp_shard=1, cp=3, tp=4),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_rank_holds_what_dtensor_says(mesh):
+    """Under a fake process group per rank: FSDP's real placements on (dp_replicate, fsdp, tp), uneven rows included."""
+    for rank in range(mesh.world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+        try:
+            device_mesh = init_device_mesh(
+                "cpu", (mesh.dp_replicate, mesh.fsdp, mesh.tp), mesh_dim_names=("dp_replicate", "fsdp", "tp")
+            )
+            for rows, cols, tp_dim in itertools.product((4, 12, 16, 20), (4, 12), (None, 0, 1)):
+                placements = {
+                    None: (Replicate(), Shard(0), Replicate()),
+                    0: (Replicate(), _StridedShard(0, split_factor=mesh.tp), Shard(0)),
+                    1: (Replicate(), Shard(0), Shard(1)),
+                }[tp_dim]
+                sizes, offsets = compute_local_shape_and_global_offset((rows, cols), device_mesh, placements)
+                box = local_box(Parameter("norm.weight", (rows, cols), tp_dim), mesh, rank)
+                assert (box and box.sizes) == (tuple(sizes) if math.prod(sizes) else None)
+                assert (box and box.offsets) == (tuple(offsets) if math.prod(sizes) else None)
+        finally:
+            dist.destroy_process_group()
+
+
+def test_coordinates_are_torch_s_rank_order():
+    mesh = MeshShape(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=4)
+    ranks = torch.arange(mesh.world_size).view(2, 3, 2, 2, 4)
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        assert ranks[at.pp, at.dp_replicate, at.dp_shard, at.cp, at.tp] == rank
+
+
+def test_chunk_bounds_are_torch_chunk_s():
+    for size, num_chunks in itertools.product(range(1, 20), range(1, 9)):
+        lengths = [len(c) for c in torch.arange(size).chunk(num_chunks)]
+        lengths += [0] * (num_chunks - len(lengths))
+        assert [chunk_bounds(size, num_chunks, i)[1] for i in range(num_chunks)] == lengths
+
+
+def test_stages_as_torchtitan_splits():
+    assert split_stages(2, 4) == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2", "layers.3", "norm", "output"],
+    ]
+    # torchtitan's docs for 32 layers in 8 stages: 34 effective layers, the first two stages get the remainder
+    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(8, 32)] == [4, 5, 4, 4, 4, 4, 4, 3]
+    assert [sum(m.startswith("layers.") for m in s) for s in split_stages(2, 3, first_less=2, last_less=2)] == [2, 1]
+    assert split_stages(1, 1) == [["tok_embeddings", "layers.0", "norm", "output"]]
+    assert split_stages(6, 4) == [["tok_embeddings"], *[[f"layers.{n}"] for n in range(4)], ["norm", "output"]]
+
+
+@pytest.mark.parametrize("num_stages", [0, 7])
+def test_impossible_stages_are_refused(num_stages):
+    with pytest.raises(ConfigError, match="pipeline stages"):
+        split_stages(num_stages, 4)
+
+
+def test_interleaved_stages_are_dealt_in_turn():
+    assert stages_of_rank(1, 2, 6) == [1, 3, 5]
+
+
+@pytest.mark.parametrize("flavor", ["debug_gqa", "debug_tied"])
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, MeshShape(pp=2, dp_shard=2, tp=2), MeshShape(pp=4, dp_shard=7, tp=3), MeshShape()], ids=str
+)
+def test_files_of_a_mesh_hold_every_element_once(flavor, mesh):
+    parameters = LLAMA3.parameters(FLAVORS[flavor])
+    files = boxes_for_mesh(parameters, mesh, itemsizes={p.fqn: 2 for p in parameters})
+    held = [entry for boxes in files.values() for entry in boxes]
+    for parameter in parameters:
+        boxes = [box for fqn, box in held if fqn == parameter.fqn]
+        assert boxes_cover(parameter.shape, boxes)
+        assert not any(a.intersect(b) for a, b in itertools.combinations(boxes, 2))
+
+
+def test_stages_lie_in_their_ranks_files():
+    args = FLAVORS["debug_gqa"]
+    parameters = LLAMA3.parameters(args)
+    sizes = {p.fqn: 4 for p in parameters}
+    files = boxes_for_mesh(parameters, MeshShape(pp=2, tp=2), itemsizes=sizes)
+    assert {f for f, boxes in files.items() if any(n == "tok_embeddings.weight" for n, _ in boxes)} == {
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    assert {f for f, boxes in files.items() if any(n == "output.weight" for n, _ in boxes)} == {
+        "__2_0.distcp",
+        "__3_0.distcp",
+    }
+    interleaved = boxes_for_mesh(parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, args.num_layers))
+    assert any(n.startswith("layers.3.") for n, _ in interleaved["__1_0.distcp"])
+    assert any(n.startswith("layers.2.") for n, _ in interleaved["__0_0.distcp"])
+
+
+def test_large_boxes_are_cut_in_rows():
+    assert list(row_blocks(Box((4, 2), (5, 3)), 2, 12)) == [
+        Box((4, 2), (2, 3)),
+        Box((6, 2), (2, 3)),
+        Box((8, 2), (1, 3)),
+    ]
+    assert list(row_blocks(Box((), ()), 4, 1)) == [Box((), ())]
+    big = {"w": TensorInfo("bfloat16", (128256, 16384)), "s": TensorInfo("float32", ())}
+    files = boxes_for_any_mesh(big, file_bytes=2 * 1024**3)
+    assert len(files) == 2
+    boxes = [(fqn, box) for held in files.values() for fqn, box in held]
+    assert boxes_cover((128256, 16384), [b for fqn, b in boxes if fqn == "w"])
+    assert max(b.num_elements * 2 for fqn, b in boxes if fqn == "w") <= 64 * 1024**2
+    assert [b for fqn, b in boxes if fqn == "s"] == [Box((), ())]
+
+
+def test_parse():
+    assert MeshShape.parse("dp_shard=64, tp=8,pp=4") == MeshShape(pp=4, dp_shard=64, tp=8)
+    assert str(MeshShape.parse("pp=4,tp=8")) == "pp=4,tp=8"
+    with pytest.raises(ConfigError) as error:
+        MeshShape.parse("dpshard=2,tp=0,cp=2,cp=3,pp")
+    for part in ("dpshard", "did you mean dp_shard?", "tp=0", "cp is given twice", "'pp'"):
+        assert part in error.value.message
+    with pytest.raises(ConfigError, match="empty"):
+        MeshShape.parse("")
