@@ -133,7 +133,10 @@ def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
     TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left. A 0-dim tensor is whole on every rank. Where TP does
     not divide dim 0, FSDP2's real shards are these, though torch 2.13's `_StridedShard` arithmetic gives others.
     """
-    at = mesh.coordinates(rank)
+    return _box_at(parameter, mesh, mesh.coordinates(rank))
+
+
+def _box_at(parameter: Parameter, mesh: MeshShape, at: MeshShape) -> Box | None:
     offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
     if parameter.tp_dim is not None:
         offsets[parameter.tp_dim], sizes[parameter.tp_dim] = chunk_bounds(sizes[parameter.tp_dim], mesh.tp, at.tp)
@@ -159,6 +162,9 @@ def boxes_for_mesh(
         layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
         stages = split_stages(mesh.pp, len(layers))
     pp_rank_of = {module: stage % mesh.pp for stage, modules in enumerate(stages) for module in modules}
+    of_pp_rank: list[list[Parameter]] = [[] for _ in range(mesh.pp)]
+    for parameter in parameters:
+        of_pp_rank[pp_rank_of[module_of(parameter.fqn)]].append(parameter)
     files: Files = {}
     written: set[tuple[str, tuple[int, ...]]] = set()
     for rank in range(mesh.world_size):
@@ -166,10 +172,8 @@ def boxes_for_mesh(
         if at.dp_replicate:
             continue  # the first replica writes
         held = []
-        for parameter in parameters:
-            if pp_rank_of[module_of(parameter.fqn)] != at.pp:
-                continue
-            box = local_box(parameter, mesh, rank)
+        for parameter in of_pp_rank[at.pp]:
+            box = _box_at(parameter, mesh, at)
             if box is None or (parameter.fqn, box.offsets) in written:
                 continue
             written.add((parameter.fqn, box.offsets))

@@ -124,8 +124,9 @@ def test_stages_lie_in_their_ranks_files():
         "__3_0.distcp",
     }
     interleaved = boxes_for_mesh(parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, args.num_layers))
-    assert any(n.startswith("layers.3.") for n, _ in interleaved["__1_0.distcp"])
-    assert any(n.startswith("layers.2.") for n, _ in interleaved["__0_0.distcp"])
+    # four stages: embedding + layer 0 | layers 1, 2 | layer 3 | norm + output
+    assert any(n.startswith("layers.3.") for n, _ in interleaved["__0_0.distcp"])
+    assert any(n.startswith("layers.2.") for n, _ in interleaved["__1_0.distcp"])
 
 
 def test_large_boxes_are_cut_in_rows():
