@@ -1,0 +1,162 @@
+"""Starting ranks: exit codes and one error come out, signals go in, and no rank outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from titan_tools.launch import RankFailure, run_ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+PARENT = """
+import sys
+from converters.errors import TitanError
+from titan_tools.launch import run_ranks
+try:
+    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]]))
+except TitanError as error:
+    print("error:", error.message, "| hint:", error.hint, "| tries:", error.tries, file=sys.stderr)
+    sys.exit(error.exit_code)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from converters.errors import CheckpointError, NumericalFault
+from titan_tools.launch import inside_launch, rank_errors
+RANK, FOLDER = int(os.environ["RANK"]), Path(__file__).parent
+with rank_errors():
+    assert inside_launch() and os.environ["WORLD_SIZE"] == "2"
+    (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
+"""
+
+
+def _write_rank(tmp_path, body):
+    rank = tmp_path / "rank.py"
+    rank.write_text(RANK + textwrap.indent(textwrap.dedent(body), "    "))
+    return rank
+
+
+def _start(tmp_path, body):
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(_write_rank(tmp_path, body))],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs two ranks with this process as the parent, which has torch loaded already."""
+    for name in ("OMP_NUM_THREADS", "TITAN_LAUNCH", "PYTHONPATH", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, "")  # so that what the launch sets is taken back afterwards
+        monkeypatch.delenv(name)
+    return lambda body: run_ranks([], nproc=2, program=["-P", str(_write_rank(tmp_path, body))])
+
+
+def _wait_for_ranks(tmp_path):
+    files = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(f.exists() for f in files):
+        assert time.monotonic() < deadline, "ranks did not start"
+        time.sleep(0.05)
+    return [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+
+
+def _is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_success_is_zero_and_cores_are_shared(run, capfd):
+    assert run("print('threads', os.environ['OMP_NUM_THREADS'], flush=True)") == 0
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    out, err = capfd.readouterr()
+    assert (out.split(), err) == (["threads", str(threads)] * 2, "")
+
+
+def test_an_error_of_every_rank_is_told_once_with_its_code(run, capfd):
+    with pytest.raises(RankFailure) as failure:
+        run("raise NumericalFault('loss is nan', hint='at step 7', tries=['a', 'b'])")
+    error = failure.value
+    assert (error.exit_code, error.message, error.hint, error.tries) == (4, "loss is nan", "at step 7", ("a", "b"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_first_failing_rank_is_the_news(run):
+    body = """
+        if RANK == 1:
+            raise CheckpointError("rank 1 found it")
+        time.sleep(0.02)
+        raise RuntimeError("peer is gone")
+    """
+    with pytest.raises(RankFailure, match="rank 1 found it") as failure:
+        run(body)
+    assert failure.value.exit_code == 2
+
+
+def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
+    with pytest.raises(RankFailure, match="ZeroDivisionError: oops") as failure:
+        run("if RANK == 1: raise ZeroDivisionError('oops')\nelse: time.sleep(60)")
+    assert failure.value.exit_code == 3
+    err = capfd.readouterr().err
+    assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
+
+
+def test_a_killed_rank_is_named_with_its_signal(run, capfd):
+    with pytest.raises(RankFailure, match="rank 1 was ended by SIGKILL") as failure:
+        run("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    assert failure.value.exit_code == 3
+    assert capfd.readouterr().err == ""
+
+
+WAITING = """
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    (FOLDER / f"ready-{RANK}").touch()
+    deadline = time.monotonic() + 60
+    while not stop and time.monotonic() < deadline:
+        time.sleep(0.02)
+"""
+
+
+def test_sigterm_reaches_the_ranks_whose_code_comes_out(tmp_path):
+    process = _start(tmp_path, WAITING + "    os._exit(75)\n")
+    _wait_for_ranks(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
+    process = _start(tmp_path, WAITING + "    time.sleep(60)\n")
+    pids = _wait_for_ranks(tmp_path)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.3)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert not any(map(_is_alive, pids))
+
+
+def test_ranks_die_with_a_killed_parent(tmp_path):
+    process = _start(tmp_path, WAITING)
+    pids = _wait_for_ranks(tmp_path)
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_is_alive, pids))

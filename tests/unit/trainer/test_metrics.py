@@ -1,0 +1,80 @@
+"""MFU's formula against published figures, the log files, and the console line."""
+
+import json
+
+import pytest
+import torch
+
+from converters.families.llama3 import FLAVORS, LLAMA3
+from trainer.metrics import METRICS_FILE, MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory_gib, step_line
+
+
+@pytest.mark.parametrize(("flavor", "gflops"), [("8B", 57.91), ("70B", 481.4), ("405B", 2625)])
+def test_flops_per_token_are_the_published_ones(flavor, gflops):
+    args = FLAVORS[flavor]
+    count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
+    assert count / 1e9 == pytest.approx(gflops, rel=2e-4)
+
+
+def test_mfu_is_what_a_published_log_says():
+    args = FLAVORS["8B"]  # AWS: 6,785 tokens/s on an H100 = 39.73 %
+    count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
+    assert 6785 * count / peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(0.3973, abs=1e-4)
+
+
+def test_a_tied_embedding_counts_as_the_output_projection():
+    tied, args = FLAVORS["debug_tied"], FLAVORS["debug_gqa"]
+    counts = [flops_per_token(a, num_parameters=LLAMA3.num_parameters(a), seq_len=64) for a in (tied, args)]
+    assert counts[0] == counts[1]
+
+
+def test_peak_is_unknown_for_devices_that_are_not_listed():
+    assert peak_flops("Some CPU") is None
+
+
+def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now[0])
+    clock = StepClock(flops_per_token=10**9, num_ranks=2, peak=1e12)
+    now[0] += 2.0
+    clock.count_step(1000)
+    clock.pause()
+    now[0] += 50.0  # a checkpoint
+    clock.resume()
+    now[0] += 2.0
+    clock.count_step(1000)
+    reading = clock.read()
+    assert reading.tokens_per_sec == pytest.approx(500)
+    assert reading.secs_per_step == pytest.approx(2.0)
+    assert reading.tflops_per_rank == pytest.approx(0.25)
+    assert reading.mfu == pytest.approx(0.25)
+
+
+def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    log = MetricsLog(tmp_path, tensorboard_folder=tmp_path / "tb", color=False)
+    log.write(3, {"loss": 1.5, "mfu": None})
+    log.close()
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[-1]) == {"step": 3, "loss": 1.5}
+    assert len(lines) == 3
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.5)]
+
+
+def test_step_line_says_mfu_only_where_it_is_known():
+    scalars = {"loss": 3.25, "grad_norm": 1.5, "lr": 1e-3}
+    scalars |= {"tokens_per_sec": 12345.0, "tflops_per_rank": 0.5, "memory_gib": 1.0}
+    line = step_line(20, scalars, eta_secs=3725)
+    assert "loss 3.2500" in line and "tokens/s 12,345" in line and "ETA 1:02:05" in line
+    assert "MFU" not in line
+    assert "MFU 41.2%" in step_line(20, scalars | {"mfu": 0.412}, eta_secs=1)
+
+
+def test_memory_on_the_cpu_is_the_resident_peak():
+    assert 0.01 < peak_memory_gib(torch.device("cpu")) < 100

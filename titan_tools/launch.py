@@ -1,0 +1,188 @@
+"""Start N ranks on this machine with torch's elastic agent, or join a launch already under way.
+
+The parent hears signals, passes them on, and tells one rank's error once; exit codes pass through.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from converters.errors import TitanError
+
+_STARTED_BY_US = "TITAN_LAUNCH"  # set for ranks whose parent tells their errors
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent gives each rank a file of its own to say why it died
+
+
+class RankFailure(TitanError):
+    """A rank ended; carries that rank's message and exit code to the one place that prints."""
+
+    def __init__(self, message: str, *, exit_code: int, hint: str = "", tries: Sequence[str] = ()):
+        super().__init__(message, hint=hint, tries=tries)
+        self.exit_code = exit_code
+
+
+def inside_launch() -> bool:
+    """True on a rank that torchrun, a scheduler or `run_ranks` has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+TITAN = ("-P", "-m", "titan_tools")  # -P: no `trainer` folder of the working directory may stand in for ours
+
+
+def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN) -> int:
+    """Run `titan ARGV…` on `nproc` ranks and return its exit code; `program` are Python's arguments before ARGV.
+
+    Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt after Ctrl-C.
+    """
+    with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder:
+        agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
+        with _signals_passed_on(agent):
+            try:
+                result = agent.run()
+            finally:
+                agent.get_worker_group().spec.rdzv_handler.shutdown()
+    return _tell_first_failure(result.failures) if result.is_failed() else 0
+
+
+def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
+    import torch.distributed.elastic.rendezvous.registry as rdzv_registry
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    # The agent reports every rank it stops; what went wrong is told by `_tell_first_failure`, once.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ[_STARTED_BY_US] = "1"
+    # the working folder is not on the ranks' path (-P): say where this very package lies
+    home = str(Path(__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+    rendezvous = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0",
+        run_id=uuid.uuid4().hex,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr="localhost",
+    )
+    spec = WorkerSpec(
+        role="titan",
+        local_world_size=nproc,
+        entrypoint=sys.executable,
+        args=tuple(args),
+        rdzv_handler=rdzv_registry.get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="localhost",
+    )
+    return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=folder))
+
+
+@contextmanager
+def _signals_passed_on(agent: Any) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 go to the ranks, which save and leave with 75; a second SIGTERM, or Ctrl-C, ends them now.
+
+    The agent's own handling would give the ranks 30 seconds and lose their exit code.
+    """
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    asked_before = False
+
+    def to_ranks(number: int) -> None:
+        for worker in agent.get_worker_group().workers:
+            if isinstance(worker.id, int):  # a string until it is started
+                try:
+                    os.kill(worker.id, number)
+                except ProcessLookupError:
+                    continue
+
+    def ask_to_stop(number: int, frame: Any) -> None:
+        nonlocal asked_before
+        if asked_before and number == signal.SIGTERM:
+            leave_now(number, frame)
+        asked_before = asked_before or number == signal.SIGTERM
+        to_ranks(number)
+
+    def leave_now(number: int, frame: Any) -> None:
+        to_ranks(signal.SIGKILL)
+        raise KeyboardInterrupt
+
+    handlers = {signal.SIGTERM: ask_to_stop, signal.SIGUSR1: ask_to_stop, signal.SIGINT: leave_now}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tell_first_failure(failures: dict[int, Any]) -> int:
+    """Raise the failure that came first. A killed rank goes before ranks that failed because it was gone."""
+    for rank, failure in sorted(failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            hint = "SIGKILL is what the kernel sends when memory runs out" if name == "SIGKILL" else ""
+            raise RankFailure(f"rank {rank} was ended by {name}", exit_code=3, hint=hint)
+    told = {rank: f.error_file_data["titan"] for rank, f in failures.items() if "titan" in f.error_file_data}
+    if not told:
+        return next(iter(failures.values())).exitcode or 3
+    rank = min(told, key=lambda r: told[r]["secs"])
+    error = told[rank]
+    if error["traceback"]:
+        print(f"rank {rank}:\n{error['traceback']}", file=sys.stderr, flush=True)
+    raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
+
+
+@contextmanager
+def rank_errors() -> Iterator[None]:
+    """Around a rank's work: dies with its parent, and leaves its error to the parent to tell, if the parent is ours."""
+    if not os.environ.get(_STARTED_BY_US):
+        yield
+        return
+    _die_with_parent()
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        exit_code = _leave_message(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the interpreter's exit: a process group with a dead peer may hang while it is torn down.
+        os._exit(exit_code)
+
+
+def _leave_message(error: BaseException) -> int:
+    """Write the error where the agent looks for it, in the agent's form plus ours; returns the exit code."""
+    if isinstance(error, TitanError):
+        exit_code, text, hint, tries, trace = error.exit_code, error.message, error.hint, error.tries, ""
+    elif isinstance(error, KeyboardInterrupt):
+        exit_code, text, hint, tries, trace = 130, "interrupted", "", (), ""
+    else:
+        exit_code, text, tries = 3, f"{type(error).__name__}: {error}", ()
+        hint, trace = "this is a fault of titan; the lines above say where", "".join(traceback.format_exception(error))
+    now = time.time()
+    ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "traceback": trace}
+    theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}
+    if path := os.environ.get(_ERROR_FILE):
+        Path(path).write_text(json.dumps({"message": theirs, "titan": ours}))
+    return exit_code
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the agent dies, so that no rank goes on, or writes, without it (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() == 1:  # it died before we asked
+            os._exit(3)

@@ -1,0 +1,81 @@
+"""The learning rate over the steps: linear warm-up, stable, decay (WSD)."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+DecayType = Literal["linear", "sqrt", "cosine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Lengths in steps. The decay aims at one step after the last, so that the last step still learns something."""
+
+    warmup_steps: int
+    stable_steps: int
+    decay_steps: int
+    decay_type: DecayType
+    min_lr_factor: float
+
+    @staticmethod
+    def of(
+        total_steps: int,
+        *,
+        warmup_steps: int,
+        decay_ratio: float | None,
+        decay_type: DecayType = "linear",
+        min_lr_factor: float = 0.0,
+    ) -> "Curve":
+        """Fit the three phases into `total_steps`: the warm-up is cut to it, the decay to what the warm-up leaves."""
+        warmup = min(warmup_steps, total_steps)
+        left = total_steps - warmup
+        decay = left if decay_ratio is None else min(round(total_steps * decay_ratio), left)
+        return Curve(warmup, left - decay, decay, decay_type, min_lr_factor)
+
+    def factor(self, num_done: int) -> float:
+        """Learning rate over peak for the step after `num_done` steps."""
+        if num_done < self.warmup_steps:
+            return (num_done + 1) / self.warmup_steps
+        num_decayed = num_done - self.warmup_steps - self.stable_steps
+        if num_decayed <= 0:
+            return 1.0
+        progress = min(num_decayed / self.decay_steps, 1.0) if self.decay_steps else 0.0
+        shape = {
+            "linear": 1.0 - progress,
+            "sqrt": 1.0 - math.sqrt(progress),
+            "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        }[self.decay_type]
+        return self.min_lr_factor + (1.0 - self.min_lr_factor) * shape
+
+
+class LRSchedule:
+    """Sets each group's `lr` from the number of steps done; that number is its whole state."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], curve: Curve):
+        self.curve = curve
+        self.last_epoch = 0  # torch's name for the number of steps done; the name on disk
+        self._groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        self._apply()
+
+    @property
+    def lr(self) -> float:
+        return self._groups[0][0]["lr"]
+
+    def step(self) -> None:
+        self.last_epoch += 1
+        self._apply()
+
+    def _apply(self) -> None:
+        factor = self.curve.factor(self.last_epoch)
+        for group, peak in self._groups:
+            group["lr"] = peak * factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_epoch = int(state["last_epoch"])
+        self._apply()
