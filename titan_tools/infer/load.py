@@ -1,0 +1,97 @@
+"""From a weight source of any format to this rank's model: built on meta, each parameter read as the slice it needs."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from converters.catalog import Box, TensorSource
+from converters.dtypes import itemsize
+from converters.families.base import ModelArgs, Parameter
+from converters.layout import MIB, row_blocks
+from titan_tools.infer.slices import slice_for_rank, summed_inputs
+from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
+from trainer.models.llama3.model import Transformer
+
+BLOCK_BYTES = 32 * MIB  # what a reading thread holds beside the shard itself
+NUM_READERS = 2
+
+
+@dataclass(slots=True)
+class SlicedModel:
+    """This rank's part of the model, as plain local tensors.
+
+    `body` maps tokens [B, L] to hidden states [B, L, D]; `head` maps the hidden states of one position [B, D] to logits
+    [B, V], so that a prefill computes them for its last token only.
+    """
+
+    body: Transformer
+    head: nn.Module
+    args: ModelArgs
+    device: torch.device
+
+
+def load_model(
+    source: TensorSource,
+    args: ModelArgs,
+    parameters: list[Parameter],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: int = 1,
+    rank: int = 0,
+) -> SlicedModel:
+    """Build and fill the model of `rank`. With tp > 1 a process group of that size must be there."""
+    with torch.device("meta"):
+        model = Transformer(args)
+    slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
+    tensors = {fqn: torch.empty(box.sizes, dtype=dtype, device=device) for fqn, box in slices.items()}
+    fill(tensors, slices, source)
+    for fqn, tensor in tensors.items():
+        module_name, _, name = fqn.rpartition(".")
+        setattr(model.get_submodule(module_name), name, nn.Parameter(tensor, requires_grad=False))
+    model.tie()
+    model.rope.to(device)
+    if tp > 1:
+        _make_parallel(model, parameters, tp=tp, rank=rank)
+    head, model.output = model.output, None
+    return SlicedModel(model.eval(), head, args, device)
+
+
+def fill(tensors: dict[str, torch.Tensor], slices: dict[str, Box], source: TensorSource) -> None:
+    """Read each slice block by block into its tensor, cast on the way; memory beside the tensors is a few blocks."""
+
+    def read(block: tuple[str, Box]) -> None:
+        fqn, box = block
+        target = tensors[fqn][box.slices_within(slices[fqn])]
+        target.copy_(as_tensor(source.read(fqn, box)))
+
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        for _ in pool.map(read, _blocks(slices, source)):
+            pass  # the first error rises here
+
+
+def _blocks(slices: dict[str, Box], source: TensorSource) -> Iterator[tuple[str, Box]]:
+    for fqn, box in slices.items():
+        for block in row_blocks(box, itemsize(source.tensors[fqn].dtype), BLOCK_BYTES):
+            yield fqn, block
+
+
+def as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A tensor over the array's memory. numpy knows bfloat16 and float8 only as ml_dtypes, which torch does not take."""
+    array = np.require(array, requirements=["C", "W"])
+    if array.dtype.isbuiltin == 2:
+        carrier = np.dtype(f"u{array.dtype.itemsize}")
+        return torch.from_numpy(array.view(carrier)).view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array)
+
+
+def _make_parallel(model: Transformer, parameters: list[Parameter], *, tp: int, rank: int) -> None:
+    for name in summed_inputs(parameters):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name)))
+    model.tok_embeddings = SlicedEmbedding(model.tok_embeddings, tp=tp, rank=rank)
+    model.output = GatheredOutput(model.output, tp=tp)

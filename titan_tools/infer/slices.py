@@ -1,0 +1,49 @@
+"""Which part of each weight a tensor-parallel rank of inference holds. Torch-free."""
+
+from collections.abc import Sequence
+
+from converters.catalog import Box
+from converters.errors import ConfigError
+from converters.families.base import ModelArgs, Parameter
+from converters.layout import chunk_bounds
+
+
+def valid_tp(args: ModelArgs) -> list[int]:
+    """The tp degrees that cut attention at head boundaries; beyond the number of KV heads each is copied to several ranks.
+
+    Feed-forward and vocabulary may be cut unevenly, so they set no limit.
+    """
+    heads, kv_heads = args.num_heads, args.num_kv_heads
+    return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
+
+
+def check_tp(args: ModelArgs, tp: int) -> None:
+    """Raise ConfigError where attention heads cannot be dealt to `tp` ranks."""
+    valid = valid_tp(args)
+    if tp not in valid:
+        raise ConfigError(
+            f"--tp {tp} cannot split {args.num_heads} attention heads and {args.num_kv_heads} key/value heads",
+            hint=f"valid: {', '.join(map(str, valid))}",
+            tries=[f"--tp {max((v for v in valid if v < tp), default=1)}"],
+        )
+
+
+def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int) -> Box:
+    """The box that `rank` of `tp` holds; it may be empty where uneven cutting leaves nothing."""
+    offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
+    dim = parameter.tp_dim
+    if dim is not None:
+        if tp > args.num_kv_heads and parameter.fqn.endswith(_PER_KV_HEAD):
+            # several ranks hold the same KV head: the one that this rank's query heads belong to
+            offsets[dim], sizes[dim] = rank * args.num_kv_heads // tp * args.head_dim, args.head_dim
+        else:
+            offsets[dim], sizes[dim] = chunk_bounds(sizes[dim], tp, rank)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
+    """The linear layers whose input features are cut, so that ranks hold partial sums: wo and w2 of each layer."""
+    return [p.fqn.removesuffix(".weight") for p in parameters if p.tp_dim == 1]
+
+
+_PER_KV_HEAD = (".attention.wk.weight", ".attention.wv.weight")
