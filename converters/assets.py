@@ -1,0 +1,83 @@
+"""The files that travel with weights: tokenizer, chat template, generation config; and the token ids they name."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.json_file import read_json, write_json
+from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.tiktoken_model import llama3_special_tokens, looks_like_tiktoken, read_ranks, write_hf_tokenizer
+
+CARRIED = (
+    TOKENIZER_JSON,
+    TIKTOKEN_MODEL,
+    TOKENIZER_CONFIG,
+    HF_GENERATION_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
+# end a generation: a base model never says the last two.
+_LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+
+
+def find_assets(folder: Path) -> dict[str, Path]:
+    """Carried files of a checkpoint by name: in its folder, in assets/ (DCP), or in original/ (HF's Llama repos)."""
+    found = {}
+    for place in (folder, folder / ASSETS_FOLDER, folder / "original"):
+        for name in CARRIED:
+            if name not in found and (place / name).is_file():
+                found[name] = place / name
+    return found
+
+
+def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, Any]:
+    """bos, eos and pad ids: what the generation config says, else what the tokenizer names, else nothing."""
+    if HF_GENERATION_CONFIG in assets:
+        config = read_json(assets[HF_GENERATION_CONFIG])
+        if ids := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
+            return ids
+    if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
+        content = read_json(assets[TOKENIZER_JSON])
+        id_of = dict(content.get("model", {}).get("vocab", {})) if isinstance(content.get("model"), dict) else {}
+        id_of |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        config = read_json(assets[TOKENIZER_CONFIG])
+        named = {key: _token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
+        return {key: id_of[text] for key, text in named.items() if text in id_of}
+    if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
+        num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
+        id_of = {token: num_ranks + i for i, token in enumerate(llama3_special_tokens(vocab_size - num_ranks))}
+        ends = [id_of[token] for token in _LLAMA3_ENDS if token in id_of]
+        return {"bos_token_id": id_of["<|begin_of_text|>"], "eos_token_id": ends} if ends else {}
+    return {}
+
+
+def write_assets(folder: Path, assets: Mapping[str, Path], token_ids: Mapping[str, Any]) -> list[str]:
+    """Copy the carried files into `folder` and make a generation config where there is none. Returns the names."""
+    if not assets and not token_ids:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, path in assets.items():
+        shutil.copyfile(path, folder / name)
+    written = list(assets)
+    if token_ids and HF_GENERATION_CONFIG not in assets:
+        write_json(folder / HF_GENERATION_CONFIG, dict(token_ids))
+        written.append(HF_GENERATION_CONFIG)
+    return written
+
+
+def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_size: int, max_seq_len: int) -> list[str]:
+    """tokenizer.json and tokenizer_config.json beside a lone tiktoken file, which transformers cannot open alone."""
+    path = assets.get(TIKTOKEN_MODEL)
+    if TOKENIZER_JSON in assets or path is None or not looks_like_tiktoken(path):
+        return []
+    return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
+
+
+def _token_text(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,93 @@
+"""What the weights in a folder are: family and numbers, read from titan_model.json, config.json or params.json."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from converters.assets import TOKEN_IDS, find_assets, read_token_ids
+from converters.catalog import Catalog
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.families.base import Family, ModelArgs, RopeScaling
+from converters.families.registry import all_families, family_of_hf_config, get_family
+from converters.json_file import read_json, write_json
+from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A family, the numbers of one model of it, and the files that go with its weights (name → where it lies)."""
+
+    family: str
+    args: ModelArgs
+    assets: Mapping[str, Path] = field(default_factory=dict)
+    token_ids: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # bos_token_id, eos_token_id (one or several), pad_token_id
+
+
+def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
+    """What a checkpoint says about itself; `catalog` gives the shapes that a params.json leaves open.
+
+    `path`: a folder, or a weights file in one. Raises CheckpointError where nothing there says what the model is.
+    """
+    folder = path if path.is_dir() else path.parent
+    assets = find_assets(folder)
+    told_ids: dict[str, Any] = {}
+    if (folder / MODEL_INFO).is_file():
+        family, args = _from_titan(folder / MODEL_INFO)
+    elif (folder / HF_CONFIG).is_file():
+        config = read_json(folder / HF_CONFIG)
+        family = family_of_hf_config(config)
+        args = family.args_from_hf_config(config)
+        told_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    elif (folder / META_PARAMS).is_file():
+        shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
+        # Meta's format has no family name; llama3 is the only family that it spells here
+        family = get_family("llama3")
+        args = family.args_from_meta_params(read_json(folder / META_PARAMS), shapes)
+    else:
+        raise CheckpointError(
+            f"nothing in {folder} says what model this is",
+            hint=f"looked for {MODEL_INFO} (titan), {HF_CONFIG} (transformers) and {META_PARAMS} (Meta)",
+            tries=["--model-from FOLDER, a folder that has one of them"],
+        )
+    # config.json holds the class's defaults (1 and 2) where nobody set ids: generation config and tokenizer know better
+    ids = read_token_ids(assets, vocab_size=args.vocab_size) or told_ids
+    return ModelInfo(family.name, args, assets, ids)
+
+
+def write_model_info(folder: Path, info: ModelInfo) -> None:
+    """titan_model.json: family and numbers, so that nobody types a flavor again."""
+    content = {"family": info.family, "args": asdict(info.args)}
+    write_json(folder / MODEL_INFO, content)
+
+
+def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str) -> None:
+    """config.json that transformers 4 and 5 open: both spellings of RoPE (the family's part) and of the dtype."""
+    config = get_family(info.family).hf_config(info.args)
+    write_json(folder / HF_CONFIG, config | {"dtype": dtype, "torch_dtype": dtype} | dict(info.token_ids))
+
+
+def write_meta_params(folder: Path, info: ModelInfo) -> None:
+    """params.json of Meta's releases."""
+    write_json(folder / META_PARAMS, get_family(info.family).meta_params(info.args))
+
+
+def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
+    content = read_json(path)
+    name, numbers = content.get("family"), content.get("args")
+    if not isinstance(name, str) or not isinstance(numbers, dict):
+        raise CheckpointError(f"{path} lacks family or args")
+    if name not in all_families():
+        raise UnsupportedError(f"{path} names a model family that is not known here: {name!r}")
+    known = {f.name for f in fields(ModelArgs)}
+    problems = [f"unknown  {key}" for key in numbers if key not in known]
+    problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
+    if problems:
+        raise CheckpointError(
+            f"{path} does not have the numbers of a model:" + list_offenders(problems),
+            hint="written by another version?",
+        )
+    scaling = numbers.get("rope_scaling")
+    return get_family(name), ModelArgs(**{**numbers, "rope_scaling": RopeScaling(**scaling) if scaling else None})

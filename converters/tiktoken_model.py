@@ -1,0 +1,136 @@
+"""Meta's tokenizer.model (tiktoken text) and the tokenizer.json that gives the same ids."""
+
+import base64
+from pathlib import Path
+
+from converters.errors import CheckpointError
+from converters.json_file import write_json
+from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+
+# How Llama 3 cuts text before merging (llama-models, models/llama3/tokenizer.py)
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+_NAMED = {  # place after the last rank → name; the rest are reserved
+    0: BEGIN,
+    1: END,
+    4: "<|finetune_right_pad_id|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    8: "<|eom_id|>",
+    9: "<|eot_id|>",
+    10: "<|python_tag|>",
+}
+
+
+def llama3_special_tokens(count: int) -> list[str]:
+    """Special tokens after the ranks, in the order of their ids, as Llama 3.1 names them (256 in its releases)."""
+    reserved = iter(range(count))
+    return [_NAMED.get(place) or f"<|reserved_special_token_{next(reserved)}|>" for place in range(count)]
+
+
+def looks_like_tiktoken(path: Path) -> bool:
+    """Whether a tokenizer.model is tiktoken text; the other kind, SentencePiece, is binary."""
+    with path.open("rb") as file:
+        line = file.readline(4096).split()
+    return len(line) == 2 and line[1].isdigit() and _is_base64(line[0])
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Token bytes → rank. Raises CheckpointError unless ranks count up from 0 without a gap."""
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        token, _, rank = line.strip().partition(b" ")
+        if not token:
+            continue
+        if not rank.isdigit() or not _is_base64(token):
+            raise CheckpointError(f"{path}, line {number}: not `<base64> <rank>`")
+        ranks[base64.b64decode(token)] = int(rank)
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError(f"{path}: ranks do not count up from 0, or a token is there twice")
+    return ranks
+
+
+def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_len: int) -> list[str]:
+    """tokenizer.json and tokenizer_config.json for transformers, from a tiktoken file. Returns the names written."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+    from tokenizers.models import BPE
+
+    ranks = read_ranks(model)
+    special = llama3_special_tokens(vocab_size - len(ranks))
+    if len(special) < 2:
+        raise CheckpointError(
+            f"{model} has {len(ranks)} tokens, the model only {vocab_size}: no room for begin and end of text",
+            hint="is this the tokenizer of this model?",
+        )
+    spelled = {token: _spell(token) for token in ranks}
+    tokenizer = Tokenizer(
+        BPE(
+            {spelled[token]: rank for token, rank in ranks.items()},
+            [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+            fuse_unk=False,
+            ignore_merges=True,  # tiktoken takes a piece that is a token as it is, before any merging
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single=f"{BEGIN} $A",
+                pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
+                special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))],
+            ),
+        ]
+    )
+    tokenizer.save(str(folder / TOKENIZER_JSON))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_seq_len,
+    }
+    write_json(folder / TOKENIZER_CONFIG, config)
+    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
+
+
+def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every pair that makes a token, in the order tiktoken would merge: by the rank of what they make."""
+    merges = []
+    for token, rank in ranks.items():
+        pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
+        merges += [(rank, ranks[a], ranks[b], a, b) for a, b in pairs if a in ranks and b in ranks]
+    return [(a, b) for *_, a, b in sorted(merges)]
+
+
+def _byte_letters() -> dict[int, str]:
+    """GPT-2's printable letter for each byte: itself where it prints, else the next free code point from 256."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+_LETTERS = _byte_letters()
+
+
+def _spell(token: bytes) -> str:
+    return "".join(_LETTERS[byte] for byte in token)
+
+
+def _is_base64(text: bytes) -> bool:
+    try:
+        base64.b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return True

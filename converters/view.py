@@ -1,0 +1,210 @@
+"""A checkpoint seen under other names: rules turned into a TensorSource, after a ledger has accounted for every tensor.
+
+Nothing is copied here. A view reads box by box, so a permutation costs the box and at most one more head on each side.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from converters.catalog import Box, TensorInfo, TensorSource
+from converters.dtypes import DTYPES
+from converters.errors import CheckpointError, list_offenders
+from converters.families.base import Family, ModelArgs, Naming
+from converters.families.registry import get_family
+from converters.layout import row_blocks
+from converters.model_info import ModelInfo
+from converters.rules import Op, RopeHalves, Rule
+
+COMPARED_BYTES = 8 * 1024**2  # two tensors are compared in blocks of this size
+
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+TIED_REASON = "tied: equal to the embedding, bit for bit"
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Where every target tensor comes from, and why a source tensor is not used."""
+
+    used: dict[str, str] = field(default_factory=dict)  # target name → source name
+    dropped: dict[str, str] = field(default_factory=dict)  # source name → reason
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A TensorSource under other names. `ledger` says how it came about."""
+
+    source: TensorSource
+    tensors: Mapping[str, TensorInfo]
+    row_orders: Mapping[str, np.ndarray]  # name → for each row of a head, the source row of that head
+    ledger: Ledger
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        """The values of a box in the tensor's own dtype."""
+        name = self.ledger.used[fqn]
+        order = self.row_orders.get(fqn)
+        return self.source.read(name, box) if order is None else _read_reordered(self.source, name, box, order)
+
+
+def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray) -> np.ndarray:
+    """Rows of `box`, gathered from one span of source rows: exactly its own where the box is whole heads."""
+    rows = np.arange(box.offsets[0], box.offsets[0] + box.sizes[0])
+    if not rows.size:
+        return source.read(name, box)
+    head, within = np.divmod(rows, len(order))
+    source_rows = head * len(order) + order[within]
+    first, last = int(source_rows.min()), int(source_rows.max())
+    span = source.read(name, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
+    return span[source_rows - first]
+
+
+def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
+    """For each native row of a head, the foreign row. None where rows keep their place."""
+    if not isinstance(op, RopeHalves):
+        return None
+    return np.arange(args.head_dim).reshape(2, args.head_dim // 2).T.reshape(-1)
+
+
+def native_view(source: TensorSource, info: ModelInfo, naming: Naming) -> View:
+    """`source` under native names.
+
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. A tied model may
+    carry its output weight again; it is read, and dropped where it equals the embedding.
+    """
+    family, args = get_family(info.family), info.args
+    by_foreign = _spell(family, args, naming)
+    ledger, problems, tied_copy = Ledger(), [], None
+    for name in source.tensors:
+        if (native := by_foreign.get(name)) is not None:
+            if args.tied and native == OUTPUT:
+                tied_copy = name
+            else:
+                ledger.used[native] = name
+        elif reason := _drop_reason(name, naming):
+            ledger.dropped[name] = reason
+        else:
+            problems.append(f"unexpected  {name}")
+    foreign_of = {native: foreign for foreign, native in by_foreign.items()}
+    tensors = {}
+    for parameter in family.parameters(args):
+        name = ledger.used.get(parameter.fqn)
+        if name is None:
+            problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
+            continue
+        found = source.tensors[name]
+        if found.shape != parameter.shape:
+            problems.append(f"shape       {name}  is {list(found.shape)}, should be {list(parameter.shape)}")
+        if not DTYPES[found.dtype].is_floating:
+            problems.append(f"dtype       {name}  is {found.dtype}, should be a floating type")
+        tensors[parameter.fqn] = found
+    if problems:
+        raise _ledger_error(problems, naming, missing_output=not args.tied and OUTPUT not in ledger.used)
+    if tied_copy is not None:
+        _require_equal(source, ledger.used[EMBEDDING], tied_copy)
+        ledger.dropped[tied_copy] = TIED_REASON
+    orders = {rule.native: _native_row_order(rule.op, args) for rule in naming.rules}
+    row_orders = {fqn: order for fqn in tensors if (order := orders[_with_placeholder(fqn)]) is not None}
+    return View(source, tensors, row_orders, Ledger({fqn: ledger.used[fqn] for fqn in tensors}, ledger.dropped))
+
+
+def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
+    """Native tensors under the names and in the row order of `naming`; the inverse of native_view."""
+    family, args = get_family(info.family), info.args
+    rules = {rule.native: rule for rule in naming.rules}
+    ledger, tensors, row_orders = Ledger(), {}, {}
+    for parameter in family.parameters(args):
+        rule = rules[_with_placeholder(parameter.fqn)]
+        name = _with_number(rule.foreign, parameter.fqn)
+        ledger.used[name] = parameter.fqn
+        tensors[name] = native.tensors[parameter.fqn]
+        order = _native_row_order(rule.op, args)
+        if order is not None:
+            row_orders[name] = np.argsort(order)
+    return View(native, tensors, row_orders, ledger)
+
+
+def native_naming(family: Family) -> Naming:
+    """The naming that changes nothing."""
+    some = next(iter(family.namings.values()))
+    return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
+
+
+def detect_naming(names: Iterable[str], family: Family) -> Naming:
+    """The naming that explains most of `names`. Raises CheckpointError where none explains any."""
+    names = list(names)
+    candidates = [native_naming(family), *family.namings.values()]
+
+    def explained(naming: Naming) -> int:
+        patterns = [_pattern(text) for text in (*(r.foreign for r in naming.rules), *(d.pattern for d in naming.drops))]
+        return sum(any(p.fullmatch(name) for p in patterns) for name in names)
+
+    scores = [explained(naming) for naming in candidates]
+    if not names or max(scores) == 0:
+        raise CheckpointError(
+            f"no tensor here has a name that a {family.name} model has" + list_offenders(names, most=5),
+            hint=f"known namings: {', '.join(c.name for c in candidates)}",
+        )
+    return candidates[scores.index(max(scores))]
+
+
+def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
+    """Foreign name → native name of everything a checkpoint of this model may hold, a tied output included."""
+    natives = [parameter.fqn for parameter in family.parameters(args)]
+    if args.tied:
+        natives.append(OUTPUT)
+    rules = {rule.native: rule for rule in naming.rules}
+    return {_with_number(rules[_with_placeholder(fqn)].foreign, fqn): fqn for fqn in natives}
+
+
+def _drop_reason(name: str, naming: Naming) -> str:
+    return next((drop.reason for drop in naming.drops if _pattern(drop.pattern).fullmatch(name)), "")
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """`{n}` stands for a layer number without leading zeros, so that `layers.1` and `layers.01` are not one name."""
+    return re.compile(re.escape(text).replace(r"\{n\}", r"(?:0|[1-9]\d*)"))
+
+
+_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
+
+
+def _with_placeholder(fqn: str) -> str:
+    return _LAYER.sub("{n}", fqn, count=1)
+
+
+def _with_number(pattern: str, fqn: str) -> str:
+    found = _LAYER.search(fqn)
+    return pattern.replace("{n}", found.group()) if found else pattern
+
+
+def _require_equal(source: TensorSource, one: str, other: str) -> None:
+    """Raises CheckpointError unless two tensors hold the same bits; reads them in blocks."""
+    a, b = source.tensors[one], source.tensors[other]
+    problem = None
+    if a != b:
+        problem = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    else:
+        for block in row_blocks(Box.whole(a.shape), DTYPES[a.dtype].itemsize, COMPARED_BYTES):
+            if source.read(one, block).tobytes() != source.read(other, block).tobytes():
+                problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
+                break
+    if problem:
+        raise CheckpointError(
+            f"the model is tied, yet {other} is not {one}: {problem}",
+            hint="dropping it would change the model; an untied one says so (config.json, tie_word_embeddings: false)",
+        )
+
+
+def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool) -> CheckpointError:
+    hints = [f"names were read as {naming.name!r}"]
+    if missing_output:
+        hints.append("the output weight is missing: a tied model says so in its config (tie_word_embeddings: true)")
+    return CheckpointError(
+        f"the tensors do not match the model, {len(problems)} problem{'s' if len(problems) > 1 else ''}:"
+        + list_offenders(sorted(problems)),
+        hint="; ".join(hints),
+    )

@@ -1,0 +1,50 @@
+"""The door to weights: any format in, native names out. Trainer, inference and conversion open checkpoints here."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from converters.catalog import Catalog
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo, read_model_info
+from converters.names import section_of
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+from converters.view import View, detect_naming, native_view
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWeights:
+    """The weights of a checkpoint under native names. A context manager: it holds files open while it is read from."""
+
+    source: View  # a TensorSource
+    info: ModelInfo
+    catalog: Catalog  # the whole checkpoint, sections such as the optimizer included
+    naming: str  # how the checkpoint spells its weights
+    reader: CatalogReader
+
+    def __enter__(self) -> "NativeWeights":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.reader.__exit__(*exc_info)
+
+
+def open_native(path: Path | str, *, model_from: Path | str | None = None) -> NativeWeights:
+    """Open a checkpoint of any format. Reads headers only, and a tied model's second copy of its embedding.
+
+    `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints that
+    do not say it (torchtitan's). Raises CheckpointError with everything that does not match the model.
+    """
+    path = Path(path)
+    catalog = open_checkpoint(path)
+    weights = catalog
+    if catalog.container == "dcp":
+        weights = replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if section_of(n) == "model"})
+    info = read_model_info(Path(model_from) if model_from else path, weights)
+    naming = detect_naming(weights.tensors, get_family(info.family))
+    reader = CatalogReader(weights)
+    try:
+        return NativeWeights(native_view(reader, info, naming), info, catalog, naming.name, reader)
+    except BaseException:
+        reader.__exit__(None, None, None)
+        raise
