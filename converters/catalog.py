@@ -1,6 +1,7 @@
 """What a checkpoint holds and where each byte of it lies, whatever the container.
 
-A catalog is made by reading headers only. Everything else (convert, reshard, inspect, diff, verify, the trainer's loader) works on it.
+A catalog is made by reading headers only. Everything else (convert, reshard, inspect, diff, verify, the trainer's
+loader) works on it.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,10 @@ from converters.dtypes import itemsize
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: `offsets[d] <= index < offsets[d] + sizes[d]`. A 0-dim tensor has the box ((), ())."""
+    """A rectangular part of a tensor: `offsets[d] <= index < offsets[d] + sizes[d]`.
+
+    A 0-dim tensor has the box ((), ()).
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -40,14 +44,20 @@ class Box:
 
     def slices_within(self, outer: "Box") -> tuple[slice, ...]:
         """Index of this box in an array that holds `outer`."""
-        return tuple(
-            slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True)
-        )
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
+
+
+UNLOCATED = -1  # a chunk's byte_offset before its DCP item was opened
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor in a file. Element `i` of the box lies at `byte_offset + sum(i[d] * strides[d]) * itemsize`."""
+    """A box of a tensor in a file. Element `i` of the box lies at `byte_offset + sum(i[d] * strides[d]) * itemsize`.
+
+    DCP's `.metadata` names only the item (a zip) around the data. Opening 200,000 items to list a checkpoint would take
+    many seconds, so such a chunk starts with `item` alone (`byte_offset` is UNLOCATED); the reader fills in the rest on
+    first use (`CatalogReader.located`).
+    """
 
     box: Box
     file: str  # relative to the catalog's root
@@ -55,6 +65,7 @@ class Chunk:
     strides: tuple[int, ...]  # in elements; row-major unless a foreign file says otherwise
     crc32: int | None = None  # of the chunk's whole record, where the container carries one
     record: tuple[int, int] | None = None  # (offset, length) of the bytes that `crc32` covers
+    item: tuple[int, int] | None = None  # DCP: (offset, length) of the torch.save zip that holds the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,7 @@ class Catalog:
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
     planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
+    values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +117,7 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """Anything whose tensors can be read box by box: files on disk, a renamed and permuted view of them, or computed values.
+    """Anything whose tensors can be read box by box: files on disk, a renamed and permuted view, computed values.
 
     The engine copies from a source, the trainer and inference load from one.
     """

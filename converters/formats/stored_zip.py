@@ -1,0 +1,196 @@
+"""Zips whose entries are stored as they are, which is all that torch.save writes: parse strictly, and build.
+
+Strict means: one central directory at the very end, entries that follow each other from byte 0 without overlap, no
+compression (a zip bomb otherwise), plain relative names. What Python's zipfile forgives is refused here.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+from converters.errors import CheckpointError
+
+ReadAt = Callable[[int, int], bytes]  # (offset, length) → bytes of the zip
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_MAX_DIRECTORY_BYTES = 256 << 20
+_MAX_GAP_BYTES = 24  # the data descriptor that torch writes after each entry
+_BIG = 0xFFFFFFFF
+_STREAMED = 0x0008  # sizes and CRC stand in the central directory (and a descriptor), not in the local header
+_UTF8 = 0x0800
+
+
+@dataclass(frozen=True, slots=True)
+class ZipRecord:
+    """One stored entry. `crc32` is 0 where the writer was told not to compute it."""
+
+    name: str
+    data_offset: int
+    size: int
+    crc32: int
+
+
+def read_zip(read_at: ReadAt, size: int, *, what: str) -> dict[str, ZipRecord]:
+    """The entries of a zip of `size` bytes, by name, in file order. Raises CheckpointError for any irregularity."""
+
+    def refuse(reason: str, hint: str = "") -> CheckpointError:
+        return CheckpointError(f"{what}: {reason}", hint=hint or "the file is truncated, damaged or was tampered with")
+
+    directory_offset, directory_bytes, num_entries = _find_directory(read_at, size, refuse)
+    directory = read_at(directory_offset, directory_bytes)
+    records: dict[str, ZipRecord] = {}
+    position = end_of_last = 0
+    for _ in range(num_entries):
+        if position + _CENTRAL.size > len(directory):
+            raise refuse("the zip directory is cut off")
+        magic, _, _, flags, method, _, _, crc, stored, length, name_len, extra_len, comment_len, disk, _, _, offset = (
+            _CENTRAL.unpack_from(directory, position)
+        )
+        raw_name = directory[position + _CENTRAL.size :][:name_len]
+        extra = directory[position + _CENTRAL.size + name_len :][:extra_len]
+        position += _CENTRAL.size + name_len + extra_len + comment_len
+        if magic != b"PK\x01\x02" or position > len(directory):
+            raise refuse("the zip directory is damaged")
+        name = _checked_name(raw_name, refuse)
+        if flags & 1:
+            raise refuse(f"entry {name!r} is encrypted")
+        if method != 0:
+            raise refuse(f"entry {name!r} is compressed", "torch.save never compresses; a zip bomb does")
+        length, stored, offset = _widen(extra, length, stored, offset)
+        if stored != length or disk != 0:
+            raise refuse(f"entry {name!r} has two sizes")
+        if name in records:
+            raise refuse(f"entry {name!r} appears twice")
+        if not 0 <= offset - end_of_last <= (_MAX_GAP_BYTES if records else 0):
+            raise refuse(f"entry {name!r} overlaps another one or leaves a gap")
+        data_offset = _check_local(read_at, offset, raw_name, flags, crc, length, refuse)
+        end_of_last = data_offset + length
+        if end_of_last > directory_offset:
+            raise refuse(f"entry {name!r} runs into the zip directory")
+        records[name] = ZipRecord(name, data_offset, length, crc)
+    if position != len(directory) or directory_offset - end_of_last > _MAX_GAP_BYTES:
+        raise refuse("the zip holds bytes that no entry accounts for")
+    return records
+
+
+def _find_directory(read_at: ReadAt, size: int, refuse: Callable[..., CheckpointError]) -> tuple[int, int, int]:
+    if size < _END.size:
+        raise refuse(f"{size} bytes are too few for a zip")
+    end_offset = size - _END.size
+    magic, disk, first_disk, here, total, num_bytes, offset, comment = _END.unpack(read_at(end_offset, _END.size))
+    if magic != b"PK\x05\x06" or comment:
+        raise refuse("no zip directory at the end")
+    if disk or first_disk or here != total:
+        raise refuse("a zip over several disks")
+    limit = end_offset
+    locator_offset = end_offset - _LOCATOR64.size
+    if locator_offset >= 0:
+        magic, _, end64_offset, _ = _LOCATOR64.unpack(read_at(locator_offset, _LOCATOR64.size))
+        if magic == b"PK\x06\x07":
+            if end64_offset != locator_offset - _END64.size:
+                raise refuse("two zip directories, or one that is out of place")
+            end64 = _END64.unpack(read_at(end64_offset, _END64.size))
+            if end64[0] != b"PK\x06\x06" or end64[6] != end64[7]:
+                raise refuse("the zip64 directory is damaged")
+            for narrow, wide, full in (
+                (total, end64[7], 0xFFFF),
+                (num_bytes, end64[8], _BIG),
+                (offset, end64[9], _BIG),
+            ):
+                if narrow not in (wide, full):
+                    raise refuse("the two zip directories disagree")
+            total, num_bytes, offset, limit = end64[7], end64[8], end64[9], end64_offset
+    if offset + num_bytes != limit:
+        raise refuse("two zip directories, or one that is out of place")
+    if num_bytes > _MAX_DIRECTORY_BYTES:
+        raise refuse(f"a zip directory of {num_bytes:,} bytes")
+    return offset, num_bytes, total
+
+
+def _checked_name(raw: bytes, refuse: Callable[..., CheckpointError]) -> str:
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise refuse(f"entry name {raw!r} is not UTF-8") from None
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+        raise refuse(f"entry name {name!r} is a path that leaves the archive")
+    return name
+
+
+def _widen(extra: bytes, length: int, stored: int, offset: int) -> tuple[int, int, int]:
+    """Put the zip64 extra field's 8-byte values where the 4-byte fields are saturated."""
+    wide: list[int] = []
+    while len(extra) >= 4:
+        kind, num = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            wide = list(struct.unpack_from(f"<{min(num, len(extra) - 4) // 8}Q", extra, 4))
+        extra = extra[4 + num :]
+    values = [wide.pop(0) if value == _BIG and wide else value for value in (length, stored, offset)]
+    return values[0], values[1], values[2]
+
+
+def _check_local(
+    read_at: ReadAt,
+    offset: int,
+    raw_name: bytes,
+    flags: int,
+    crc: int,
+    length: int,
+    refuse: Callable[..., CheckpointError],
+) -> int:
+    header = read_at(offset, _LOCAL.size + len(raw_name))
+    if len(header) < _LOCAL.size + len(raw_name):
+        raise refuse("a zip entry lies beyond the end")
+    magic, _, local_flags, method, _, _, local_crc, _, local_length, name_len, extra_len = _LOCAL.unpack_from(header)
+    same = magic == b"PK\x03\x04" and method == 0 and local_flags == flags and header[_LOCAL.size :] == raw_name
+    if not same or name_len != len(raw_name):
+        raise refuse(f"entry {raw_name!r} and the zip directory disagree")
+    if not flags & _STREAMED and (local_crc != crc or local_length not in (length, _BIG)):
+        raise refuse(f"entry {raw_name!r} and the zip directory disagree about its size or CRC")
+    return offset + _LOCAL.size + name_len + extra_len
+
+
+def zip_shell(
+    before: Sequence[tuple[str, bytes]], name: str, size: int, crc: int, *, align: int = 64
+) -> tuple[bytes, bytes]:
+    """(head, tail) such that head + `size` bytes of data with CRC32 `crc` + tail is a stored zip.
+
+    `before` are small entries; the data of the last one, `name`, starts at a multiple of `align`.
+    The lengths of head and tail do not depend on `crc`, so the data can be written first and the shell afterwards.
+    """
+    head = bytearray()
+    central = bytearray()
+    entries = [(entry, len(data), crc32(data), data) for entry, data in before] + [(name, size, crc, None)]
+    for entry, length, entry_crc, data in entries:
+        offset = len(head)
+        raw = entry.encode()
+        big = length >= _BIG
+        wide = struct.pack("<2H2Q", 1, 16, length, length) if big else b""
+        narrow = _BIG if big else length
+        version = 45 if big else 20
+        extra = wide
+        if data is None:
+            room = -(offset + _LOCAL.size + len(raw) + len(wide)) % align
+            if room:  # torch's own way to align: a field named FB; an extra field takes at least 4 bytes
+                room += align if room < 4 else 0
+                extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
+        common = (version, _UTF8, 0, 0, 0, entry_crc, narrow, narrow, len(raw))
+        head += _LOCAL.pack(b"PK\x03\x04", *common, len(extra)) + raw + extra
+        head += data or b""
+        central += _CENTRAL.pack(b"PK\x01\x02", version, *common, len(wide), 0, 0, 0, 0, offset) + raw + wide
+    directory_offset = len(head) + size
+    num_entries = len(entries)
+    end64 = _END64.pack(
+        b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, num_entries, num_entries, len(central), directory_offset
+    )
+    locator = _LOCATOR64.pack(b"PK\x06\x07", 0, directory_offset + len(central), 1)
+    end = _END.pack(
+        b"PK\x05\x06", 0, 0, num_entries, num_entries, len(central), min(directory_offset, _BIG), 0
+    )  # fmt: skip
+    return bytes(head), bytes(central + end64 + locator + end)
