@@ -27,6 +27,10 @@ class CheckpointError(TitanError):
     """A checkpoint is missing, damaged, incomplete, or not what was asked for."""
 
 
+class DataError(TitanError):
+    """Text, a tokenizer or a token index is missing, damaged, or not what was asked for."""
+
+
 class UnsupportedError(TitanError):
     """What was asked for is understood but not covered; nothing was done."""
 

@@ -1,7 +1,8 @@
-"""The config: one frozen dataclass per TOML section, with the keys of torchtitan's TOML vocabulary that something here reads.
+"""The config: one frozen dataclass per TOML section, in the vocabulary of torchtitan's TOML files.
 
-Defaults are the vocabulary's. Keys of the vocabulary that nothing here reads yet are in `refused.py`, with the reason.
-Types are the check: `Literal` lists the choices, `Annotated[..., Number(...)]` gives the limits of a number; `types.py` enforces both.
+Here are the keys that something reads; the vocabulary's other keys are in `refused.py`, with the reason. Defaults are
+the vocabulary's unless a line says otherwise. The types are the check: `Literal` lists choices,
+`Annotated[…, Number(…)]` limits; `types.py` enforces both.
 """
 
 from collections.abc import Mapping
@@ -72,7 +73,7 @@ class LRScheduler:
     total_steps: Positive | None = None
     """Length of the whole curve in steps; unset = training.steps."""
     decay_ratio: Annotated[float, Number(low=0, high=1)] | None = None
-    """Share of the steps that decays, at the end (warm-up, stable, decay); unset = decay begins right after the warm-up."""
+    """Share of the steps that decays, at the end (warm-up, stable, decay); unset = all after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Annotated[float, Number(low=0, high=1)] = 0.0
@@ -148,7 +149,7 @@ class Checkpoint:
     initial_load_model_only: bool = True
     """Take only the weights from it; false = optimizer, schedule and data position too."""
     last_save_model_only: bool = False
-    """The checkpoint of the last step holds only weights, and cannot be resumed. On by default in torchtitan, off here."""
+    """The last step's checkpoint holds only weights, and cannot be resumed. On by default in torchtitan, off here."""
     keep_latest_k: Annotated[int, Number(low=0, without=(1,))] = 10
     """Checkpoints kept; 0 = all. 1 is refused: while the next one is written nothing could be deleted."""
     load_step: Annotated[int, Number(low=0, also=(-1,))] = -1
@@ -206,7 +207,7 @@ class Debug:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experimental:
     custom_import: str = ""
-    """Dotted module, or folder of one, that is imported once the config is read: it may register families and datasets."""
+    """Dotted module, or path of one, imported once the config is read: it may register families and datasets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ class Pattern:
 
 
 def fit(kind: Any, value: Any) -> Any:
-    """The value as the type wants it (a list becomes a tuple, an int a float). Raises ValueError saying what would be allowed."""
+    """The value as the type wants it (a list becomes a tuple, an int a float). Raises ValueError saying what may be."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _fit_annotated(kind, value)
@@ -99,13 +99,6 @@ def describe(kind: Any) -> str:
     if origin is tuple:
         return f"a list, each item {describe(args[0])}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
-
-
-def is_list(kind: Any) -> bool:
-    """Whether the field holds a list, possibly or None."""
-    return get_origin(kind) is tuple or any(
-        is_list(arg) for arg in get_args(kind) if get_origin(kind) in (Union, UnionType)
-    )
 
 
 def plain_type(kind: Any) -> Any:

@@ -1,0 +1,159 @@
+"""Load a config: defaults, then a TOML file or preset, then the command line; strict, and all problems told at once.
+
+Loads neither torch nor numpy, so that a typo is told in a blink, before any rank starts.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from converters.errors import ConfigError, list_offenders
+from converters.families.registry import all_families
+from trainer.config.command_line import read_overrides
+from trainer.config.custom_import import import_custom
+from trainer.config.preset import find_preset, preset_names
+from trainer.config.refused import REFUSED, REFUSED_VALUES, RENAMED
+from trainer.config.sections import Config
+from trainer.config.toml_file import Setting, read_toml
+from trainer.config.types import fit
+
+DEFAULT = "default"
+
+
+def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a TOML file or preset with overrides typed as `--section.key value`.
+
+    Raises ConfigError that lists every unknown key, wrong value and uncovered feature, with file and line.
+    """
+    settings, problems = _read(source), []
+    typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_what_about)
+    values: dict[str, Any] = {}
+    for key, setting in [*settings.items(), *typed.items()]:
+        problem = _problem_of(key, setting)
+        if problem:
+            problems.append(f"{setting.origin}: {problem}")
+        elif key not in REFUSED:
+            values[key] = fit(_kind_of(key), setting.value)
+    problems += typed_problems
+    if not problems:
+        merged = settings | typed
+        config = _build(values, {key: merged[key].origin for key in values})
+        if config.experimental.custom_import:
+            import_custom(config.experimental.custom_import)
+        problems = _model_problems(config)
+    if problems:
+        raise _error(source, problems)
+    return config
+
+
+def origins(config: Config) -> dict[str, Setting]:
+    """Every key of the config in the order of its sections, with its value and where that came from."""
+    return {
+        key: Setting(getattr(getattr(config, key.split(".")[0]), key.split(".")[1]), config.origins.get(key, DEFAULT))
+        for key in _kinds()
+    }
+
+
+def _read(source: Path | str) -> dict[str, Setting]:
+    path = Path(source)
+    if path.is_file():
+        return read_toml(path)
+    preset = find_preset(str(source))
+    if preset:
+        return read_toml(preset, shown_as=f"preset {source}")
+    if path.exists():
+        return read_toml(path)  # a folder or a device: told there
+    if str(source).startswith("--"):
+        raise ConfigError(f"the config comes before the overrides, but {source!r} came first")
+    presets = preset_names()
+    near = difflib.get_close_matches(path.stem, presets, n=2)
+    raise ConfigError(
+        f"{source}: no such config file, and no preset is called so",
+        hint=f"presets: {', '.join(presets)}",
+        tries=[f"titan config show {name}" for name in near],
+    )
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    """Each key that is read, and its type."""
+    sections = get_type_hints(Config)
+    return {
+        f"{section}.{name}": kind
+        for section, record in sections.items()
+        if section != "origins"
+        for name, kind in get_type_hints(record, include_extras=True).items()
+    }
+
+
+def _kind_of(key: str) -> Any | None:
+    return _kinds().get(key) or (REFUSED[key].kind if key in REFUSED else None)
+
+
+def _problem_of(key: str, setting: Setting) -> str:
+    """What is wrong with one setting, or nothing."""
+    kind = _kind_of(key)
+    if kind is None:
+        return f"{key}: {_what_about(key)}"
+    shown = f"{key} = {_shown(setting.value)}"
+    if isinstance(setting.value, str) and (key, setting.value) in REFUSED_VALUES:
+        return f"{shown}: {REFUSED_VALUES[key, setting.value]}"
+    try:
+        value = fit(kind, setting.value)
+    except ValueError as allowed:
+        return f"{shown}: must be {allowed}"
+    refused = REFUSED.get(key)
+    if refused and refused.harmless is not None and value not in refused.harmless:
+        return f"{shown}: {refused.reason}"
+    return ""
+
+
+def _what_about(key: str) -> str:
+    """What to say about a key that does not exist: its new name, or the nearest one."""
+    if key in RENAMED:
+        return f"is called `{RENAMED[key]}` now"
+    known = [*_kinds(), *REFUSED]
+    last = key.rpartition(".")[2]
+    same_name = [name for name in known if name.rpartition(".")[2] == last]
+    near = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    if not near:  # the section is off by more than the name
+        last_names = {name.rpartition(".")[2]: name for name in reversed(known)}
+        near = [last_names[name] for name in difflib.get_close_matches(last, last_names, n=1, cutoff=0.7)]
+    return f"no such key; did you mean `{near[0]}`?" if near else "no such key"
+
+
+def _shown(value: Any) -> str:
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
+    sections = {}
+    for section, record in get_type_hints(Config).items():
+        if section != "origins":
+            given = {f.name: values[f"{section}.{f.name}"] for f in fields(record) if f"{section}.{f.name}" in values}
+            sections[section] = record(**given)
+    return Config(**sections, origins=dict(origins))
+
+
+def _model_problems(config: Config) -> list[str]:
+    """A family or flavor that does not exist: known only after custom_import."""
+    families = all_families()
+    model = config.model
+    if model.name not in families:
+        return [_no_such("model.name", model.name, families, config)]
+    flavors = families[model.name].flavors
+    return [] if model.flavor in flavors else [_no_such("model.flavor", model.flavor, flavors, config)]
+
+
+def _no_such(key: str, value: str, known: Iterable[str], config: Config) -> str:
+    return f"{config.origins.get(key, DEFAULT)}: {key} = {value!r}: must be one of {', '.join(known)}"
+
+
+def _error(source: Path | str, problems: list[str]) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    return ConfigError(f"{source}: {len(problems)} problems{list_offenders(problems, most=50)}")
