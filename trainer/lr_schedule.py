@@ -1,7 +1,6 @@
 """The learning rate over the steps: linear warm-up, stable, decay (WSD)."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,17 +51,17 @@ class Curve:
 
 
 class LRSchedule:
-    """Sets each group's `lr` from the number of steps done; that number is its whole state."""
+    """Sets each group's `lr` to its `initial_lr` × the curve, from the number of steps done: its whole state."""
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], curve: Curve):
+    def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve):
         self.curve = curve
         self.last_epoch = 0  # torch's name for the number of steps done; the name on disk
-        self._groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+        self._groups = optimizer.param_groups
         self._apply()
 
     @property
     def lr(self) -> float:
-        return self._groups[0][0]["lr"]
+        return self._groups[0]["lr"]
 
     def step(self) -> None:
         self.last_epoch += 1
@@ -70,8 +69,8 @@ class LRSchedule:
 
     def _apply(self) -> None:
         factor = self.curve.factor(self.last_epoch)
-        for group, peak in self._groups:
-            group["lr"] = peak * factor
+        for group in self._groups:
+            group["lr"] = group["initial_lr"] * factor
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}

@@ -50,18 +50,22 @@ def test_past_the_curve_the_rate_stays_at_the_floor():
     assert curve.factor(50) == pytest.approx(0.2)
 
 
-def test_schedule_sets_every_group_and_resumes_from_its_number():
+def _optimizer():
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    make = lambda: torch.optim.AdamW([{"params": [weights[0]]}, {"params": [weights[1]], "lr": 4.0}], lr=2.0)  # noqa: E731
+    groups = [{"params": [weights[0]], "initial_lr": 2.0}, {"params": [weights[1]], "initial_lr": 4.0}]
+    return torch.optim.AdamW(groups, lr=2.0)
+
+
+def test_schedule_sets_every_group_and_resumes_from_its_number():
     curve = Curve.of(8, warmup_steps=2, decay_ratio=None)
-    optimizer = make()
-    schedule = LRSchedule([optimizer], curve)
+    optimizer = _optimizer()
+    schedule = LRSchedule(optimizer, curve)
     seen = []
     for _ in range(8):
         seen.append([g["lr"] for g in optimizer.param_groups])
         schedule.step()
     assert seen == [[2.0 * curve.factor(n), 4.0 * curve.factor(n)] for n in range(8)]
 
-    resumed = make()
-    LRSchedule([resumed], curve).load_state_dict({"last_epoch": 5})
+    resumed = _optimizer()
+    LRSchedule(resumed, curve).load_state_dict({"last_epoch": 5})
     assert [g["lr"] for g in resumed.param_groups] == seen[5]

@@ -1,0 +1,108 @@
+"""Adam and AdamW over all parts of a model, their state by FQN, and clipping over every mesh."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer.config.sections import Optimizer as OptimizerSection
+
+_CLASSES = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+
+def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
+    """One optimizer over parameters by FQN. Its state is there from the start, so that a checkpoint has where to go."""
+    # One group per mesh: the multi-tensor kernels cannot take DTensors of two meshes, or plain tensors, in one call.
+    groups: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+    for fqn, parameter in named_parameters.items():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
+    optimizer = _CLASSES[settings.name](
+        [{"params": named} for named in groups.values()],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=settings.implementation == "fused",
+        foreach=settings.implementation == "foreach",
+    )
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales; torch's and torchtitan's name for it
+    for parameter in named_parameters.values():
+        optimizer.state[parameter] = {
+            # the fused kernels count on the device, the others on the CPU
+            "step": torch.zeros((), device=parameter.device if settings.implementation == "fused" else "cpu"),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Moments and settings by FQN, flat: `state.<fqn>.exp_avg`, `param_groups.<fqn>.lr`.
+
+    The keys of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`, made from our own FQNs: the same
+    from every layout, pipeline stages and tied weights included. Tensors are the live ones, to be filled in place.
+    """
+    flat: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+            flat |= {f"state.{fqn}.{name}": value for name, value in optimizer.state[parameter].items()}
+            flat |= {f"param_groups.{fqn}.{name}": value for name, value in settings.items()}
+    return flat
+
+
+class GradientClip:
+    """Scales all gradients down to a global norm, with one all-reduce over all ranks: FSDP, TP, pipeline, replicas."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        max_norm: float,
+        ranks_per_stage: int,
+        copies: Iterable[nn.Parameter] = (),
+    ):
+        """`copies` are parameters that another stage holds too (tied embeddings): the other one is counted."""
+        self._parameters = list(parameters)
+        self._max_norm = max_norm
+        copied = set(map(id, copies))
+        shares = [0.0 if id(p) in copied else _num_shards(p) / ranks_per_stage for p in self._parameters]
+        self._shares = torch.tensor(shares, dtype=torch.float64)
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        """Clip, and return the norm that the gradients had: float64, 0-dim, the same on every rank."""
+        gradients = [_local_gradient(p) for p in self._parameters]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).double()
+        # What several ranks hold is summed as many times, each with its share; empty shards add nothing.
+        total = (self._shares.to(norms.device) * norms.square()).sum()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        scale = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, scale.to(torch.float32))
+        return norm
+
+
+def _num_shards(parameter: nn.Parameter) -> int:
+    """Different shards that the ranks of a stage hold of it."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return max(1, torch.Size(mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()).numel())
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a gradient, laid out as its parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None, "every parameter takes part in every step"
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:  # sequence parallelism leaves a norm's gradient unsummed
+        gradient = gradient.redistribute(placements=parameter.placements)
+        parameter.grad = gradient
+    return gradient.to_local()
