@@ -32,8 +32,8 @@ class NativeWeights:
 def open_native(path: Path | str, *, model_from: Path | str | None = None) -> NativeWeights:
     """Open a checkpoint of any format. Reads headers only, and a tied model's second copy of its embedding.
 
-    `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints that
-    do not say it (torchtitan's). Raises CheckpointError with everything that does not match the model.
+    `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
+    that do not say it (torchtitan's). Raises CheckpointError with everything that does not match the model.
     """
     path = Path(path)
     catalog = open_checkpoint(path)

@@ -1,0 +1,124 @@
+"""converters/assets.py and tiktoken_model.py: the written tokenizer.json gives tiktoken's ids, in transformers."""
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tiktoken
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig
+
+from converters.assets import find_assets, read_token_ids, write_assets, write_tokenizer_for_hf
+from converters.errors import CheckpointError
+from converters.tiktoken_model import LLAMA3_PATTERN, llama3_special_tokens, looks_like_tiktoken, read_ranks
+
+THIS_FILE = Path(__file__).read_text(encoding="utf-8")
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. It's 12345 o'clock, isn't it?",
+    "def read(path):\n    return open(path).read()  # ünïcode → 漢字 🙂\n\n\n\tend   ",
+    "",
+    "   leading and trailing   \r\n",
+    "<|begin_of_text|>in the text",
+]
+
+
+@pytest.fixture(scope="module")
+def meta_tokenizer(tmp_path_factory):
+    """A tokenizer.model as Meta ships it, its ranks trained on this very file."""
+    folder = tmp_path_factory.mktemp("meta")
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    trained.train_from_iterator([THIS_FILE, *TEXTS], trainer)
+    letters = {c: b for b, c in _gpt2_letters().items()}
+    ranked = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    lines = [f"{base64.b64encode(bytes(letters[c] for c in token)).decode()} {rank}" for token, rank in ranked]
+    (folder / "tokenizer.model").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def _gpt2_letters():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return bytes_to_unicode()
+
+
+@pytest.fixture
+def ours(meta_tokenizer, tmp_path):
+    written = write_tokenizer_for_hf(tmp_path, find_assets(meta_tokenizer), vocab_size=700, max_seq_len=128)
+    assert written == ["tokenizer.json", "tokenizer_config.json"]
+    return tmp_path
+
+
+@pytest.fixture
+def theirs(meta_tokenizer, monkeypatch):
+    monkeypatch.setitem(os.environ, "TIKTOKEN_CACHE_DIR", "")
+    ranks = read_ranks(meta_tokenizer / "tokenizer.model")
+    special = {token: len(ranks) + i for i, token in enumerate(llama3_special_tokens(700 - len(ranks)))}
+    return tiktoken.Encoding("test", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, THIS_FILE])
+def test_transformers_gives_tiktoken_s_ids(ours, theirs, text):
+    tokenizer = AutoTokenizer.from_pretrained(ours)
+    expected = theirs.encode(text, allowed_special="all")
+    assert tokenizer.encode(text, add_special_tokens=False) == expected
+    assert tokenizer.encode(text) == [theirs.encode_single_token("<|begin_of_text|>"), *expected]
+    assert tokenizer.decode(expected) == text
+    assert len(tokenizer) == 700
+
+
+def test_names_and_places_of_llama_3_1():
+    tokens = llama3_special_tokens(256)
+    assert len(set(tokens)) == 256
+    assert {tokens.index(t) for t in ("<|eom_id|>", "<|eot_id|>")} == {8, 9}
+    assert tokens[11] == "<|reserved_special_token_3|>" and tokens[-1] == "<|reserved_special_token_247|>"
+
+
+def test_ids_from_each_source(meta_tokenizer, ours, tmp_path):
+    first = len(read_ranks(meta_tokenizer / "tokenizer.model"))
+    lone = read_token_ids(find_assets(meta_tokenizer), vocab_size=700)
+    assert lone == {"bos_token_id": first, "eos_token_id": [first + 1, first + 8, first + 9]}
+    assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": first, "eos_token_id": first + 1}
+    (ours / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot_id|>"}, "pad_token": None}))
+    assert read_token_ids(find_assets(ours), vocab_size=700) == {"eos_token_id": first + 9}
+    (ours / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "pad_token_id": None}))
+    assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": 1}
+    assert read_token_ids({}, vocab_size=700) == {}
+
+
+def test_files_are_carried_and_a_generation_config_made(meta_tokenizer, tmp_path):
+    (tmp_path / "src" / "original").mkdir(parents=True)
+    (tmp_path / "src" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "src" / "original" / "tokenizer.model").write_bytes((meta_tokenizer / "tokenizer.model").read_bytes())
+    (tmp_path / "src" / "README.md").write_text("stays")
+    dst = tmp_path / "dst" / "assets"
+    written = write_assets(dst, find_assets(tmp_path / "src"), {"bos_token_id": 3, "eos_token_id": [4, 5]})
+    assert sorted(written) == sorted(p.name for p in dst.iterdir())
+    assert sorted(written) == ["chat_template.jinja", "generation_config.json", "tokenizer.model"]
+    assert GenerationConfig.from_pretrained(dst).eos_token_id == [4, 5]
+    assert set(find_assets(tmp_path / "dst")) == set(written)
+    assert write_assets(tmp_path / "none", {}, {}) == [] and not (tmp_path / "none").exists()
+
+
+def test_sentencepiece_is_carried_not_translated(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    assert not looks_like_tiktoken(tmp_path / "tokenizer.model")
+    assert write_tokenizer_for_hf(tmp_path, find_assets(tmp_path), vocab_size=32000, max_seq_len=1) == []
+
+
+def test_damaged_tokenizers(meta_tokenizer, tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_text("IQ== 0\nIg== x\n")
+    with pytest.raises(CheckpointError, match="line 2"):
+        read_ranks(path)
+    path.write_text("IQ== 0\nIg== 2\n")
+    with pytest.raises(CheckpointError, match="count up from 0"):
+        read_ranks(path)
+    with pytest.raises(CheckpointError, match="no room for begin and end of text"):
+        write_tokenizer_for_hf(tmp_path, find_assets(meta_tokenizer), vocab_size=500, max_seq_len=1)

@@ -1,0 +1,65 @@
+"""converters/model_info.py and json_file.py: what a folder says about its weights, or that it says nothing."""
+
+import json
+
+import pytest
+
+from converters.errors import CheckpointError, UnsupportedError
+from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
+
+INFO = ModelInfo("llama3", FLAVORS["debug_tied"])
+
+
+def test_titan_s_own_file(tmp_path):
+    write_model_info(tmp_path, INFO)
+    assert read_model_info(tmp_path) == INFO
+
+
+def test_hf_and_meta(tmp_path):
+    write_hf_config(
+        tmp_path, ModelInfo("llama3", INFO.args, {}, {"bos_token_id": 7, "eos_token_id": [8, 9]}), dtype="float16"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float16"
+    found = read_model_info(tmp_path)
+    assert found.args == INFO.args and found.token_ids == {"bos_token_id": 7, "eos_token_id": [8, 9]}
+    meta = tmp_path / "meta"
+    meta.mkdir()
+    write_meta_params(meta, INFO)
+    (meta / "consolidated.00.pth").touch()
+    assert read_model_info(meta / "consolidated.00.pth").args.rope_scaling == INFO.args.rope_scaling
+
+
+def test_a_folder_that_says_nothing(tmp_path):
+    with pytest.raises(CheckpointError, match="says what model this is") as error:
+        read_model_info(tmp_path)
+    assert "--model-from" in error.value.tries[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("version https://git-lfs.github.com/spec/v1", "not JSON"),
+        ("[]", "JSON list"),
+        ("{}", "lacks family or args"),
+        ('{"family": "llama3", "args": {"dim": 1, "depth": 2}}', "unknown  depth"),
+    ],
+)
+def test_a_damaged_file(tmp_path, content, message):
+    (tmp_path / "titan_model.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_info(tmp_path)
+
+
+def test_unknown_families(tmp_path):
+    (tmp_path / "titan_model.json").write_text('{"family": "gpt5", "args": {}}')
+    with pytest.raises(UnsupportedError, match="gpt5"):
+        read_model_info(tmp_path)
+    (tmp_path / "titan_model.json").unlink()
+    (tmp_path / "config.json").write_text(
+        json.dumps(LLAMA3.hf_config(INFO.args) | {"architectures": ["MambaForCausalLM"]})
+    )
+    with pytest.raises(UnsupportedError, match="MambaForCausalLM"):
+        read_model_info(tmp_path)

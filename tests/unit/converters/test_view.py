@@ -1,0 +1,165 @@
+"""converters/view.py: permuted as transformers' own formula says, inverse of itself, and nothing unaccounted for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from converters.catalog import Box, TensorInfo
+from converters.errors import CheckpointError
+from converters.families.base import ModelArgs
+from converters.families.llama3 import HF, LLAMA3, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
+from converters.model_info import ModelInfo
+from converters.view import detect_naming, foreign_view, native_naming, native_view
+
+# head_dim ≠ dim / num_heads, grouped queries, more than 10 layers: `layers.1` must not take `layers.11`
+ARGS = ModelArgs(dim=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=20, vocab_size=31)
+INFO = ModelInfo("llama3", ARGS)
+TIED = ModelInfo("llama3", replace(ARGS, tied=True))
+
+
+class Arrays:
+    """A TensorSource over arrays in memory."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.tensors = {n: TensorInfo(str(a.dtype), a.shape) for n, a in arrays.items()}
+
+    def read(self, fqn, box):
+        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
+
+
+def native_arrays(info=INFO):
+    rng = np.random.default_rng(0)
+    return {p.fqn: rng.standard_normal(p.shape, dtype=np.float32) for p in LLAMA3.parameters(info.args)}
+
+
+def whole(view, name):
+    return view.read(name, Box.whole(view.tensors[name].shape))
+
+
+def hf_arrays(info=INFO):
+    view = foreign_view(Arrays(native_arrays(info)), info, HF)
+    return {name: whole(view, name) for name in view.tensors}
+
+
+def permuted_as_transformers_does(weight, num_heads):
+    """convert_llama_weights_to_hf.py's permute, interleaved → halves."""
+    rows, dim = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, dim).swapaxes(1, 2).reshape(rows, dim)
+
+
+def test_q_and_k_are_permuted_by_their_own_head_count():
+    native, hf = native_arrays(), hf_arrays()
+    for n in range(12):
+        ours, theirs = f"layers.{n}.attention.", f"model.layers.{n}.self_attn."
+        assert np.array_equal(
+            hf[theirs + "q_proj.weight"], permuted_as_transformers_does(native[ours + "wq.weight"], 4)
+        )
+        assert np.array_equal(
+            hf[theirs + "k_proj.weight"], permuted_as_transformers_does(native[ours + "wk.weight"], 2)
+        )
+        assert np.array_equal(hf[theirs + "v_proj.weight"], native[ours + "wv.weight"])
+
+
+@pytest.mark.parametrize("naming", [HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR], ids=lambda n: n.name)
+@pytest.mark.parametrize("info", [INFO, TIED], ids=["untied", "tied"])
+def test_there_and_back(naming, info):
+    arrays = native_arrays(info)
+    foreign = foreign_view(Arrays(arrays), info, naming)
+    back = native_view(foreign, info, naming)
+    assert list(back.tensors) == list(arrays)
+    for name, array in arrays.items():
+        assert np.array_equal(whole(back, name), array)
+    assert detect_naming(foreign.tensors, LLAMA3).name == (naming.name if naming is not META else "native")
+
+
+def test_any_box_of_a_permuted_tensor():
+    foreign = foreign_view(Arrays(native_arrays()), INFO, HF)
+    view = native_view(foreign, INFO, HF)
+    for name in ("layers.0.attention.wq.weight", "layers.11.attention.wk.weight"):
+        rows, cols = view.tensors[name].shape
+        full = whole(view, name)
+        for start in range(rows):
+            for size in (0, 1, 3, rows - start):
+                box = Box((start, 5), (min(size, rows - start), cols - 5))
+                assert np.array_equal(view.read(name, box), full[box.slices_within(Box.whole(full.shape))])
+
+
+def test_boxes_of_whole_heads_read_nothing_else():
+    spans = []
+
+    class Watched(Arrays):
+        def read(self, fqn, box):
+            spans.append(box)
+            return super().read(fqn, box)
+
+    view = native_view(Watched(hf_arrays()), INFO, HF)
+    view.read("layers.0.attention.wq.weight", Box((8, 0), (16, 24)))
+    assert spans == [Box((8, 0), (16, 24))]
+
+
+def test_everything_wrong_is_told_at_once():
+    arrays = hf_arrays()
+    del arrays["model.layers.3.mlp.up_proj.weight"]
+    arrays["model.layers.12.mlp.up_proj.weight"] = np.zeros((20, 24), np.float32)
+    arrays["model.layers.01.mlp.up_proj.weight"] = np.zeros((20, 24), np.float32)
+    arrays["model.norm.weight"] = np.zeros((25,), np.float32)
+    arrays["model.layers.0.mlp.down_proj.weight"] = arrays["model.layers.0.mlp.down_proj.weight"].T.copy()
+    arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int32)
+    with pytest.raises(CheckpointError) as error:
+        native_view(Arrays(arrays), INFO, HF)
+    lines = error.value.message.splitlines()
+    assert "6 problems" in lines[0]
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "dtype lm_head.weight is int32, should be a floating type",
+        "missing model.layers.3.mlp.up_proj.weight [20, 24]",
+        "shape model.layers.0.mlp.down_proj.weight is [20, 24], should be [24, 20]",
+        "shape model.norm.weight is [25], should be [24]",
+        "unexpected model.layers.01.mlp.up_proj.weight",
+        "unexpected model.layers.12.mlp.up_proj.weight",
+    ]
+
+
+def test_missing_output_points_at_tying():
+    with pytest.raises(CheckpointError, match=r"missing +lm_head.weight") as error:
+        native_view(Arrays(hf_arrays(TIED)), INFO, HF)
+    assert "tie_word_embeddings: true" in error.value.hint
+
+
+def test_second_copy_of_a_tied_embedding():
+    arrays = hf_arrays(TIED)
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    view = native_view(Arrays(arrays), TIED, HF)
+    assert "output.weight" not in view.tensors
+    assert view.ledger.dropped == {"lm_head.weight": "tied: equal to the embedding, bit for bit"}
+    arrays["lm_head.weight"][-1, -1] += 1
+    with pytest.raises(CheckpointError, match="tied, yet lm_head.weight is not model.embed_tokens.weight.* differ"):
+        native_view(Arrays(arrays), TIED, HF)
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].astype(np.float16)
+    with pytest.raises(CheckpointError, match="float32.*float16"):
+        native_view(Arrays(arrays), TIED, HF)
+
+
+def test_drops_carry_their_reason():
+    arrays = hf_arrays()
+    arrays["model.layers.11.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    view = native_view(Arrays(arrays), INFO, HF)
+    assert list(view.ledger.dropped) == ["model.layers.11.self_attn.rotary_emb.inv_freq"]
+    assert "rope_theta" in next(iter(view.ledger.dropped.values()))
+    used = {*view.ledger.used.values(), *view.ledger.dropped}
+    assert used == set(arrays)
+
+
+def test_names_of_no_model():
+    with pytest.raises(CheckpointError, match="no tensor here has a name that a llama3 model has"):
+        detect_naming(["encoder.block.0.weight"], LLAMA3)
+    with pytest.raises(CheckpointError, match="no tensor here"):
+        detect_naming([], LLAMA3)
+
+
+def test_native_names_are_native():
+    assert detect_naming(native_arrays(), LLAMA3).name == "native"
+    assert detect_naming([*native_arrays(), "rope.freqs"], LLAMA3).name == "meta"
+    view = native_view(Arrays(native_arrays()), INFO, native_naming(LLAMA3))
+    assert not view.row_orders
