@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tiktoken_model import llama3_special_tokens, looks_like_tiktoken, read_ranks, write_hf_tokenizer
+from converters.tiktoken_model import special_tokens_after, looks_like_tiktoken, read_ranks, write_hf_tokenizer
 
 CARRIED = (
     TOKENIZER_JSON,
@@ -50,7 +50,7 @@ def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, 
         return {key: id_of[text] for key, text in named.items() if text in id_of}
     if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
         num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
-        id_of = {token: num_ranks + i for i, token in enumerate(llama3_special_tokens(vocab_size - num_ranks))}
+        id_of = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
         ends = [id_of[token] for token in _LLAMA3_ENDS if token in id_of]
         return {"bos_token_id": id_of["<|begin_of_text|>"], "eos_token_id": ends} if ends else {}
     return {}

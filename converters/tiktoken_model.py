@@ -13,22 +13,28 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-_NAMED = {  # place after the last rank → name; the rest are reserved
-    0: BEGIN,
-    1: END,
-    4: "<|finetune_right_pad_id|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    8: "<|eom_id|>",
-    9: "<|eot_id|>",
-    10: "<|python_tag|>",
-}
+_NAMED = (
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+)
+_NUM_RELEASED_RANKS = 128000
 
 
-def llama3_special_tokens(count: int) -> list[str]:
-    """Special tokens after the ranks, in the order of their ids, as Llama 3.1 names them (256 in its releases)."""
-    reserved = iter(range(count))
-    return [_NAMED.get(place) or f"<|reserved_special_token_{next(reserved)}|>" for place in range(count)]
+def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
+    """The special tokens of a lone tokenizer.model in the order of their ids, from `num_ranks` on, up to the vocabulary.
+
+    A release of Meta's has 256, the first two reserved ones among the named; small tokenizers have the named ones in a row.
+    """
+    first_reserved = 2 if num_ranks == _NUM_RELEASED_RANKS else 0
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(max(0, vocab_size - num_ranks))]
+    listed = [BEGIN, END, *reserved[:first_reserved], *_NAMED, *reserved[first_reserved:]]
+    return listed[: max(0, vocab_size - num_ranks)]
 
 
 def looks_like_tiktoken(path: Path) -> bool:
@@ -59,7 +65,7 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
     from tokenizers.models import BPE
 
     ranks = read_ranks(model)
-    special = llama3_special_tokens(vocab_size - len(ranks))
+    special = special_tokens_after(len(ranks), vocab_size=vocab_size)
     if len(special) < 2:
         raise CheckpointError(
             f"{model} has {len(ranks)} tokens, the model only {vocab_size}: no room for begin and end of text",

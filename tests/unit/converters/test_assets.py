@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from converters.assets import find_assets, read_token_ids, write_assets, write_tokenizer_for_hf
 from converters.errors import CheckpointError
-from converters.tiktoken_model import LLAMA3_PATTERN, llama3_special_tokens, looks_like_tiktoken, read_ranks
+from converters.tiktoken_model import LLAMA3_PATTERN, special_tokens_after, looks_like_tiktoken, read_ranks
 
 THIS_FILE = Path(__file__).read_text(encoding="utf-8")
 TEXTS = [
@@ -59,7 +59,7 @@ def ours(meta_tokenizer, tmp_path):
 def theirs(meta_tokenizer, monkeypatch):
     monkeypatch.setitem(os.environ, "TIKTOKEN_CACHE_DIR", "")
     ranks = read_ranks(meta_tokenizer / "tokenizer.model")
-    special = {token: len(ranks) + i for i, token in enumerate(llama3_special_tokens(700 - len(ranks)))}
+    special = {token: len(ranks) + i for i, token in enumerate(special_tokens_after(len(ranks), vocab_size=700))}
     return tiktoken.Encoding("test", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
 
 
@@ -73,20 +73,24 @@ def test_transformers_gives_tiktoken_s_ids(ours, theirs, text):
     assert len(tokenizer) == 700
 
 
-def test_names_and_places_of_llama_3_1():
-    tokens = llama3_special_tokens(256)
+def test_names_and_places_of_llama_3():
+    tokens = special_tokens_after(128000, vocab_size=128256)
     assert len(set(tokens)) == 256
-    assert {tokens.index(t) for t in ("<|eom_id|>", "<|eot_id|>")} == {8, 9}
-    assert tokens[11] == "<|reserved_special_token_3|>" and tokens[-1] == "<|reserved_special_token_247|>"
+    places = {128000 + place: token for place, token in enumerate(tokens)}
+    assert (places[128000], places[128001]) == ("<|begin_of_text|>", "<|end_of_text|>")
+    assert (places[128002], places[128003]) == ("<|reserved_special_token_0|>", "<|reserved_special_token_1|>")
+    assert (places[128006], places[128007]) == ("<|start_header_id|>", "<|end_header_id|>")
+    assert (places[128008], places[128009]) == ("<|eom_id|>", "<|eot_id|>")
+    assert special_tokens_after(500, vocab_size=503)[2:] == ["<|finetune_right_pad_id|>"]
 
 
 def test_ids_from_each_source(meta_tokenizer, ours, tmp_path):
     first = len(read_ranks(meta_tokenizer / "tokenizer.model"))
     lone = read_token_ids(find_assets(meta_tokenizer), vocab_size=700)
-    assert lone == {"bos_token_id": first, "eos_token_id": [first + 1, first + 8, first + 9]}
+    assert lone == {"bos_token_id": first, "eos_token_id": [first + 1, first + 6, first + 7]}
     assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": first, "eos_token_id": first + 1}
     (ours / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot_id|>"}, "pad_token": None}))
-    assert read_token_ids(find_assets(ours), vocab_size=700) == {"eos_token_id": first + 9}
+    assert read_token_ids(find_assets(ours), vocab_size=700) == {"eos_token_id": first + 7}
     (ours / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "pad_token_id": None}))
     assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": 1}
     assert read_token_ids({}, vocab_size=700) == {}
