@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tiktoken_model import special_tokens_after, looks_like_tiktoken, read_ranks, write_hf_tokenizer
+from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after, write_hf_tokenizer
 
 CARRIED = (
     TOKENIZER_JSON,
