@@ -72,7 +72,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos, sin)
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos=cos, sin=sin)
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 

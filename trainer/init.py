@@ -1,0 +1,77 @@
+"""First weights as a function of (seed, FQN, row block): the same for any layout, any rank and any slice. Torch-free.
+
+A parameter is cut into blocks of whole rows; each block has a random stream of its own, keyed by seed, FQN and block
+number. Whoever needs a slice draws the blocks that touch it: a rank its shard, `titan seed` one box after another.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from converters.catalog import Box, TensorInfo
+from converters.families.base import Parameter
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo
+from trainer.models.registry import get_trainer_family
+from trainer.models.spread import Constant, Spread
+
+# Part of the definition of the values: another size gives other weights for the same seed.
+BLOCK_ELEMENTS = 1 << 20
+
+
+def initial_blocks(parameter: Parameter, spread: Spread, *, seed: int, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
+    """The first values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time."""
+    rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))
+    first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
+    for block in range(first // rows_per_block, -(-last // rows_per_block)):
+        start = block * rows_per_block
+        rows = min(rows_per_block, parameter.shape[0] - start)
+        whole = Box((start,) + (0,) * (len(parameter.shape) - 1), (rows, *parameter.shape[1:]))
+        part = whole.intersect(box)
+        if part is not None:
+            yield part, _draw(spread, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
+
+
+def _draw(spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
+    if isinstance(spread, Constant):
+        return np.full(shape, spread.value, np.float32)
+    stream = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(key)))
+    values = stream.standard_normal(shape, np.float32)
+    if spread.cut is not None:
+        _draw_again_beyond(values, spread.cut, stream)
+    return values * np.float32(spread.std)
+
+
+def _draw_again_beyond(values: np.ndarray, cut: float, stream: np.random.Generator) -> None:
+    while (beyond := np.abs(values) > cut).any():
+        values[beyond] = stream.standard_normal(int(beyond.sum()), np.float32)
+
+
+def initial_values(parameter: Parameter, spread: Spread, *, seed: int, box: Box) -> np.ndarray:
+    """The first values of a box, fp32."""
+    values = np.empty(box.sizes, np.float32)
+    for part, block in initial_blocks(parameter, spread, seed=seed, box=box):
+        values[part.slices_within(box)] = block
+    return values
+
+
+class InitialWeights:
+    """The first weights of a model as a TensorSource: nothing is held, each read draws what it returns."""
+
+    def __init__(self, info: ModelInfo, *, seed: int):
+        parameters = get_family(info.family).parameters(info.args)
+        initial_spread = get_trainer_family(info.family).initial_spread
+        self.tensors: Mapping[str, TensorInfo] = {p.fqn: TensorInfo("float32", p.shape) for p in parameters}
+        self._parameters = {p.fqn: p for p in parameters}
+        self._spread = {p.fqn: initial_spread(p.fqn, info.args) for p in parameters}
+        self._seed = seed
+
+    def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
+        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box)
+
+    def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
+        """The same in parts, so that a large box needs one block of memory."""
+        return initial_blocks(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box)

@@ -1,0 +1,49 @@
+"""How each family is built and trained; numbers and names are in `converters/families`. Imports torch only to build."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.errors import UnsupportedError
+from converters.families.base import ModelArgs, Parameter
+from trainer.models.llama3.plan import tensor_plan
+from trainer.models.llama3.spread import initial_spread
+from trainer.models.spread import Spread
+from trainer.models.styles import TensorStyle
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFamily:
+    """What the trainer needs of a family beside `converters`' Family of the same name.
+
+    The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
+    stage may take out, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
+    """
+
+    build_model: "Callable[[ModelArgs], nn.Module]"
+    tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]]
+    initial_spread: Callable[[str, ModelArgs], Spread]
+
+
+def _build_llama3(args: ModelArgs) -> "nn.Module":
+    from trainer.models.llama3.model import Transformer
+
+    return Transformer(args)
+
+
+_FAMILIES = {"llama3": TrainerFamily(_build_llama3, tensor_plan, initial_spread)}
+
+
+def register(name: str, family: TrainerFamily) -> None:
+    """Make a family trainable; its numbers are registered with `converters.families.registry`."""
+    _FAMILIES[name] = family
+
+
+def get_trainer_family(name: str) -> TrainerFamily:
+    """The family of that name. Raises UnsupportedError, naming those that exist."""
+    if name not in _FAMILIES:
+        raise UnsupportedError(f"family {name!r} cannot be trained here", hint=f"families: {', '.join(_FAMILIES)}")
+    return _FAMILIES[name]

@@ -1,0 +1,71 @@
+"""Context parallelism: each rank holds part of every sequence and attends to all of it.
+
+As in the Llama 3 report, §3.3.2: keys and values are gathered over the context ranks and a masked attention follows.
+Sequences are cut in 2·cp chunks and rank r takes chunks r and 2·cp-1-r ("head-tail"), so that all ranks have the same
+number of (query, key) pairs to compute although attention is causal. Runs on gloo and NCCL alike.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+
+def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
+    """Places in the whole sequence of the tokens that a context rank holds, in local order: int64 [seq_len / cp]."""
+    chunks = torch.arange(seq_len, device=device).chunk(2 * cp)
+    return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
+
+
+def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' sequence shards in sequence order: [B, cp·L, K, H]. Backward sums gradients and gives each its shard.
+
+    The one place that uses torch's autograd-aware all-gather, which torch marks as subject to change.
+    """
+    cp = dist.get_world_size(group)
+    gathered = all_gather_tensor_autograd(x_BLKH.contiguous(), gather_dim=1, group=group)
+    chunks = gathered.chunk(2 * cp, dim=1)  # rank 0's head and tail, rank 1's head and tail, …
+    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim=1)
+
+
+class ContextParallelAttention(nn.Module):
+    """The attention seam over sequence shards: q stays here, k and v are gathered.
+
+    Head and tail are computed apart. Each is one run of consecutive queries and needs the keys up to its own end, so
+    nothing beyond the causal triangle's bounding box is computed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+        self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        k_BSKH, v_BSKH = gather_sequence(k_BLKH, self.group), gather_sequence(v_BLKH, self.group)
+        chunk_len = q_BLNH.shape[1] // 2
+        outputs = []
+        for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
+            end = (chunk + 1) * chunk_len
+            outputs.append(_attend_to_prefix(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
+        return torch.cat(outputs, dim=1)
+
+
+def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+    """Causal attention of C queries that are the last C of the E tokens whose keys are given."""
+    num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
+    mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device).tril(num_keys - num_queries)
+    out_BNCH = F.scaled_dot_product_attention(
+        q_BCNH.transpose(1, 2),
+        k_BEKH.transpose(1, 2),
+        v_BEKH.transpose(1, 2),
+        attn_mask=mask_CE,
+        enable_gqa=q_BCNH.shape[2] != k_BEKH.shape[2],
+    )
+    return out_BNCH.transpose(1, 2)
+
+
+def apply_cp(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Replace the attention seam of every layer."""
+    for layer in model.layers.values():
+        layer.attention.inner_attention = ContextParallelAttention(group)

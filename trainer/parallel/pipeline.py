@@ -1,0 +1,127 @@
+"""Pipeline parallelism: stages are the same model with modules taken out; torch's schedules move the microbatches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from trainer.stages import StageSplit
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+
+
+def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """Take out of a model everything that a stage does not hold; FQNs of the rest stay."""
+    for end in ("tok_embeddings", "norm", "output"):
+        if end not in names:
+            setattr(model, end, None)
+    for number in list(model.layers):
+        if f"layers.{number}" not in names:
+            del model.layers[number]
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What a rank sees of one microbatch: tokens [B, L], and between stages hidden states [B, L / tp, D]."""
+
+    size: int
+    local_len: int  # L: context parallelism has already cut it
+    sequence_shards: int  # tp, by sequence parallelism
+    dim: int
+    dtype: torch.dtype  # that hidden states travel in
+
+    def tokens(self, *, device: str) -> Tensor:
+        return torch.empty(self.size, self.local_len, dtype=torch.int64, device=device)
+
+    def hidden_like(self, tokens_BL: Tensor) -> Tensor:
+        """Room for the hidden states that belong to these tokens, where they are."""
+        batch, length = tokens_BL.shape
+        shape = (batch, length // self.sequence_shards, self.dim)
+        return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
+
+
+class Pipeline:
+    """This rank's stages, and how a batch goes through all of them."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        split: StageSplit,
+        group: dist.ProcessGroup,
+        *,
+        schedule: str,
+        microbatch: Microbatch,
+        num_microbatches: int,
+        loss_sum: LossSum,
+        device: torch.device,
+    ):
+        self.parts = dict(zip(split.stages_of(dist.get_rank(group)), parts, strict=True))
+        self.split, self.group, self.device = split, group, device
+        self.microbatch, self.loss_sum = microbatch, loss_sum
+        self.num_valid_tokens = 1.0
+        self.holds_last = split.num_stages - 1 in self.parts
+        stages = [self._make_stage(index, part) for index, part in self.parts.items()]
+        schedule_class = get_schedule_class(schedule)
+        self.schedule = schedule_class(
+            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
+            n_microbatches=num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _make_stage(self, index: int, part: nn.Module) -> PipelineStage:
+        # Shapes are given, so that nothing is inferred by running the model and sending pickles between ranks.
+        tokens = self.microbatch.tokens(device="meta")
+        hidden = self.microbatch.hidden_like(tokens).requires_grad_()
+        return PipelineStage(
+            part,
+            index,
+            self.split.num_stages,
+            self.device,
+            input_args=tokens if index == 0 else hidden,
+            output_args=hidden,  # of the last stage nothing is sent on
+            group=self.group,
+        )
+
+    def _loss(self, logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+        # Divided here, before backward: after it, gradients would be thousands of times too large.
+        return self.loss_sum(logits_BLV, targets_BL) / self.num_valid_tokens
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+        """Run all microbatches; the loss on ranks that hold the last stage, 0 elsewhere."""
+        self.num_valid_tokens = num_valid_tokens
+        losses: list[Tensor] = []
+        self.schedule.step(
+            *((tokens,) if 0 in self.parts else ()),
+            target=targets if self.holds_last else None,
+            losses=losses if self.holds_last else None,
+            positions=positions.expand(tokens.shape[0], -1),  # every stage rotates by position
+            return_outputs=False,  # else the last rank keeps every microbatch's logits
+        )
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    @torch.no_grad()
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        """The summed loss of a batch on ranks that hold the last stage, 0 elsewhere; forward only.
+
+        Microbatch by microbatch with plain sends: a rank goes on while the next one computes, and no logits are kept.
+        """
+        total = torch.zeros((), device=self.device)
+        size, pp = self.microbatch.size, self.split.pp
+        for tokens_mb, targets_mb in zip(tokens.split(size), targets.split(size), strict=True):
+            for index, part in self.parts.items():
+                x = tokens_mb
+                if index > 0:
+                    x = self.microbatch.hidden_like(tokens_mb)
+                    dist.recv(x, group=self.group, group_src=(index - 1) % pp)
+                x = part(x, positions)
+                if index == self.split.num_stages - 1:
+                    total += self.loss_sum(x, targets_mb)
+                else:
+                    dist.send(x.contiguous(), group=self.group, group_dst=(index + 1) % pp)
+        return total

@@ -1,0 +1,46 @@
+"""Tensor parallelism with sequence and loss parallelism: a plan's styles in DTensor terms."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from trainer.models.styles import TensorStyle
+
+_SEQUENCE = Shard(1)  # of [B, L, D]
+
+
+def apply_tp(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle], *, loss_parallel: bool) -> None:
+    """Shard the modules that a plan names and this stage has.
+
+    Logits leave as plain local tensors: this rank's columns of the vocabulary under loss parallel, else whole.
+    """
+    present = {name for name, _ in model.named_modules()}
+    styles = {fqn: _parallel_style(style, loss_parallel=loss_parallel) for fqn, style in plan.items() if fqn in present}
+    parallelize_module(model, mesh, styles)
+    model.tie()  # each of the two modules got a DTensor of its own
+
+
+def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle:
+    match style:
+        case TensorStyle.EMBEDDING:
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
+        case TensorStyle.SEQUENCE_SHARDS:
+            return SequenceParallel()
+        case TensorStyle.GATHER_SEQUENCE:
+            return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())
+        case TensorStyle.COLUMNS:
+            return ColwiseParallel()
+        case TensorStyle.ROWS:
+            return RowwiseParallel(output_layouts=_SEQUENCE)
+        case TensorStyle.LOGITS:
+            return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Shard(-1) if loss_parallel else Replicate())

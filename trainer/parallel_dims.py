@@ -1,0 +1,155 @@
+"""Degrees of parallelism: taken from the config, fitted to a world size, checked against model and batch. Torch-free.
+
+Every problem of a layout is told at once, each with the nearest choices that would do.
+"""
+
+from dataclasses import asdict, dataclass
+from math import gcd, prod
+
+from converters.errors import ConfigError, list_offenders
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from trainer.config.sections import Config, Parallelism
+from trainer.stages import stage_problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelDims:
+    """Degrees of the mesh, outermost axis first; rank order is row-major in this order, as in torchtitan."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return prod(asdict(self).values())
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that parameters are sharded over: context parallelism shards them too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The same degrees as `converters` spells them."""
+        return MeshShape(**asdict(self))
+
+    @property
+    def sequence_divisor(self) -> int:
+        """What divides a sequence length: sequence parallelism cuts it tp times, head-tail sharding 2·cp times."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+
+
+def required_world_size(parallelism: Parallelism) -> int:
+    """Ranks that the config's degrees need; a shard degree of -1 ("the rest") counts as 1."""
+    return _fixed_degrees(parallelism) * max(parallelism.data_parallel_shard_degree, 1)
+
+
+def resolve(parallelism: Parallelism, world_size: int) -> ParallelDims:
+    """The degrees for `world_size` ranks. Raises ConfigError where their product cannot be that number."""
+    fixed = _fixed_degrees(parallelism)
+    dp_shard = parallelism.data_parallel_shard_degree
+    if dp_shard == -1:
+        dp_shard = world_size // fixed
+    dims = ParallelDims(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=dp_shard,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
+    if dims.world_size != world_size:
+        product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
+        if parallelism.data_parallel_shard_degree == -1:
+            near = sorted({max(world_size // fixed, 1) * fixed, (world_size // fixed + 1) * fixed})
+            raise ConfigError(
+                f"{world_size} ranks cannot be shared out: the degrees but dp_shard multiply to {fixed}",
+                hint=f"world sizes near it that fit: {', '.join(map(str, near))}",
+            )
+        raise ConfigError(
+            f"the mesh needs {dims.world_size} ranks ({product}), but there are {world_size}",
+            hint="set parallelism.data_parallel_shard_degree = -1 to take the ranks that the other degrees leave",
+            tries=[f"--nproc {dims.world_size}"],
+        )
+    return dims
+
+
+def _fixed_degrees(parallelism: Parallelism) -> int:
+    return (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+    )
+
+
+def check_layout(config: Config, args: ModelArgs, dims: ParallelDims) -> None:
+    """Raise ConfigError with every problem of the layout."""
+    problems = layout_problems(config, args, dims)
+    if problems:
+        raise ConfigError(f"this layout cannot run {config.model.flavor!r}:" + list_offenders(problems))
+
+
+def layout_problems(config: Config, args: ModelArgs, dims: ParallelDims) -> list[str]:
+    """Everything about degrees, model and batch that does not fit, with the nearest choices that would."""
+    return [
+        *_tensor_problems(args, dims.tp),
+        *_sequence_problems(config, dims),
+        *_batch_problems(config, dims),
+        *(stage_problems(config.parallelism, config.training, args.num_layers, dims.pp) if dims.pp > 1 else ()),
+    ]
+
+
+def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
+    counts = {
+        "attention heads": args.num_heads,
+        "key/value heads": args.num_kv_heads,
+        "feed-forward columns": args.ffn_hidden,
+        "vocabulary entries": args.vocab_size,
+    }
+    uneven = [f"{count} {what}" for what, count in counts.items() if count % tp]
+    if not uneven:
+        return []
+    common = gcd(*counts.values())
+    choices = [d for d in range(1, common + 1) if common % d == 0]
+    return [
+        f"parallelism.tensor_parallel_degree = {tp} does not divide {', '.join(uneven)};"
+        f" possible: {', '.join(map(str, choices[:12]))}"
+    ]
+
+
+def _sequence_problems(config: Config, dims: ParallelDims) -> list[str]:
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    divisor = dims.sequence_divisor
+    why = "tp × 2·cp" if dims.cp > 1 else "tp"
+    return [
+        f"{key} = {length} is not a multiple of {divisor} ({why}); nearest: {nearest_multiples(length, divisor)}"
+        for key, length in lengths.items()
+        if length % divisor
+    ]
+
+
+def _batch_problems(config: Config, dims: ParallelDims) -> list[str]:
+    total, step = config.training.global_batch_size, config.training.local_batch_size * dims.batch
+    if total == -1 or total % step == 0:
+        return []
+    return [
+        f"training.global_batch_size = {total} is not a multiple of {step}"
+        f" (local_batch_size × data-parallel degree {dims.batch}); nearest: {nearest_multiples(total, step)}"
+    ]
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """The multiples on either side of a value, as text."""
+    below = value // divisor * divisor
+    return " or ".join(str(n) for n in (below, below + divisor) if n > 0)

@@ -1,0 +1,114 @@
+"""How a model is cut into pipeline stages, and which stages a rank holds.
+
+Torch-free, because seed and estimates need it too.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from converters.errors import ConfigError
+from converters.layout import split_stages
+from trainer.config.sections import Parallelism, Training
+
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS")  # several stages per rank, dealt in turn
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """Module names of every stage, first to last; stage s lies on pipeline rank s mod pp."""
+
+    modules: tuple[tuple[str, ...], ...]
+    pp: int
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.modules)
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        return list(range(pp_rank, self.num_stages, self.pp))
+
+
+def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
+    """The stages that the config asks for. Raises ConfigError where the model cannot be cut so."""
+    explicit = parallelism.module_fqns_per_model_part
+    if pp == 1:
+        modules = split_stages(1, num_layers)
+    elif explicit is not None:
+        modules = explicit
+    else:
+        modules = split_stages(
+            _num_stages(parallelism, num_layers, pp),
+            num_layers,
+            first_less=parallelism.pipeline_parallel_first_stage_less_layers,
+            last_less=parallelism.pipeline_parallel_last_stage_less_layers,
+        )
+    return StageSplit(tuple(map(tuple, modules)), pp)
+
+
+def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return pp * (2 if parallelism.pipeline_parallel_schedule in LOOPED_SCHEDULES else 1)
+    first, last = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    return ceil((num_layers + first + last) / per_stage)
+
+
+def stage_problems(parallelism: Parallelism, training: Training, num_layers: int, pp: int) -> list[str]:
+    """Everything about stages, schedule and microbatches that does not fit."""
+    return [*_split_problems(parallelism, num_layers, pp), *_microbatch_problems(parallelism, training, pp)]
+
+
+def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[str]:
+    try:
+        split = split_model(parallelism, num_layers, pp)
+    except ConfigError as error:
+        return [f"{error.message} ({error.hint})"]
+    problems = []
+    if parallelism.module_fqns_per_model_part is not None:
+        problems += _explicit_problems(split, num_layers)
+    schedule, num_stages = parallelism.pipeline_parallel_schedule, split.num_stages
+    looped = schedule in LOOPED_SCHEDULES
+    if num_stages % pp or (num_stages == pp) == looped:
+        wanted = f"{2 * pp}, {3 * pp}, …" if looped else f"{pp}"
+        problems.append(f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}")
+    return problems
+
+
+def _explicit_problems(split: StageSplit, num_layers: int) -> list[str]:
+    wanted = ["tok_embeddings", *(f"layers.{n}" for n in range(num_layers)), "norm", "output"]
+    given = [name for modules in split.modules for name in modules]
+    if given == wanted:
+        return []
+    faults = {
+        "unknown": [name for name in given if name not in wanted],
+        "missing": [name for name in wanted if name not in given],
+        "given twice": sorted({name for name in given if given.count(name) > 1}),
+    }
+    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
+    return [f"parallelism.module_fqns_per_model_part: {told or 'modules are not in model order'}"]
+
+
+def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) -> list[str]:
+    size, batch = parallelism.pipeline_parallel_microbatch_size, training.local_batch_size
+    if batch % size:
+        sizes = [s for s in range(1, batch + 1) if batch % s == 0]
+        return [
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide"
+            f" training.local_batch_size = {batch}; possible: {', '.join(map(str, sizes))}"
+        ]
+    count, schedule = batch // size, parallelism.pipeline_parallel_schedule
+    if schedule == "1F1B" and count < pp:
+        return [
+            f"schedule 1F1B needs at least {pp} microbatches (one per stage), but local_batch_size {batch} in"
+            f" microbatches of {size} makes {count}; take training.local_batch_size ≥ {pp * size} or GPipe"
+        ]
+    rounds = max(1, count // pp)
+    if schedule == "Interleaved1F1B" and count % rounds:
+        return [
+            f"schedule Interleaved1F1B cannot deal {count} microbatches over {pp} ranks in equal rounds;"
+            f" take {count // pp * pp} or {(count // pp + 1) * pp} microbatches"
+        ]
+    return []
