@@ -1,0 +1,127 @@
+"""A token index: text turned into memory-mapped token ids, with document offsets, a held-out part and a fingerprint.
+
+index.json                  what is in it, and the digests of the other files
+train_tokens.npy            token ids one after another, uint16 or uint32; each document framed by its begin and end
+train_offsets.npy           int64 [documents + 1]: where each document starts
+held_out_tokens.npy, held_out_offsets.npy
+tokenizer.model, tokenizer.json, tokenizer_config.json, generation_config.json
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from converters.errors import DataError
+from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+
+VERSION = 1
+INDEX_JSON = "index.json"
+TRAIN, HELD_OUT = "train", "held_out"
+SPLITS = (TRAIN, HELD_OUT)
+TOKENIZER_FILES = (TIKTOKEN_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG, HF_GENERATION_CONFIG)
+_MOST_BYTES_DIGESTED = 1 << 30  # a larger file's digest takes longer than opening should; then its size must do
+
+
+def tokens_file(split: str) -> str:
+    return f"{split}_tokens.npy"
+
+
+def offsets_file(split: str) -> str:
+    return f"{split}_offsets.npy"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """An opened index. `summary` is index.json: sizes, sources, entropies."""
+
+    folder: Path
+    fingerprint: str
+    vocab_size: int
+    summary: Mapping[str, Any]
+
+    def tokens(self, split: str) -> np.ndarray:
+        """All token ids of a split, memory-mapped."""
+        return _map(self.folder / tokens_file(split))
+
+    def offsets(self, split: str) -> np.ndarray:
+        """Start of each document in `tokens`, and the end of the last."""
+        return _map(self.folder / offsets_file(split))
+
+
+def open_index(folder: Path | str) -> TokenIndex:
+    """Open and check an index. Raises DataError where it is missing, damaged, or was changed after it was made.
+
+    Files up to 1 GiB are read through and compared with their digests; of larger ones only the size is compared.
+    """
+    folder = Path(folder)
+    summary = _read_summary(folder)
+    try:
+        fingerprint, vocab_size, files = summary["fingerprint"], summary["vocab_size"], summary["files"]
+        expected = fingerprint_of(summary)
+        changed = [name for name, file in files.items() if _differs(folder / name, file["bytes"], file["xxh3_128"])]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder / INDEX_JSON} is not the index of `titan data prepare`: {error!r}") from None
+    if fingerprint != expected:
+        raise DataError(f"{folder / INDEX_JSON} was changed by hand: its fingerprint is not that of its content")
+    if changed:
+        raise DataError(
+            f"{folder}: {', '.join(changed)} missing or changed since the index was made",
+            hint="make it again from the text; files of an index are never edited",
+            tries=["titan data prepare … --overwrite"],
+        )
+    return TokenIndex(folder, fingerprint, vocab_size, summary)
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and digest of every file of an index but index.json itself."""
+    data = [name for split in SPLITS for name in (tokens_file(split), offsets_file(split))]
+    names = data + [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _digest(folder / name)} for name in names}
+
+
+def fingerprint_of(summary: Mapping[str, Any]) -> str:
+    """One hash of everything that decides which numbers a run sees: the format, the vocabulary and every file."""
+    decisive = [
+        summary["version"],
+        summary["vocab_size"],
+        sorted((n, f["xxh3_128"]) for n, f in summary["files"].items()),
+    ]
+    return xxhash.xxh3_128_hexdigest(json.dumps(decisive).encode())
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX_JSON
+    if not path.is_file():
+        what = "holds no token index (no index.json)" if folder.is_dir() else "is no folder, so no token index"
+        raise DataError(f"{folder} {what}", tries=[f"titan data prepare --out {folder}"])
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+        version = summary["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the index of `titan data prepare`: {error!r}") from None
+    if version != VERSION:
+        raise DataError(f"{path} has version {version!r}; this titan reads version {VERSION}")
+    return summary
+
+
+def _differs(path: Path, num_bytes: int, digest: str) -> bool:
+    if not path.is_file() or path.stat().st_size != num_bytes:
+        return True
+    return num_bytes <= _MOST_BYTES_DIGESTED and _digest(path) != digest
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(8 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _map(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r", allow_pickle=False)
