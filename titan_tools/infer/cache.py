@@ -32,7 +32,7 @@ class CachedAttention(nn.Module):
         self.values_BKTH[:, :, start:end] = v_BLKH.transpose(1, 2)
         keys, values = self.keys_BKTH[:, :, :end], self.values_BKTH[:, :, :end]
         if num_new == 1:
-            # The G query heads of a KV head stand in for query positions: nothing is masked, and nothing is copied G times.
+            # The G query heads of a KV head stand in for query positions: no mask, and no key is copied G times.
             q_BKGH = q_BLNH.squeeze(1).unflatten(1, (keys.shape[1], -1))
             return F.scaled_dot_product_attention(q_BKGH, keys, values).flatten(1, 2).unsqueeze(1)
         q_BNLH = q_BLNH.transpose(1, 2)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +13,7 @@ from converters.families.base import ModelArgs, Parameter
 from converters.layout import MIB, row_blocks
 from titan_tools.infer.slices import slice_for_rank, summed_inputs
 from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
+from trainer.checkpoint_io import as_tensor
 from trainer.models.llama3.model import Transformer
 
 BLOCK_BYTES = 32 * MIB  # what a reading thread holds beside the shard itself
@@ -67,7 +67,7 @@ def fill(tensors: dict[str, torch.Tensor], slices: dict[str, Box], source: Tenso
     def read(block: tuple[str, Box]) -> None:
         fqn, box = block
         target = tensors[fqn][box.slices_within(slices[fqn])]
-        target.copy_(as_tensor(source.read(fqn, box)))
+        target.copy_(as_tensor(source.read(fqn, box), source.tensors[fqn].dtype))
 
     with ThreadPoolExecutor(NUM_READERS) as pool:
         for _ in pool.map(read, _blocks(slices, source)):
@@ -78,15 +78,6 @@ def _blocks(slices: dict[str, Box], source: TensorSource) -> Iterator[tuple[str,
     for fqn, box in slices.items():
         for block in row_blocks(box, itemsize(source.tensors[fqn].dtype), BLOCK_BYTES):
             yield fqn, block
-
-
-def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A tensor over the array's memory. numpy knows bfloat16 and float8 only as ml_dtypes, which torch does not take."""
-    array = np.require(array, requirements=["C", "W"])
-    if array.dtype.isbuiltin == 2:
-        carrier = np.dtype(f"u{array.dtype.itemsize}")
-        return torch.from_numpy(array.view(carrier)).view(getattr(torch, array.dtype.name))
-    return torch.from_numpy(array)
 
 
 def _make_parallel(model: Transformer, parameters: list[Parameter], *, tp: int, rank: int) -> None:

@@ -1,11 +1,11 @@
 """Prompts: read from an argument, a file or stdin, and turned into tokens that fit the model."""
 
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.errors import CheckpointError, ConfigError
+from converters.errors import ConfigError
+from titan_tools.launch import inside_launch
 from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
@@ -20,9 +20,14 @@ class Prompt:
     tokens: list[int]
 
 
-def read_prompt(*, text: str | None, file: Path | None, stdin: bool) -> str:
-    """The prompt from the one place that was named, exactly as it is. Raises ConfigError for anything but UTF-8 text."""
-    if (text is not None) + (file is not None) + stdin != 1:
+def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str:
+    """The prompt from the one place that was named, exactly as it is. Raises ConfigError where it is not text."""
+    if source not in (None, "-"):
+        raise ConfigError(
+            f"the second argument is {source!r}, and only - (standard input) can stand there",
+            tries=[f'--prompt "{source}"', f"--prompt-file {source}"],
+        )
+    if [text, file, source].count(None) != 2:
         raise ConfigError(
             "give one prompt: --prompt TEXT, --prompt-file FILE, or - for standard input",
             tries=['titan infer CHECKPOINT --prompt "Once upon a time"'],
@@ -35,6 +40,11 @@ def read_prompt(*, text: str | None, file: Path | None, stdin: bool) -> str:
             return _decode(file.read_bytes(), str(file))
         except OSError as error:
             raise ConfigError(f"cannot read the prompt file {file}: {error.strerror}") from None
+    if inside_launch():
+        raise ConfigError(
+            "ranks under torchrun have no standard input of their own",
+            tries=["--prompt-file FILE", "titan infer … --tp N -, which starts the ranks itself"],
+        )
     return _decode(sys.stdin.buffer.read(), "standard input")
 
 
@@ -62,7 +72,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> Prompt:
 
 
 def new_tokens_that_fit(prompt: Prompt, *, max_new_tokens: int | None, context: int) -> int:
-    """How many tokens to generate: what was asked for, else 128 or what the context leaves. Raises ConfigError if too many."""
+    """How many tokens to generate: as asked, else 128 or what the context leaves. Raises ConfigError if too many."""
     num_prompt = len(prompt.tokens)
     room = context - num_prompt
     if room < 1 or (max_new_tokens or 1) > room:
@@ -73,30 +83,3 @@ def new_tokens_that_fit(prompt: Prompt, *, max_new_tokens: int | None, context: 
             tries=[f"--max-new-tokens {room}"] if room > 0 else [],
         )
     return max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
-
-
-def check_vocabulary(tokenizer: Tokenizer, stop_ids: Collection[int], *, vocab_size: int) -> None:
-    """Raise CheckpointError where the tokenizer, or a special token, names rows that the embedding does not have."""
-    if tokenizer.vocab_size > vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {vocab_size} rows",
-            hint="this tokenizer belongs to another model",
-        )
-    special = {tokenizer.bos_id, *stop_ids} - {None}
-    if wrong := sorted(i for i in special if not 0 <= i < vocab_size):
-        raise CheckpointError(
-            f"special token ids {wrong} lie beyond the model's {vocab_size} embedding rows",
-            hint="the tokenizer or the generation config belongs to another model",
-        )
-
-
-def decode_tokens(tokens: list[int], tokenizer: Tokenizer) -> str:
-    """Text of `tokens`. Embedding rows may outnumber the tokenizer's tokens: an id it does not know shows as U+FFFD."""
-    known, parts = [], []
-    for token in tokens:
-        if token < tokenizer.vocab_size:
-            known.append(token)
-        else:
-            parts += [tokenizer.decode(known), "\ufffd"]
-            known = []
-    return "".join([*parts, tokenizer.decode(known)])

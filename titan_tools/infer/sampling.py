@@ -1,4 +1,4 @@
-"""Choose the next token: greedy, temperature, top-k, top-p; noise that depends on what is asked, never on who computes it."""
+"""Choose the next token: greedy, temperature, top-k, top-p; noise that never depends on who computes it."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,7 +33,9 @@ def check_sampling(sampling: Sampling, *, vocab_size: int | None = None) -> None
         problems.append(f"--top-p is {top_p}; it must be above 0 and at most 1")
     if temperature == 0 and not problems:
         # Greedy would ignore them: what was asked for would not be what is done.
-        problems += [f"--{name} has no effect at temperature 0" for name, value in _filters(sampling) if value is not None]
+        problems += [
+            f"--{name} has no effect at temperature 0" for name, value in _filters(sampling) if value is not None
+        ]
         tries = ["--temperature 1"] if problems else []
     if problems:
         raise ConfigError("; ".join(problems), tries=tries)
@@ -44,7 +46,7 @@ def _filters(sampling: Sampling) -> list[tuple[str, float | None]]:
 
 
 def choose(logits_V: torch.Tensor, sampling: Sampling, *, prompt_id: str, position: int) -> int:
-    """The token at `position` (counted from the prompt's first token). Raises CheckpointError where logits are not finite."""
+    """The token at `position`, counted from the prompt's start. Raises CheckpointError where logits are not finite."""
     if not bool(torch.isfinite(logits_V).all()):
         raise CheckpointError(
             f"the logits at position {position} of prompt {prompt_id!r} are not finite",
@@ -61,9 +63,11 @@ def choose(logits_V: torch.Tensor, sampling: Sampling, *, prompt_id: str, positi
 
 
 def likely(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities in float64 after temperature, top-k and top-p; what is filtered out is 0, the rest need not sum to 1."""
+    """Probabilities (float64) after temperature, top-k and top-p; what is filtered out is 0, the rest may sum to less."""
     logits_V = logits_V.double()
-    scaled_V = (logits_V - logits_V.max()) / sampling.temperature  # the maximum first: a tiny temperature cannot overflow
+    scaled_V = (
+        logits_V - logits_V.max()
+    ) / sampling.temperature  # the maximum first: a tiny temperature cannot overflow
     if sampling.top_k is not None:
         smallest_kept = scaled_V.topk(sampling.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < smallest_kept, -torch.inf)
@@ -77,7 +81,7 @@ def likely(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def uniform(seed: int, prompt_id: str, position: int) -> float:
-    """A number in [0, 1) from (seed, prompt id, position): the same for any number of ranks, batch, device and torch version."""
+    """A number in [0, 1) from (seed, prompt id, position): the same on any rank, batch, device and torch version."""
     digest = blake2b(f"{seed}\0{prompt_id}\0{position}".encode(), digest_size=8).digest()
     # 52 bits, so that the product with a cumulative sum always stays below the sum
     return (int.from_bytes(digest, "little") >> 12) / 2**52

@@ -9,7 +9,7 @@ from converters.layout import chunk_bounds
 
 
 def valid_tp(args: ModelArgs) -> list[int]:
-    """The tp degrees that cut attention at head boundaries; beyond the number of KV heads each is copied to several ranks.
+    """The tp degrees that cut attention at head boundaries; beyond the number of KV heads each is copied.
 
     Feed-forward and vocabulary may be cut unevenly, so they set no limit.
     """

@@ -1,4 +1,4 @@
-"""The three modules that differ when weights are sliced: explicit collectives on plain local tensors, nothing dispatched.
+"""The three modules that differ when weights are sliced: explicit collectives on plain local tensors.
 
 Two all-reduces per layer (after wo and w2), one for the embedding, one all-gather for the logits. Every rank ends up
 with the same bytes of logits, so each can choose the next token by itself.
