@@ -38,7 +38,7 @@ def initial_blocks(parameter: Parameter, spread: Spread, *, seed: int, box: Box)
 def _draw(spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
     if isinstance(spread, Constant):
         return np.full(shape, spread.value, np.float32)
-    stream = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(key)))
+    stream = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(key.encode())))
     values = stream.standard_normal(shape, np.float32)
     if spread.cut is not None:
         _draw_again_beyond(values, spread.cut, stream)

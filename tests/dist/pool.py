@@ -1,0 +1,98 @@
+"""Pools of gloo ranks that live for a whole test session and run one case after another.
+
+Starting a rank costs seconds of importing torch, running a case costs tenths of them. Ranks are forked from one server
+that has imported everything once; each case gets a fresh default process group.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+CASE_SECS = 120
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+_FORK_SERVER.set_forkserver_preload(["torch", "torch.distributed.pipelining", "trainer.build", "trainer.optim"])
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class Pool:
+    """`size` ranks. After a failed case its ranks may wait for each other, so they are replaced."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, case: Callable[..., Any], *args: Any) -> list[Any]:
+        """`case(*args)` on every rank, torch.distributed being up; what each returned, by rank."""
+        if not self._processes:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self._pipes:
+                pipe.send((case, args, str(Path(folder) / "store")))
+            results: dict[int, Any] = {}
+            while len(results) < self.size:
+                waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+                ready = wait(waiting, timeout=CASE_SECS)
+                if not ready:
+                    self._fail(f"ranks {[self._pipes.index(p) for p in waiting]} said nothing for {CASE_SECS} s")
+                for pipe in ready:
+                    rank = self._pipes.index(pipe)
+                    try:
+                        failed, results[rank] = pipe.recv()
+                    except EOFError:
+                        self._fail(f"rank {rank} died")
+                    if failed:
+                        self._fail(f"rank {rank}:\n{results[rank]}")
+        return [results[rank] for rank in range(self.size)]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _fail(self, message: str) -> None:
+        self.stop()
+        raise RankFailure(message)
+
+    def _start(self) -> None:
+        for rank in range(self.size):
+            ours, theirs = _FORK_SERVER.Pipe()
+            process = _FORK_SERVER.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(rank: int, size: int, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            case, args, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=CASE_SECS)
+            )
+            result = case(*args)
+            dist.barrier()
+            dist.destroy_process_group()
+            pipe.send((False, result))
+        except BaseException:  # the session that asked must hear of it, whatever it is
+            pipe.send((True, traceback.format_exc()))
+            return

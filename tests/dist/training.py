@@ -1,0 +1,95 @@
+"""A few training steps in any layout, for parity tests: the build and the step of the trainer, on data made here."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from converters.families.llama3 import FLAVORS
+from trainer.build import TrainModel, build
+from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
+from trainer.data.batch import IGNORED, Batch
+from trainer.mesh import make_meshes
+from trainer.optim import GradientClip, build_optimizer
+from trainer.parallel_dims import resolve
+
+GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees and options as keys of the config's sections."""
+
+    name: str
+    world_size: int = 1
+    parallelism: dict = field(default_factory=dict)
+    training: dict = field(default_factory=dict)
+    activation_checkpoint: str = "none"
+    selective: str = "2"
+
+    def config(self, flavor: str) -> Config:
+        keys = {"mixed_precision_param": "float32", "seq_len": SEQ_LEN} | self.training
+        degrees = Parallelism(**self.parallelism)
+        dims = resolve(degrees, self.world_size)
+        return Config(
+            model=Model(flavor=flavor),
+            training=Training(local_batch_size=GLOBAL_BATCH // dims.batch, **keys),
+            parallelism=degrees,
+            optimizer=Optimizer(lr=1e-3),
+            activation_checkpoint=ActivationCheckpoint(
+                mode=self.activation_checkpoint, selective_ac_option=self.selective
+            ),
+        )
+
+
+def build_model(layout: Layout, flavor: str) -> TrainModel:
+    """The model of a layout, initialised."""
+    dims = resolve(layout.config(flavor).parallelism, layout.world_size)
+    meshes = make_meshes(dims, "cpu")
+    model = build(layout.config(flavor), FLAVORS[flavor], dims, meshes, torch.device("cpu"))
+    model.initialize(SEED)
+    return model
+
+
+def global_batch(step: int, *, seq_len: int = SEQ_LEN) -> Batch:
+    """The same for every layout. Samples have different numbers of ignored targets, so that means of means would show."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(2048, (GLOBAL_BATCH, seq_len + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for sample in range(GLOBAL_BATCH):
+        targets[sample, : 5 * sample] = IGNORED
+    return Batch(tokens[:, :-1], targets)
+
+
+def own_batch(model: TrainModel, step: int) -> Batch:
+    """This rank's samples of the global batch."""
+    batch, mesh = global_batch(step), model.meshes["batch"]
+    rank, degree = mesh.get_local_rank(), mesh.size()
+    return Batch(batch.tokens.chunk(degree)[rank], batch.targets.chunk(degree)[rank])
+
+
+def whole_loss(model: TrainModel, share: torch.Tensor) -> float:
+    """Sum of the ranks' shares; tp ranks hold the same one."""
+    total = share.detach().double()
+    dist.all_reduce(total)
+    return total.item() / model.meshes.dims.tp
+
+
+def train(layout: Layout, flavor: str, steps: int) -> dict:
+    """Losses, and gradient norms before clipping, of a few steps."""
+    model = build_model(layout, flavor)
+    config, dims = layout.config(flavor), model.meshes.dims
+    parameters = model.named_parameters()
+    optimizer = build_optimizer(parameters, config.optimizer)
+    clip = GradientClip(
+        parameters.values(), max_norm=1.0, ranks_per_stage=dims.world_size // dims.pp, copies=model.tied_copies()
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        share = model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
+        model.sum_tied_gradients()
+        norms.append(float(clip()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(whole_loss(model, share))
+    return {"losses": losses, "norms": norms}
