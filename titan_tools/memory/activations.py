@@ -1,0 +1,148 @@
+"""Bytes of activations: what a block keeps for backward under each checkpointing mode, and what its backward adds.
+
+Written per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention), since published
+formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with dropout in fp16. A test counts what torch keeps on CPU.
+"""
+
+from dataclasses import dataclass
+
+from titan_tools.memory.run_shape import RunShape
+
+FP32 = 4
+
+LOSS_KEPT_BYTES = FP32  # per logit, from the loss's forward to its backward: log_softmax's result, or the probabilities
+
+
+def loss_forward_bytes(run: RunShape) -> int:
+    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept."""
+    cast = 0 if run.compute_bytes == FP32 else FP32
+    return run.compute_bytes + cast + LOSS_KEPT_BYTES
+
+
+def loss_backward_bytes(run: RunShape) -> int:
+    """Bytes per logit at the highest point of cross entropy's backward, above what is kept.
+
+    torch: the gradients of nll_loss and of log_softmax, fp32. trainer/loss.py's sharded loss: the gradient, its product
+    with the one that came in, and the result in the compute dtype. The logits are dead by then.
+    """
+    cast = 0 if run.compute_bytes == FP32 else run.compute_bytes
+    return 2 * FP32 + (cast if run.loss_parallel else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one microbatch on one rank, ready to be added up."""
+
+    stream: int
+    kept: tuple[int, ...]  # by block, from its forward to its backward
+    added: tuple[int, ...]  # by block, at the highest point of its backward
+    final_norm: int  # the last norm's input, what it keeps, and the whole normed stream that the output product reads
+    num_logits: int  # loss parallel leaves the vocabulary cut by TP
+
+
+def activations_of(run: RunShape) -> Activations:
+    """What the microbatches of a run take, block by block."""
+    t, layers = block_tensors(run), range(run.args.num_layers)
+    return Activations(
+        stream=t.stream,
+        kept=tuple(kept_block(run, layer) for layer in layers),
+        added=tuple(added_by_backward(run, layer) for layer in layers),
+        final_norm=t.stream + t.norm + t.whole,
+        num_logits=run.num_tokens * run.args.vocab_size // (run.mesh.tp if run.loss_parallel else 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTensors:
+    """Bytes of the tensors of one block for one microbatch on one rank.
+
+    Sequence parallel leaves the residual stream cut by TP between the products; their inputs are gathered, and their
+    results before the sum over TP are whole.
+    """
+
+    stream: int  # the residual stream, [B, L/tp, D]
+    whole: int  # the same, gathered: the input of wq, wk, wv, w1, w3; and w2's result before it is reduced
+    query: int  # also the attention's result
+    key: int  # of this rank's sequence shard; value is as large
+    key_gathered: int  # over context parallel; the same without
+    hidden: int  # w1's result; silu, w3's result and their product are as large
+    logsumexp: int  # fp32, per head and token
+    norm: int  # what a norm keeps besides the stream that it reads
+    masks: int  # context parallel: boolean masks of the two chunks of a rank's queries
+
+
+def block_tensors(run: RunShape) -> BlockTensors:
+    """Sizes for one block of the run."""
+    args, tokens, tp, element = run.args, run.num_tokens, run.mesh.tp, run.compute_bytes
+    whole = tokens * args.dim * element
+    key = tokens * args.num_kv_heads * args.head_dim * element // tp
+    stream = whole // tp
+    return BlockTensors(
+        stream=stream,
+        whole=whole,
+        query=tokens * args.num_heads * args.head_dim * element // tp,
+        key=key,
+        key_gathered=key * run.mesh.cp,
+        hidden=tokens * args.ffn_hidden * element // tp,
+        logsumexp=tokens * args.num_heads * FP32 // tp,
+        norm=_norm_keeps(run, stream),
+        masks=_mask_bytes(run.seq_len, run.mesh.cp),
+    )
+
+
+def _mask_bytes(seq_len: int, cp: int) -> int:
+    """Head and tail, seq_len/2cp queries each, see 2·cp + 1 chunks of keys together: trainer/parallel/context.py."""
+    chunk = seq_len // (2 * cp)
+    return (2 * cp + 1) * chunk * chunk if cp > 1 else 0
+
+
+def _norm_keeps(run: RunShape, stream: int) -> int:
+    """What BuildTraits.norm says. An fp32 copy takes the place of the stream unless it is the stream itself."""
+    elements = stream // run.compute_bytes
+    if run.traits.norm == "fused":
+        return elements // run.args.dim * FP32
+    copy = elements * FP32 - (stream if run.compute_bytes != FP32 else elements * FP32)
+    return copy + (elements * FP32 if run.traits.norm == "composite" else stream)
+
+
+def kept_whole_block(run: RunShape) -> int:
+    """All that a block without checkpointing keeps from forward to backward."""
+    t = block_tensors(run)
+    attention = t.stream + t.norm + t.whole + t.query + 2 * t.key_gathered + t.query + t.logsumexp
+    if run.mesh.cp > 1:
+        attention += t.query + t.masks  # the two chunks' results are joined into a copy
+    feed_forward = t.stream + t.norm + t.whole + 4 * t.hidden
+    return attention + feed_forward
+
+
+def kept_block(run: RunShape, layer: int) -> int:
+    """What block `layer` keeps from forward to backward under the run's mode; every n-th one is checkpointed."""
+    t = block_tensors(run)
+    if (layer + 1) % run.recompute.every or run.recompute.mode == "none":
+        return kept_whole_block(run)
+    if run.recompute.mode == "full":
+        return t.stream
+    kept = _reused_by_recompute(t, run)
+    kept += t.whole if run.traits.stored_w2_output else 0
+    kept += 2 * t.stream if run.mesh.tp > 1 else 0  # both reduce-scatters
+    return kept + (2 * t.key_gathered if run.mesh.cp > 1 else 0)  # as gathered, before they are put in sequence order
+
+
+def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
+    """What op-level checkpointing keeps and recomputation uses as it is.
+
+    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers.
+    """
+    reused = t.stream + t.query + t.key + t.query + t.logsumexp + t.hidden
+    return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
+
+
+def added_by_backward(run: RunShape, layer: int) -> int:
+    """What the backward of a block adds at its highest point, the feed-forward.
+
+    The rest of a checkpointed block, computed again; the gradient that came in; those of silu and of w3's result (their
+    product's takes the place of the product).
+    """
+    t = block_tensors(run)
+    reused = _reused_by_recompute(t, run) if run.recompute.mode == "op" else kept_block(run, layer)
+    return kept_whole_block(run) - reused + t.whole + 2 * t.hidden

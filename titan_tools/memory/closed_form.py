@@ -1,0 +1,263 @@
+"""The closed-form engine: allocated bytes of one pipeline rank at every instant of a step where the peak can be.
+
+The peak is the largest instant, not a sum of maxima. An instant is a sum of named parts; what FSDP2, autograd and the
+pipeline keep at that moment is written here, how large a tensor is in activations.py and holdings.py. Checked against
+published peaks of torchtitan and against torch on CPU; there is no closed form for reserved memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from titan_tools.memory.activations import (
+    FP32,
+    LOSS_KEPT_BYTES,
+    Activations,
+    activations_of,
+    loss_backward_bytes,
+    loss_forward_bytes,
+)
+from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
+from titan_tools.memory.holdings import Group, groups_of_stage
+from titan_tools.memory.run_shape import RunShape
+from titan_tools.memory.schedules import Action, actions_of_rank
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recompute",
+    "logits_and_loss",
+    "all_gather",
+    "reduce_scatter",
+    "pipeline_buffers",
+    "workspaces",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """A moment of the step and the bytes of each part of PARTS that is not zero."""
+
+    when: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def peak_instant(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Instant:
+    """The largest instant of step 1, or of a later step, on a pipeline rank."""
+    return max(instants(run, pp_rank=pp_rank, gpu=gpu, steady=steady), key=lambda instant: instant.total_bytes)
+
+
+def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator[Instant]:
+    """Every instant looked at, in time order."""
+    order = actions_of_rank(
+        run.schedule if run.uses_pipeline else "GPipe",
+        pp_rank=pp_rank,
+        pp=run.mesh.pp,
+        num_stages=len(run.stages),
+        num_microbatches=run.num_microbatches,
+    )
+    stages = sorted({action.stage for action in order})
+    has_states = steady or run.traits.states_from_start
+    state = _Rank(run, {stage: groups_of_stage(run, stage) for stage in stages}, activations_of(run), gpu, has_states)
+    for _ in range(run.num_accumulated):
+        for action in order:
+            yield from state.forward(action) if action.kind == "F" else state.backward(action)
+        if run.uses_pipeline and run.uses_fsdp:
+            yield from state.reduce_after_pipeline()
+    yield state.optimizer_step()
+    if run.validation_samples:
+        yield state.validation()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What one rank holds while the step goes on."""
+
+    run: RunShape
+    groups: dict[int, list[Group]]  # by stage
+    sizes: Activations
+    gpu: Gpu
+    has_states: bool
+    kept: dict[tuple[int, int], int] = field(default_factory=dict)  # activations by (stage, microbatch) in flight
+    kept_logits: dict[tuple[int, int], int] = field(default_factory=dict)
+    gathered: dict[str, int] = field(default_factory=dict)  # bytes by group
+    accumulated: dict[str, int] = field(
+        default_factory=dict
+    )  # gradients by group: shards, or whole ones under a pipeline
+    pending_reduce: int = 0  # the last reduce-scatter's input, held until the next one
+    whole_gradients: int = 0  # of a group whose backward began and is not complete: the tied embedding's
+
+    # --- what is always there
+
+    def instant(self, when: str, **parts: int) -> Instant:
+        """The moment's own parts on top of what the rank holds anyway."""
+        local = sum(group.local_elements for stage in self.groups.values() for group in stage)
+        held = {
+            "parameters": local * self.run.param_bytes,
+            "gradients": sum(self.accumulated.values()) + self.whole_gradients,
+            "optimizer": 2 * local * self.run.param_bytes if self.has_states else 0,
+            "activations": sum(self.kept.values()),
+            "logits_and_loss": sum(self.kept_logits.values()),
+            "all_gather": sum(self.gathered.values()),
+            "reduce_scatter": self.pending_reduce,
+            "pipeline_buffers": self._pipeline_buffers(),
+            "workspaces": round(CUBLAS_HANDLES * self.gpu.cublas_mib * MIB),
+        }
+        total = {part: held.get(part, 0) + parts.get(part, 0) for part in PARTS}
+        return Instant(when, {part: size for part, size in total.items() if size})
+
+    def _pipeline_buffers(self) -> int:
+        """Torch's stages receive into one buffer per microbatch and direction, made once and kept."""
+        last = len(self.run.stages) - 1
+        ends = sum((stage > 0) + (stage < last) for stage in self.groups)
+        return ends * self.run.num_microbatches * self.sizes.stream
+
+    # --- forward
+
+    def forward(self, action: Action) -> Iterator[Instant]:
+        """A microbatch goes through a stage: its activations stay, gathered parameters stay where FSDP keeps them."""
+        run, groups = self.run, self.groups[action.stage]
+        key = (action.stage, action.microbatch)
+        self.kept[key] = self._kept_by_stage(action.stage)
+        if run.uses_fsdp:
+            self.gathered |= {g.name: g.full_elements * run.compute_bytes for g in groups if g.is_kept}
+        is_last = self._is_last(action.stage)
+        logits = self.sizes.num_logits * loss_forward_bytes(run) if is_last else 0
+        yield self.instant("end of forward", logits_and_loss=logits)
+        if is_last:
+            self.kept_logits[key] = self.sizes.num_logits * LOSS_KEPT_BYTES + self._stage_output()
+
+    def _kept_by_stage(self, stage: int) -> int:
+        modules = self.run.stages[stage]
+        stream = self.sizes.stream
+        kept = sum(self.sizes.kept[layer] for layer in _layers(modules))
+        kept += self.sizes.final_norm if "norm" in modules else 0
+        if stage > 0:
+            kept -= stream  # the first block's input is the receive buffer
+        if not self._is_last(stage):
+            kept += stream  # the stage's output, kept until its backward
+        return kept
+
+    def _stage_output(self) -> int:
+        """A pipeline stage holds on to its output, here the logits, until its backward is done."""
+        return self.sizes.num_logits * self.run.compute_bytes if self.run.uses_pipeline else 0
+
+    def _is_last(self, stage: int) -> bool:
+        return stage == len(self.run.stages) - 1
+
+    # --- backward
+
+    def backward(self, action: Action) -> Iterator[Instant]:
+        """A microbatch goes back through a stage: loss, output, blocks from the last to the first, embedding."""
+        run, groups = self.run, self.groups[action.stage]
+        key = (action.stage, action.microbatch)
+        if self._is_last(action.stage):
+            yield from self._backward_of_loss(key, groups)
+        blocks = [(position, _layer_of(group)) for position, group in enumerate(groups) if _layer_of(group) is not None]
+        for position, layer in reversed(blocks):
+            which = "last" if layer == blocks[-1][1] else "first" if layer == blocks[0][1] else "a middle"
+            yield self.instant(
+                f"backward of {'the ' if which != 'a middle' else ''}{which} block",
+                recompute=self.sizes.added[layer],
+                gradients=groups[position].full_elements * run.compute_bytes,
+                all_gather=self._gathered_in_backward(groups, position),
+            )
+            self.kept[key] -= self.sizes.kept[layer]
+            yield self._reduce(groups[position], "a block")
+        self.kept.pop(key)
+        self.kept_logits.pop(key, None)
+        for group in groups:
+            if "tok_embeddings" in group.name:
+                self.whole_gradients = 0
+                yield self._reduce(group, "the embedding")
+
+    def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
+        """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
+        run, ends = self.run, groups[-1]
+        elements = self.sizes.num_logits
+        yield self.instant("cross-entropy backward", logits_and_loss=elements * loss_backward_bytes(run))
+        self.kept_logits[key] = self._stage_output()
+        self.whole_gradients = ends.full_elements * run.compute_bytes
+        # the logits' gradient in the compute dtype is what the output's two products read
+        yield self.instant(
+            "backward of the output",
+            logits_and_loss=elements * run.compute_bytes,
+            all_gather=self._gathered_in_backward(groups, len(groups) - 1),
+        )
+        self.kept[key] -= self.sizes.final_norm
+        if "tok_embeddings" not in ends.name:
+            self.whole_gradients = 0
+            yield self._reduce(ends, "the output")
+
+    def _gathered_in_backward(self, groups: list[Group], position: int) -> int:
+        """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it."""
+        if not self.run.uses_fsdp:
+            return 0
+        wanted = groups[max(position - 1, 0) : position + 1]
+        return sum(g.full_elements * self.run.compute_bytes for g in wanted if g.name not in self.gathered)
+
+    def _reduce(self, group: Group, what: str) -> Instant:
+        """A group's gradients are complete for this microbatch: reduced, or added up where that comes later."""
+        run = self.run
+        whole = group.full_elements * run.compute_bytes
+        if not run.uses_fsdp:
+            self.accumulated[group.name] = group.full_elements * run.param_bytes
+            return self.instant(f"gradients of {what}")
+        if run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: until then whole fp32 gradients
+            self.accumulated[group.name] = group.full_elements * FP32
+            self.gathered[group.name] = whole
+            return self.instant(f"gradients of {what} added up", gradients=whole)
+        # The input of the previous reduce-scatter is let go just before this one's is made
+        self.pending_reduce = group.full_elements * FP32
+        reducing = self.instant(f"gradients of {what} reduced", gradients=whole)
+        self.accumulated[group.name] = group.local_elements * run.param_bytes
+        self.gathered.pop(group.name, None)
+        return reducing
+
+    def reduce_after_pipeline(self) -> Iterator[Instant]:
+        """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
+        for group in (group for stage in self.groups.values() for group in stage):
+            self.pending_reduce = group.full_elements * FP32
+            yield self.instant("gradients of the pipeline step reduced")
+            self.accumulated[group.name] = group.local_elements * self.run.param_bytes
+            self.gathered.pop(group.name, None)
+
+    # --- after backward
+
+    def optimizer_step(self) -> Instant:
+        """All gradients and, in step 1 too, all states. foreach makes one more copy of the shards, fused none."""
+        self.pending_reduce = 0
+        local = [group.local_elements for stage in self.groups.values() for group in stage]
+        temporary = {"fused": 0, "foreach": sum(local), "for-loop": max(local)}[self.run.optimizer]
+        return self.instant("optimizer step", optimizer=self._states() + temporary * self.run.param_bytes)
+
+    def _states(self) -> int:
+        """Optimizer states that this step made: none where they were there already."""
+        local = sum(group.local_elements for stage in self.groups.values() for group in stage)
+        return 0 if self.has_states else 2 * local * self.run.param_bytes
+
+    def validation(self) -> Instant:
+        """A forward without gradients, after a step: gathered parameters and the loss of one batch."""
+        run = self.run
+        self.accumulated.clear()
+        tokens = run.validation_samples * run.validation_seq_len // run.mesh.cp
+        per_token = self.sizes.num_logits // run.num_tokens * loss_forward_bytes(run)
+        groups = [group.full_elements * run.compute_bytes for stage in self.groups.values() for group in stage]
+        all_gather = 0 if not run.uses_fsdp else 3 * max(groups) if run.reshard_after_forward else sum(groups)
+        has_loss = self._is_last(max(self.groups))
+        return self.instant(
+            "validation", logits_and_loss=tokens * per_token * has_loss, all_gather=all_gather, optimizer=self._states()
+        )
+
+
+def _layers(modules: tuple[str, ...]) -> list[int]:
+    return [int(name.removeprefix("layers.")) for name in modules if name.startswith("layers.")]
+
+
+def _layer_of(group: Group) -> int | None:
+    return int(group.name.removeprefix("layers.")) if group.name.startswith("layers.") else None

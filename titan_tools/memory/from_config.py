@@ -1,0 +1,109 @@
+"""From the config that `titan train` takes to the numbers that the engines need; refuses what is not covered."""
+
+from converters.dtypes import itemsize
+from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.families.registry import get_family
+from titan_tools.memory.run_shape import Recompute, RunShape
+from trainer.config.sections import ActivationCheckpoint, Config
+from trainer.parallel_dims import ParallelDims, layout_problems, required_world_size, resolve
+from trainer.stages import split_model
+
+COVERED_FAMILIES = ("llama3",)  # activations.py is written for their block
+
+
+def run_shape(config: Config, *, world_size: int | None = None, problems: list[str] | None = None) -> RunShape:
+    """The run that a config describes on `world_size` ranks (None: what its degrees name).
+
+    Raises ConfigError with everything that cannot be, `problems` of the caller included, and UnsupportedError with
+    everything that is not covered.
+    """
+    args = get_family(config.model.name).flavors[config.model.flavor]
+    dims, tries, found = _degrees(config, world_size)
+    found = [*(problems or ()), *found, *layout_problems(config, args, dims)]
+    if found:
+        raise ConfigError(f"nothing was estimated, {_count(found)}:" + list_offenders(found, most=50), tries=tries)
+    uncovered = uncovered_by_estimate(config)
+    if uncovered:
+        raise UnsupportedError(
+            "no estimate is given for what is not covered:" + list_offenders(uncovered, most=50),
+            hint="a guess would be worse than none",
+        )
+    training, parallelism = config.training, config.parallelism
+    mesh, reshard = dims.mesh_shape, parallelism.fsdp_reshard_after_forward
+    microbatch = parallelism.pipeline_parallel_microbatch_size if mesh.pp > 1 else training.local_batch_size
+    per_pass = training.local_batch_size * dims.batch
+    return RunShape(
+        family=get_family(config.model.name),
+        args=args,
+        mesh=mesh,
+        # as in trainer/build.py
+        uses_fsdp=mesh.fsdp * mesh.dp_replicate > 1 or training.mixed_precision_param != training.dtype,
+        stages=split_model(parallelism, args.num_layers, mesh.pp).modules,
+        schedule=parallelism.pipeline_parallel_schedule,
+        microbatch_size=microbatch,
+        num_microbatches=training.local_batch_size // microbatch,
+        num_accumulated=max(training.global_batch_size // per_pass, 1),
+        seq_len=training.seq_len,
+        param_bytes=itemsize(training.dtype),
+        compute_bytes=itemsize(training.mixed_precision_param),
+        recompute=_recompute(config.activation_checkpoint),
+        optimizer=config.optimizer.implementation,
+        reshard_after_forward={"default": mesh.pp == 1, "always": True, "never": False}[reshard],
+        reshard_output=reshard == "always",
+        loss_parallel=mesh.tp > 1 and not parallelism.disable_loss_parallel,
+        validation_samples=_validation_samples(config, microbatch),
+        validation_seq_len=config.validation.seq_len,
+    )
+
+
+def uncovered_by_estimate(config: Config) -> list[str]:
+    """What the config asks for and no formula here describes; empty where all is covered.
+
+    compile, float8, CPU offload and mixture of experts are refused before, when the config is read.
+    """
+    reasons = []
+    if config.model.name not in COVERED_FAMILIES:
+        reasons.append(f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}")
+    return reasons
+
+
+def _degrees(config: Config, world_size: int | None) -> tuple[ParallelDims, list[str], list[str]]:
+    """The degrees, or near ones and why they are not what was asked for, with what to try."""
+    parallelism = config.parallelism
+    needed = required_world_size(parallelism)
+    if world_size is None and parallelism.data_parallel_shard_degree == -1:
+        why = (
+            "the number of ranks is open: parallelism.data_parallel_shard_degree = -1 takes the ranks that the other"
+            f" degrees leave; give --world-size, a multiple of {needed}"
+        )
+        return resolve(parallelism, needed), [f"--world-size {max(needed, 8)}"], [why]
+    try:
+        return resolve(parallelism, world_size or needed), [], []
+    except ConfigError as error:
+        multiples = sorted({max(world_size // needed, 1) * needed, (world_size // needed + 1) * needed})
+        fitting = multiples if parallelism.data_parallel_shard_degree == -1 else [needed]
+        near = ", ".join(f"--world-size {n}" for n in fitting)
+        return (
+            resolve(parallelism, needed),
+            [f"--world-size {n}" for n in fitting],
+            [f"{error.message}; nearest: {near}"],
+        )
+
+
+def _recompute(settings: ActivationCheckpoint) -> Recompute:
+    if settings.mode != "selective":
+        return Recompute(mode=settings.mode)
+    if settings.selective_ac_option == "op":
+        return Recompute(mode="op")
+    return Recompute(mode="full", every=int(settings.selective_ac_option))
+
+
+def _validation_samples(config: Config, microbatch: int) -> int:
+    """Samples of one forward of validation; none where it is off."""
+    if not config.validation.enable:
+        return 0
+    return microbatch if config.parallelism.pipeline_parallel_degree > 1 else config.validation.local_batch_size
+
+
+def _count(problems: list[str]) -> str:
+    return "one thing cannot be" if len(problems) == 1 else f"{len(problems)} things cannot be"

@@ -1,0 +1,64 @@
+"""What the memory engines need to know of a run, in plain numbers: model, mesh, stages, batch, dtypes, build."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from converters.families.base import Family, ModelArgs
+from converters.layout import MeshShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Which blocks recompute what in backward. `every` counts blocks: with "full", every n-th one is checkpointed."""
+
+    mode: Literal["none", "full", "op"]
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildTraits:
+    """How the train step is built, where that moves memory. Defaults are titan's; tests set those of published runs."""
+
+    # fused keeps one fp32 number per token; composite an fp32 copy of input and result; python of the input and, in the
+    # compute dtype, of the result before its weight
+    norm: Literal["fused", "composite", "python"] = "fused"
+    embeddings_with_root: bool = False  # tok_embeddings, norm and output in one FSDP group that is never resharded
+    last_block_kept: bool = False  # the last block stays gathered between its forward and its backward
+    states_from_start: bool = True  # optimizer states are made with the optimizer, not by its first step
+    stored_gathers: bool = True  # and the results of all-gathers under TP
+    stored_w2_output: bool = True  # op-level checkpointing stores w2's result, which backward never reads (eager)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunShape:
+    """One run. `mesh` has the degrees, `stages` the module names of each pipeline stage, dealt to ranks in turn."""
+
+    family: Family
+    args: ModelArgs
+    mesh: MeshShape
+    uses_fsdp: bool  # FSDP2 wraps the model (also as HSDP, and on one rank for mixed precision)
+    stages: tuple[tuple[str, ...], ...]
+    schedule: str
+    microbatch_size: int  # samples of one forward
+    num_microbatches: int  # forwards of one pipeline step (1 without a pipeline)
+    num_accumulated: int  # passes whose gradients are summed before the optimizer steps
+    seq_len: int
+    param_bytes: int  # of one element of a parameter, its gradient and its optimizer states
+    compute_bytes: int  # of one element of an activation or a gathered parameter
+    recompute: Recompute
+    optimizer: Literal["for-loop", "foreach", "fused"]
+    reshard_after_forward: bool
+    reshard_output: bool  # norm and output too, which backward needs at once
+    loss_parallel: bool
+    validation_samples: int = 0  # of one forward without gradients; 0: no validation
+    validation_seq_len: int = 0
+    traits: BuildTraits = BuildTraits()
+
+    @property
+    def uses_pipeline(self) -> bool:
+        return self.mesh.pp > 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one microbatch on one context-parallel rank."""
+        return self.microbatch_size * self.seq_len // self.mesh.cp
