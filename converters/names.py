@@ -31,6 +31,7 @@ SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
+ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
 
 
 def step_of(folder_name: str) -> int | None:

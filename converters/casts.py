@@ -1,0 +1,50 @@
+"""Change element types without losing anything silently, and count values that are not finite."""
+
+import numpy as np
+
+from converters.dtypes import DTYPES, numpy_dtype
+from converters.errors import UnsupportedError, list_offenders
+
+# By dtype: (mask that clears the sign, smallest masked pattern that is an infinity or a NaN)
+_NON_FINITE = {
+    "float64": (0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
+    "float32": (0x7FFF_FFFF, 0x7F80_0000),
+    "bfloat16": (0x7FFF, 0x7F80),
+    "float16": (0x7FFF, 0x7C00),
+    "float8_e4m3fn": (0x7F, 0x7F),
+    "float8_e5m2": (0x7F, 0x7C),
+}
+
+
+def check_castable(casts: dict[str, tuple[str, str]]) -> None:
+    """Raise UnsupportedError for casts (FQN → (from, to)) that are not between floating types; all are listed."""
+    wrong = [
+        f"{fqn}: {old} to {new}"
+        for fqn, (old, new) in casts.items()
+        if old != new and not (DTYPES[old].is_floating and DTYPES[new].is_floating)
+    ]
+    if wrong:
+        raise UnsupportedError(f"only floating types are cast into each other:{list_offenders(wrong)}")
+
+
+def cast(array: np.ndarray, dtype: str) -> tuple[np.ndarray, int]:
+    """(values in `dtype`, rounded to nearest even; how many were finite and are not any more)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = array.astype(numpy_dtype(dtype))
+    return result, max(0, count_non_finite(result, dtype) - count_non_finite(array, _name(array)))
+
+
+def count_non_finite(array: np.ndarray, dtype: str) -> int:
+    """How many elements are infinite or NaN; 0 for types that have neither."""
+    if dtype not in _NON_FINITE or array.size == 0:
+        return 0
+    mask, first = _NON_FINITE[dtype]
+    unsigned = np.dtype(f"u{array.itemsize}").type
+    bits = np.ascontiguousarray(array).reshape(-1).view(unsigned) & unsigned(mask)
+    if bits.max() < first:  # the usual case: one pass that numpy vectorises
+        return 0
+    return int(np.count_nonzero(bits >= first))
+
+
+def _name(array: np.ndarray) -> str:
+    return array.dtype.name

@@ -1,0 +1,179 @@
+"""Whole or not at all: an output is made in `.tmp-<id>` beside its place and moved there by one rename.
+
+With `overwrite`, the kernel exchanges the two folders where it can (renameat2); elsewhere the old one steps aside
+first, and `find_complete` knows where to look if a kill comes between the two renames.
+"""
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from uuid import uuid4
+
+from converters.errors import CheckpointError
+from converters.names import ASIDE_PREFIX, TEMPORARY_PREFIX
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+
+
+@contextmanager
+def staged(dst: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `dst`, which becomes `dst` when the block ends well and is removed when it does not.
+
+    Write the manifest last inside the block. Raises CheckpointError before any work where `dst` exists already.
+    """
+    check_destination(dst, overwrite=overwrite)
+    staging = new_staging(dst, uuid4().hex[:12])
+    try:
+        yield staging
+        commit(staging, dst, overwrite=overwrite)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def check_destination(dst: Path, *, overwrite: bool) -> None:
+    """Raise CheckpointError unless `dst` may be written: absent, or a folder that `overwrite` allows to replace."""
+    if dst.is_symlink():
+        raise CheckpointError(f"{dst}: is a link; give the place itself")
+    if not dst.exists():
+        return
+    if not dst.is_dir():
+        raise CheckpointError(f"{dst}: exists and is not a folder")
+    if not overwrite:
+        raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
+    looks_ours = (
+        not any(dst.iterdir()) or any((dst / name).exists() for name in _MARKS) or any(dst.glob("*.safetensors"))
+    )
+    if not looks_ours:
+        raise CheckpointError(
+            f"{dst}: holds something that is no checkpoint; it is not overwritten",
+            hint="give a new folder, or remove this one yourself",
+        )
+
+
+_MARKS = (".metadata", "titan_manifest.json", "config.json", "params.json", "index.json")
+
+
+def new_staging(dst: Path, identifier: str) -> Path:
+    """Make the folder `.tmp-<identifier>` beside `dst`. All ranks of a job give one identifier and call it each."""
+    staging = dst.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}"
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{staging}: cannot be made ({error.strerror})") from error
+    return staging
+
+
+def commit(staging: Path, dst: Path, *, overwrite: bool = False) -> None:
+    """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there."""
+    fsync_folder(staging)
+    parent = dst.absolute().parent
+    check_destination(dst, overwrite=overwrite)
+    if not dst.exists():
+        _rename_new(staging, dst)
+        _fsync(parent)
+        return
+    if _renameat2(staging, dst, _RENAME_EXCHANGE):
+        _fsync(parent)
+        shutil.rmtree(staging)  # now the old one
+        return
+    aside = aside_of(dst)
+    if aside.exists():
+        shutil.rmtree(aside)  # left by an earlier kill after the new one was in place
+    os.rename(dst, aside)
+    os.rename(staging, dst)
+    _fsync(parent)
+    shutil.rmtree(aside)
+
+
+def aside_of(dst: Path) -> Path:
+    """Where the old folder waits while the new one is moved in, on file systems that cannot exchange two names."""
+    return dst.absolute().parent / f"{ASIDE_PREFIX}{dst.name}"
+
+
+def find_complete(path: Path) -> Path:
+    """`path`, or, where a kill came between two renames and it is missing, the old copy that stands aside."""
+    if not path.exists() and aside_of(path).is_dir():
+        return aside_of(path)
+    return path
+
+
+def fsync_folder(folder: Path) -> None:
+    """fsync every file and folder below `folder`, and `folder` itself."""
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _fsync(Path(root) / name)
+        _fsync(Path(root))
+
+
+def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
+    """Remove what killed writers left in `parent`, a folder that one job owns. `keep` spares one identifier."""
+    if not parent.is_dir():
+        return []
+    left = [p for p in parent.iterdir() if p.name.startswith(TEMPORARY_PREFIX) and p.is_dir() and not p.is_symlink()]
+    swept = [p for p in left if keep is None or p.name != f"{TEMPORARY_PREFIX}{keep}"]
+    for folder in swept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return swept
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where the disk that `folder` lies or will lie on has less than `num_bytes` free."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{folder}: needs {num_bytes / 1024**3:.2f} GiB, {free / 1024**3:.2f} GiB are free on that disk",
+            hint="nothing was written",
+        )
+
+
+def _rename_new(staging: Path, dst: Path) -> None:
+    try:
+        if not _renameat2(staging, dst, _RENAME_NOREPLACE):
+            os.rename(staging, dst)  # replaces an empty folder at most
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise CheckpointError(f"{dst}: appeared while it was being made", hint="another job wrote there") from error
+        raise
+
+
+def _renameat2(source: Path, target: Path, flags: int) -> bool:
+    """True when done; False where this kernel or file system does not know the call."""
+    call = _libc_renameat2()
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source.absolute()), _AT_FDCWD, os.fsencode(target.absolute()), flags) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _UNSUPPORTED:
+        return False
+    raise OSError(code, os.strerror(code), str(target))
+
+
+@cache
+def _libc_renameat2():
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # not glibc ≥ 2.28, not Linux
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return call
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,227 @@
+"""Fill a target from a source: whole-row blocks of at most 8 MiB, read once, cast, hashed, written in their place."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from converters.box_index import BoxIndex
+from converters.casts import cast, check_castable, count_non_finite
+from converters.catalog import Box, TensorSource
+from converters.crc import join_crc32
+from converters.digest import TensorDigest
+from converters.dtypes import itemsize
+from converters.errors import CheckpointError, list_offenders
+from converters.formats.target import Slot, Target
+from converters.formats.write_at import write_all
+from converters.open_files import OpenFiles
+from converters.read import BLOCK_BYTES
+
+DEFAULT_WORKERS = 2
+RowNumbers = Callable[[str, Sequence[int]], Sequence[int]]  # (FQN, rows as stored) → native rows (see digest.py)
+
+
+@dataclass(slots=True)
+class CopyResult:
+    """What was written: CRC32 per slot (in the order of `Target.slots`), digest and non-finite values per tensor."""
+
+    crc32: list[int]
+    digests: dict[str, str] = field(default_factory=dict)
+    non_finite: dict[str, int] = field(default_factory=dict)  # only tensors that have some
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run of bytes that was written into a slot."""
+
+    slot: int
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Work for one thread: consecutive boxes of one tensor that together are whole rows, and what came of it."""
+
+    fqn: str
+    boxes: list[Box]
+    pieces: list[_Piece] = field(default_factory=list)
+    digest: TensorDigest | None = None
+    non_finite: int = 0
+    overflows: int = 0
+    num_bytes: int = 0
+
+
+def copy_tensors(
+    source: TensorSource,
+    target: Target,
+    folder: Path,
+    *,
+    casts: Mapping[str, str] | None = None,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    native_rows: RowNumbers | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> CopyResult:
+    """Copy every slot of `target` out of `source` into files of `folder`; `target.finish(folder, crc32s)` comes next.
+
+    `casts` (FQN → dtype) are the only changes of type that are allowed; a finite value that becomes infinite is an
+    error, told with all tensors it happened in. Memory: 8 MiB blocks, a few per worker. `on_bytes` hears of each block.
+    """
+    casts = casts or {}
+    _check_match(source, target, casts)
+    by_tensor: dict[str, list[int]] = {fqn: [] for fqn in target.tensors}
+    for number, slot in enumerate(target.slots):
+        by_tensor[slot.fqn].append(number)
+    indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
+    files = OpenFiles(folder, flags=_CREATE)
+    _create_empty(folder, target)
+
+    def run(unit: _Unit) -> _Unit:
+        fqn = unit.fqn
+        info = target.tensors[fqn]
+        if digests:
+            unit.digest = TensorDigest(info.dtype, info.shape)
+        for box in unit.boxes:
+            array = source.read(fqn, box)
+            if fqn in casts and casts[fqn] != source.tensors[fqn].dtype:
+                array, overflows = cast(array, casts[fqn])
+                unit.overflows += overflows
+            array = np.ascontiguousarray(array)
+            unit.non_finite += count_non_finite(array, info.dtype)
+            if unit.digest is not None:
+                rows = unit.digest.row_numbers(box)
+                unit.digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+            for position in indexes[fqn].touching(box):
+                number = by_tensor[fqn][position]
+                common = target.slots[number].box.intersect(box)
+                if common is not None:
+                    unit.pieces.append(_write(files, target.slots[number], number, box, common, array))
+            unit.num_bytes += array.nbytes
+        return unit
+
+    pieces: dict[int, list[_Piece]] = {}
+    sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
+    result = CopyResult([0] * len(target.slots))
+    overflows: dict[str, int] = {}
+    try:
+        for unit in _in_parallel(run, _units(target), workers):
+            for piece in unit.pieces:
+                pieces.setdefault(piece.slot, []).append(piece)
+            if unit.digest is not None:
+                sums[unit.fqn].combine(unit.digest)
+            for counts, count in ((result.non_finite, unit.non_finite), (overflows, unit.overflows)):
+                if count:
+                    counts[unit.fqn] = counts.get(unit.fqn, 0) + count
+            if on_bytes:
+                on_bytes(unit.num_bytes)
+    finally:
+        files.close()
+    if overflows:
+        lost = [f"{fqn}: {count:,} values do not fit {casts[fqn]}" for fqn, count in overflows.items()]
+        raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
+    for number, slot in enumerate(target.slots):
+        result.crc32[number] = _join(slot, pieces.get(number, []))
+    if digests:
+        result.digests = {fqn: digest.hexdigest() for fqn, digest in sums.items()}
+    return result
+
+
+def row_blocks(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[list[Box]]:
+    """Cut a tensor into units of whole rows (last dim) of `max_bytes` or less; a longer row is one of several boxes."""
+    if 0 in shape:
+        return
+    if not shape:
+        yield [Box((), ())]
+        return
+    dim = next(d for d in range(len(shape)) if d == len(shape) - 1 or prod(shape[d + 1 :]) * width <= max_bytes)
+    step = max(1, max_bytes // (prod(shape[dim + 1 :]) * width))
+    inner = shape[dim + 1 :]
+    for lead in np.ndindex(shape[:dim]):
+        boxes = [
+            Box((*lead, start, *(0,) * len(inner)), (*(1,) * dim, min(step, shape[dim] - start), *inner))
+            for start in range(0, shape[dim], step)
+        ]
+        if dim == len(shape) - 1 and dim > 0:
+            yield boxes
+        else:
+            yield from ([box] for box in boxes)
+
+
+_CREATE = os.O_RDWR | os.O_CREAT
+
+
+def _units(target: Target) -> Iterator[_Unit]:
+    for fqn, info in target.tensors.items():
+        for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
+            yield _Unit(fqn, boxes)
+
+
+def _write(files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray) -> _Piece:
+    part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
+    data = memoryview(part.reshape(-1).view(np.uint8))
+    element = 0  # of the slot; whole rows (or parts of one row) lie in it one after the other
+    for offset, base, size in zip(common.offsets, slot.box.offsets, slot.box.sizes, strict=True):
+        element = element * size + offset - base
+    offset = element * itemsize(slot.dtype)
+    with files.use(slot.file) as descriptor:
+        write_all(descriptor, data, slot.byte_offset + offset, what=slot.file)
+    return _Piece(number, offset, len(data), crc32(data))
+
+
+def _join(slot: Slot, pieces: list[_Piece]) -> int:
+    crc = position = 0
+    for piece in sorted(pieces, key=lambda p: p.offset):
+        assert piece.offset == position, f"{slot.fqn}: a gap at byte {position} of a slot"
+        crc = join_crc32(crc, piece.crc32, piece.length)
+        position += piece.length
+    assert position == slot.box.num_elements * itemsize(slot.dtype), f"{slot.fqn}: a slot was not filled"
+    return crc
+
+
+def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Iterator[_Unit]:
+    """Units as they are done, in order. Few are under way at a time, so that blocks do not pile up in memory."""
+    if workers <= 1:
+        yield from map(run, units)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque[Future[_Unit]] = deque()
+        try:
+            for unit in units:
+                waiting.append(pool.submit(run, unit))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _create_empty(folder: Path, target: Target) -> None:
+    for file in {slot.file for slot in target.slots}:
+        (folder / file).touch(exist_ok=False)
+
+
+def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str]) -> None:
+    problems = [f"{fqn}: the source does not have it" for fqn in target.tensors if fqn not in source.tensors]
+    changes = {}
+    for fqn, info in target.tensors.items():
+        if fqn not in source.tensors:
+            continue
+        held = source.tensors[fqn]
+        if held.shape != info.shape:
+            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} wanted")
+        if casts.get(fqn, held.dtype) != info.dtype:
+            problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} wanted")
+        changes[fqn] = (held.dtype, info.dtype)
+    if problems:
+        raise CheckpointError(f"source and target do not fit each other:{list_offenders(problems)}")
+    check_castable(changes)

@@ -1,0 +1,42 @@
+"""Do the chunks of a tensor cover it exactly, each element once? Stock DCP never asks: holes stay uninitialised."""
+
+from math import prod
+
+import numpy as np
+
+from converters.catalog import Box, TensorEntry
+
+
+def cover_problem(entry: TensorEntry) -> str | None:
+    """What is wrong with the chunks of a tensor (outside, overlap, hole), or None."""
+    boxes = [chunk.box for chunk in entry.chunks if chunk.box.num_elements]
+    for box in boxes:
+        if len(box.sizes) != len(entry.shape) or len(box.offsets) != len(entry.shape):
+            return f"has {len(entry.shape)} dims, but a chunk with {len(box.sizes)}"
+        if any(o + n > size for o, n, size in zip(box.offsets, box.sizes, entry.shape, strict=True)):
+            return f"the chunk at {box.offsets} of sizes {box.sizes} lies outside the shape {entry.shape}"
+    covered, total = sum(box.num_elements for box in boxes), prod(entry.shape)
+    if len(boxes) > 1 and overlap(boxes):
+        return "chunks overlap"
+    if covered != total:
+        return f"chunks cover {covered:,} of {total:,} elements"
+    return None
+
+
+def overlap(boxes: list[Box]) -> bool:
+    """Whether any two boxes share an element. Only boxes that meet along one well-chosen dim are compared."""
+    low = np.array([box.offsets for box in boxes], dtype=np.int64)
+    high = low + np.array([box.sizes for box in boxes], dtype=np.int64)
+    if low.shape[1] == 0:
+        return len(boxes) > 1
+    # The dim with the most distinct cuts leaves the fewest pairs: rows for FSDP, columns for a row-parallel TP.
+    dim = max(range(low.shape[1]), key=lambda d: len(np.unique(low[:, d])))
+    order = np.argsort(low[:, dim], kind="stable")
+    low, high = low[order], high[order]
+    ends = np.searchsorted(low[:, dim], high[:, dim], side="left")
+    widest = int((ends - np.arange(len(boxes))).max())
+    for distance in range(1, widest):  # all pairs (i, i + distance) at once
+        common = (low[distance:] < high[:-distance]) & (low[:-distance] < high[distance:])
+        if common.all(axis=1).any():
+            return True
+    return False

@@ -1,0 +1,147 @@
+"""Open a checkpoint, whatever its container. The content decides, never a folder's name."""
+
+from pathlib import Path
+
+from converters.catalog import Catalog
+from converters.commit import find_complete
+from converters.cover import cover_problem
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.formats import dcp, meta_shards, safetensors, torch_file
+from converters.manifest import check_sizes
+from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, step_of
+
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_SNIFF_BYTES = 512
+
+
+def open_checkpoint(path: str | Path) -> Catalog:
+    """The catalog of a checkpoint folder or file. Reads headers only.
+
+    Raises CheckpointError where it is missing, half-written, damaged or not a checkpoint, and UnsupportedError where it
+    is one of a kind that is not covered. DCP chunks are checked to cover each tensor exactly once.
+    """
+    path = find_complete(Path(path).expanduser())
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if path.is_file():
+        return _open_file(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: neither a file nor a folder")
+    catalog = _open_folder(path)
+    manifest = check_sizes(path)
+    if manifest is not None and manifest.tensors.keys() != catalog.tensors.keys():
+        odd = sorted(manifest.tensors.keys() ^ catalog.tensors.keys())
+        raise CheckpointError(f"{path}: {MANIFEST} and the files list different tensors:{list_offenders(odd)}")
+    if not catalog.tensors:
+        raise CheckpointError(f"{path}: a checkpoint without a single tensor")
+    return catalog
+
+
+def _open_folder(path: Path) -> Catalog:
+    names = {entry.name for entry in path.iterdir()}
+    if not names:
+        raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")
+    found = {
+        "dcp": DCP_METADATA in names,
+        "safetensors": HF_INDEX in names or any(name.endswith(".safetensors") for name in names),
+        "meta": any(Path(name).match("consolidated.*.pth") for name in names),
+    }
+    if found["dcp"] and (found["safetensors"] or found["meta"]):
+        raise CheckpointError(
+            f"{path}: holds more than one checkpoint ({DCP_METADATA} beside other weights)",
+            hint="keep each in a folder of its own",
+        )
+    if found["dcp"]:
+        return _covered(dcp.read_catalog(path))
+    if found["safetensors"]:
+        _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".safetensors")])
+        return safetensors.read_catalog(path)
+    if found["meta"]:
+        _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".pth")])
+        return meta_shards.read_catalog(path)
+    torch_files = sorted(name for name in names if name.endswith(_TORCH_SUFFIXES) and (path / name).is_file())
+    if len(torch_files) == 1:
+        return _open_file(path / torch_files[0])
+    raise _nothing_here(path, names, torch_files)
+
+
+def _covered(catalog: Catalog) -> Catalog:
+    problems = [f"{fqn}: {why}" for fqn, entry in catalog.tensors.items() if (why := cover_problem(entry))]
+    if problems:
+        raise CheckpointError(
+            f"{catalog.root}: chunks do not cover these tensors exactly:{list_offenders(problems)}",
+            hint="a rank's part is missing or stands twice; stock DCP would leave the rest uninitialised",
+        )
+    return catalog
+
+
+def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> CheckpointError:
+    steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
+    if steps:
+        return CheckpointError(
+            f"{path}: a folder of checkpoints, not a checkpoint", tries=[str(path / name) for _, name in steps[-2:]]
+        )
+    if any(name.endswith(".distcp") for name in names):
+        if any(name.endswith(".metadata") for name in names):
+            return UnsupportedError(f"{path}: a DCP checkpoint with one metadata file per rank is not covered")
+        return CheckpointError(
+            f"{path}: DCP data without {DCP_METADATA}",
+            hint=f"the save was cut off before its end, or {DCP_METADATA} (a hidden file) was not copied",
+        )
+    if torch_files:
+        return UnsupportedError(
+            f"{path}: {len(torch_files)} torch files", hint="name one of them", tries=[str(path / torch_files[0])]
+        )
+    expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
+    shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+    return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
+
+
+def _open_file(path: Path) -> Catalog:
+    start = _sniff(path)
+    if start[:4] == b"PK\x03\x04":
+        return torch_file.read_catalog(path)
+    if start[8:9] == b"{":
+        return safetensors.read_catalog(path)
+    if problem := _stranger(path, start):
+        raise problem
+    raise CheckpointError(f"{path}: neither safetensors nor a torch file", hint=f"its first bytes are {start[:16]!r}")
+
+
+def _sniff(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_SNIFF_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _refuse_strange_files(folder: Path, names: list[str]) -> None:
+    """Recognise what downloads leave behind in place of weights, before a parser calls it a damaged header."""
+    for name in names:
+        path = folder / name
+        if path.is_file() and (problem := _stranger(path, _sniff(path))):
+            raise problem
+
+
+def _stranger(path: Path, start: bytes) -> CheckpointError | None:
+    text = start.lstrip().lower()
+    if not start:
+        return CheckpointError(f"{path}: is empty", hint="the download or the copy was cut off")
+    if start.startswith(b"version https://git-lfs"):
+        return CheckpointError(
+            f"{path}: a Git LFS pointer, not the weights", hint="fetch them in the repository", tries=["git lfs pull"]
+        )
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return CheckpointError(
+            f"{path}: a web page, not weights",
+            hint="the server answered with an error or a log-in page; fetch it again",
+        )
+    if start.startswith(b"\x1f\x8b"):
+        return CheckpointError(f"{path}: compressed with gzip", tries=[f"gunzip {path}"])
+    if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":
+        return UnsupportedError(
+            f"{path}: a legacy torch file (a bare pickle), which cannot be read without running it",
+            hint="load it once with torch.load(weights_only=True) and save it again with torch.save",
+        )
+    return None

@@ -1,0 +1,68 @@
+"""A bounded set of open files, shared by threads: a checkpoint of 10,000 files must not need 10,000 descriptors."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+from converters.errors import CheckpointError
+
+
+class OpenFiles:
+    """Descriptors by file name; the least recently used one is closed when there are too many and nobody reads it."""
+
+    def __init__(self, root: Path, *, flags: int = os.O_RDONLY, most: int = 64):
+        self._root = root
+        self._flags = flags
+        self._most = most
+        self._lock = Lock()
+        self._open: OrderedDict[str, list[int]] = OrderedDict()  # name → [descriptor, users]
+        self._states: dict[str, tuple[int, int]] = {}  # name → (size, mtime) at first open
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[int]:
+        """The descriptor of a file, which stays open inside the block."""
+        with self._lock:
+            slot = self._open.get(name) or self._add(name)
+            self._open.move_to_end(name)
+            slot[1] += 1
+        try:
+            yield slot[0]
+        finally:
+            with self._lock:
+                slot[1] -= 1
+
+    def _add(self, name: str) -> list[int]:
+        for other in [n for n, (_, users) in self._open.items() if not users][: len(self._open) + 1 - self._most]:
+            os.close(self._open.pop(other)[0])
+        path = self._root / name
+        try:
+            descriptor = os.open(path, self._flags, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
+        slot = self._open[name] = [descriptor, 0]
+        if self._flags == os.O_RDONLY:
+            status = os.fstat(descriptor)
+            state = (status.st_size, status.st_mtime_ns)
+            if self._states.setdefault(name, state) != state:
+                raise self._changed(name)
+        return slot
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where a file that was read has another size or time now than when it was opened."""
+        for name, state in self._states.items():
+            status = os.stat(self._root / name)
+            if (status.st_size, status.st_mtime_ns) != state:
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self._root / name}: changed while it was being read", hint="is someone writing it?")
+
+    def close(self) -> None:
+        """Close all of them."""
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()

@@ -1,0 +1,184 @@
+"""Read boxes of tensors through a catalog: pread only, no mmap, memory bounded by the box and an 8 MiB buffer."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from zlib import crc32
+
+import numpy as np
+
+from converters.box_index import BoxIndex
+from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
+from converters.dtypes import itemsize, numpy_dtype
+from converters.errors import CheckpointError
+from converters.formats.dcp_item import read_item
+from converters.open_files import OpenFiles
+
+BLOCK_BYTES = 8 << 20
+_LONG_RUN_BYTES = 32 << 10  # from here on a read per run costs less than reading the gaps along with them
+_MAX_AMPLIFICATION = 16  # gaps of short runs are read along up to this factor
+_RAW = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+
+
+class CatalogReader:
+    """The tensors of a catalog as a TensorSource. Use as a context manager; threads may read at the same time."""
+
+    def __init__(self, catalog: Catalog):
+        self.catalog = catalog
+        self.tensors: Mapping[str, TensorInfo] = {
+            fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()
+        }
+        self._files = OpenFiles(catalog.root)
+        self._indexes: dict[str, BoxIndex] = {}
+        self._located: dict[tuple[str, int], Chunk] = {}
+
+    def __enter__(self) -> "CatalogReader":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._files.close()
+        if kind is None:
+            self._files.check_unchanged()
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        """The values of a box, row-major. Raises CheckpointError unless the chunks give each element exactly once."""
+        entry = self.catalog.tensors[fqn]
+        width = itemsize(entry.dtype)
+        out = np.empty(box.sizes, dtype=_RAW[width])
+        covered = 0
+        if out.size:
+            index = self._indexes.get(fqn)
+            if index is None:
+                index = self._indexes[fqn] = BoxIndex([chunk.box for chunk in entry.chunks])
+            for number in index.touching(box):
+                chunk = entry.chunks[number]
+                common = chunk.box.intersect(box)
+                if common is None:
+                    continue
+                chunk = self.located(fqn, chunk)
+                inner = zip(common.offsets, chunk.box.offsets, chunk.strides, strict=True)
+                start = chunk.byte_offset + sum((a - b) * stride for a, b, stride in inner) * width
+                with self._files.use(chunk.file) as descriptor:
+                    part = out[common.slices_within(box)] if box.sizes else out
+                    _read_strided(descriptor, start, chunk.strides, part, f"{self.catalog.root / chunk.file}: {fqn}")
+                covered += common.num_elements
+        if covered != out.size:
+            raise CheckpointError(f"{fqn}: chunks give {covered:,} of the {out.size:,} elements of {box}")
+        return out.view(numpy_dtype(entry.dtype))
+
+    def located(self, fqn: str, chunk: Chunk) -> Chunk:
+        """The chunk with its byte offset, strides and CRC known; opens its DCP item the first time."""
+        if chunk.byte_offset != UNLOCATED:
+            return chunk
+        known = self._located.get((chunk.file, chunk.item[0]))
+        if known is not None:
+            return known
+        start, length = chunk.item
+        what = f"{self.catalog.root / chunk.file}: {fqn} at {list(chunk.box.offsets)}"
+        with self._files.use(chunk.file) as descriptor:
+            item = read_item(lambda offset, num: os.pread(descriptor, num, start + offset), length, what=what)
+        dtype = self.catalog.tensors[fqn].dtype
+        if (item.dtype, item.shape) != (dtype, chunk.box.sizes):
+            raise CheckpointError(
+                f"{what}: holds {item.dtype} {list(item.shape)}, .metadata says {dtype} {list(chunk.box.sizes)}"
+            )
+        found = replace(
+            chunk,
+            byte_offset=start + item.data_offset,
+            strides=item.strides,
+            crc32=item.crc32,
+            record=(start + item.record[0], item.record[1]),
+        )
+        self._located[chunk.file, start] = found
+        return found
+
+    def read_blob(self, fqn: str) -> bytes:
+        """The bytes of a non-tensor entry, undecoded (see formats/dcp_item.read_blob_item)."""
+        blob = self.catalog.blobs[fqn]
+        data = bytearray(blob.length)
+        with self._files.use(blob.file) as descriptor:
+            _read_into(descriptor, blob.byte_offset, memoryview(data), f"{self.catalog.root / blob.file}: {fqn}")
+        return bytes(data)
+
+    def record_problems(self, fqn: str) -> list[str]:
+        """Compare the CRC32 that each chunk's record carries with its bytes: torch stores it and never looks.
+
+        Empty where all agree; chunks whose writer left the CRC out are passed over (see `Chunk.crc32`).
+        """
+        problems = []
+        for chunk in self.catalog.tensors[fqn].chunks:
+            chunk = self.located(fqn, chunk)
+            if chunk.crc32 is None:
+                continue
+            offset, length = chunk.record
+            crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
+            with self._files.use(chunk.file) as descriptor:
+                for position in range(0, length, BLOCK_BYTES):
+                    part = buffer[: min(BLOCK_BYTES, length - position)]
+                    _read_into(descriptor, offset + position, part, f"{self.catalog.root / chunk.file}: {fqn}")
+                    crc = crc32(part, crc)
+            if crc != chunk.crc32:
+                problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: its bytes have changed (CRC32)")
+        return problems
+
+
+def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np.ndarray, what: str) -> None:
+    """Fill `out` (any numpy strides) with the elements at `start + sum(i[d] * strides[d]) * itemsize`."""
+    # Walk the file forwards: dims by falling stride, dims of size 1 first, where their stride does not matter.
+    order = sorted(range(out.ndim), key=lambda d: (out.shape[d] > 1, -strides[d]))
+    out = out.transpose(order)
+    steps = [strides[d] for d in order]
+    outer, run = out.ndim, 1
+    while outer and (out.shape[outer - 1] == 1 or steps[outer - 1] == run):
+        run *= out.shape[outer - 1]
+        outer -= 1
+    if not outer:
+        _read_run(descriptor, start, out, what)
+        return
+    width, rows, pitch = out.itemsize, out.shape[outer - 1], steps[outer - 1]
+    for index in np.ndindex(out.shape[: outer - 1]):
+        row_start = start + sum(i * step for i, step in zip(index, steps, strict=False)) * width
+        part = out[index]
+        if run * width >= _LONG_RUN_BYTES or pitch > _MAX_AMPLIFICATION * run:
+            for row in range(rows):
+                _read_run(descriptor, row_start + row * pitch * width, part[row : row + 1], what)
+            continue
+        at_once = max(1, BLOCK_BYTES // (pitch * width))
+        for row in range(0, rows, at_once):
+            count = min(at_once, rows - row)
+            buffer = np.empty((count - 1) * pitch + run, dtype=out.dtype)
+            _read_run(descriptor, row_start + row * pitch * width, buffer, what)
+            picked = np.lib.stride_tricks.as_strided(buffer, (count, run), (pitch * width, width))
+            part[row : row + count] = picked.reshape(part[row : row + count].shape)
+
+
+def _read_run(descriptor: int, start: int, out: np.ndarray, what: str) -> None:
+    """Fill `out` from bytes that follow each other in the file, through a buffer where `out` is not contiguous."""
+    if out.flags.c_contiguous:
+        _read_into(descriptor, start, memoryview(out.reshape(-1).view(np.uint8)), what)
+        return
+    if out.nbytes > BLOCK_BYTES and out.shape[0] > 1:
+        row_bytes = prod(out.shape[1:]) * out.itemsize
+        at_once = max(1, BLOCK_BYTES // row_bytes)
+        for row in range(0, out.shape[0], at_once):
+            _read_run(descriptor, start + row * row_bytes, out[row : row + at_once], what)
+        return
+    if out.nbytes > BLOCK_BYTES:
+        _read_run(descriptor, start, out[0], what)
+        return
+    buffer = np.empty(out.shape, dtype=out.dtype)
+    _read_run(descriptor, start, buffer, what)
+    out[...] = buffer
+
+
+def _read_into(descriptor: int, start: int, view: memoryview, what: str) -> None:
+    position = 0
+    try:
+        while position < len(view):
+            got = os.preadv(descriptor, [view[position:]], start + position)
+            if got == 0:
+                raise CheckpointError(f"{what}: the file ends at byte {start + position}, in the middle of the data")
+            position += got
+    except OSError as error:
+        raise CheckpointError(f"{what}: cannot be read ({error.strerror})") from error
