@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from converters.assets import CARRIED
 from converters.errors import DataError
-from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 
 VERSION = 1
 INDEX_JSON = "index.json"
 TRAIN, HELD_OUT = "train", "held_out"
 SPLITS = (TRAIN, HELD_OUT)
-TOKENIZER_FILES = (TIKTOKEN_MODEL, TOKENIZER_JSON, TOKENIZER_CONFIG, HF_GENERATION_CONFIG)
 _MOST_BYTES_DIGESTED = 1 << 30  # a larger file's digest takes longer than opening should; then its size must do
 
 
@@ -80,7 +79,7 @@ def open_index(folder: Path | str) -> TokenIndex:
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file of an index but index.json itself."""
     data = [name for split in SPLITS for name in (tokens_file(split), offsets_file(split))]
-    names = data + [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    names = data + [name for name in CARRIED if (folder / name).is_file()]
     return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _digest(folder / name)} for name in names}
 
 

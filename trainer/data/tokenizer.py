@@ -3,25 +3,20 @@
 Special tokens that stand in a text are text, unless the caller asks for them: no document can end itself.
 """
 
-import base64
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from converters.assets import find_assets, read_token_ids
 from converters.errors import DataError, UnsupportedError
-from converters.names import (
-    ASSETS_FOLDER,
-    HF_GENERATION_CONFIG,
-    TIKTOKEN_MODEL,
-    TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
-)
-from trainer.data.llama3_text import BOS, EOS, PATTERN, special_tokens_after
+from converters.json_file import read_json
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
+_RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
 
 
 class Tokenizer(Protocol):
@@ -44,16 +39,14 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     Raises DataError where there is none or it is damaged, UnsupportedError for SentencePiece.
     """
     folder = Path(folder)
-    for home in (folder, folder / ASSETS_FOLDER):
-        model, described = home / TIKTOKEN_MODEL, home / TOKENIZER_JSON
-        if model.is_file() and _looks_like_ranks(model):
-            return _TiktokenTokenizer(model, described if described.is_file() else None)
-        if described.is_file():
-            return _JsonTokenizer(described)
-        if model.is_file():
-            raise UnsupportedError(
-                f"{model} is not a tiktoken file (SentencePiece?), and no {TOKENIZER_JSON} lies beside it"
-            )
+    assets = find_assets(folder)
+    model, described = assets.get(TIKTOKEN_MODEL), assets.get(TOKENIZER_JSON)
+    if model and looks_like_tiktoken(model):
+        return _TiktokenTokenizer(model, described, assets)
+    if described:
+        return _JsonTokenizer(described, assets)
+    if model:
+        raise UnsupportedError(f"{model} is not a tiktoken file (SentencePiece?), and there is no {TOKENIZER_JSON}")
     what = "has no" if folder.is_dir() else "is not a folder, so it has no"
     raise DataError(
         f"{folder} {what} {TIKTOKEN_MODEL} or {TOKENIZER_JSON}",
@@ -62,27 +55,31 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 class _TiktokenTokenizer:
-    def __init__(self, model: Path, described: Path | None):
+    def __init__(self, model: Path, described: Path | None, assets: Mapping[str, Path]):
         import tiktoken
 
         ranks = read_ranks(model)
-        specials = _added_tokens(described) if described else special_tokens_after(len(ranks))
+        missing = 256 - sum(bytes([value]) in ranks for value in range(256))
+        if missing:
+            raise DataError(f"{model}: {missing} of the 256 single bytes have no rank, so some text has no ids")
+        specials = _added_tokens(described) if described else _specials_after(len(ranks))
         inside = [name for name, id in specials.items() if id < len(ranks)]
         if inside:
-            raise DataError(f"{described}: special tokens {inside} have ids of ordinary tokens in {model.name}")
+            raise DataError(f"{described}: special tokens {inside} have ids of ordinary tokens in {model}")
         # Built from the ranks we read: tiktoken's own loader caches files by path and would serve a stale one
-        self._encoding = tiktoken.Encoding(str(model), pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=specials)
-        self.vocab_size = max(len(ranks), *(id + 1 for id in specials.values()), 0)
-        self.bos_id, self.eos_ids = _ends(model.parent, specials)
+        self._encoding = tiktoken.Encoding(
+            str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = self._encoding.max_token_value + 1
+        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
-        ids = [self.bos_id] if bos and self.bos_id is not None else []
+        allowed = "all" if special else set()
+        ids: list[int] = []
         for part in _without_long_white_space(text):
-            ids += (
-                self._encoding.encode(part, allowed_special="all") if special else self._encoding.encode_ordinary(part)
-            )
-        return ids + ([self.eos_ids[0]] if eos and self.eos_ids else [])
+            ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
+        return _framed(self, ids, bos=bos, eos=eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
@@ -93,7 +90,7 @@ class _TiktokenTokenizer:
 
 
 class _JsonTokenizer:
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, assets: Mapping[str, Path]):
         import tokenizers
 
         try:
@@ -101,74 +98,43 @@ class _JsonTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer: {error}") from None
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        specials = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
-        self.bos_id, self.eos_ids = _ends(path.parent, specials)
+        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
         self._tokenizer.encode_special_tokens = not special
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        start = [self.bos_id] if bos and self.bos_id is not None else []
-        return start + ids + ([self.eos_ids[0]] if eos and self.eos_ids else [])
+        return _framed(self, ids, bos=bos, eos=eos)
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """The lines `<base64 bytes> <rank>` of a tiktoken file. Raises DataError with the line that is wrong."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise DataError(f"{path}:{number}: not `<base64 bytes> <rank>`") from None
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"{path}: ranks must run from 0 without a gap, each once")
-    missing = 256 - sum(bytes([value]) in ranks for value in range(256))
-    if missing:
-        raise DataError(f"{path}: {missing} of the 256 single bytes have no rank, so some text could not be encoded")
-    return ranks
+def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> list[int]:
+    start = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
+    end = [tokenizer.eos_ids[0]] if eos and tokenizer.eos_ids else []
+    return start + ids + end
 
 
-def _looks_like_ranks(path: Path) -> bool:
-    with path.open("rb") as file:
-        first = file.readline(4096).split()
-    return len(first) == 2 and first[1].isdigit()
+def _specials_after(num_ranks: int) -> dict[str, int]:
+    """Those of a tokenizer.model that comes alone: Meta's 256 after its 128,000 ranks, else the ten named ones."""
+    vocab_size = _RELEASED_VOCAB if num_ranks == _NUM_RELEASED_RANKS else num_ranks + _NUM_SPECIAL
+    names = special_tokens_after(num_ranks, vocab_size=vocab_size)
+    return {name: num_ranks + i for i, name in enumerate(names)}
 
 
 def _added_tokens(path: Path) -> dict[str, int]:
     try:
-        added = json.loads(path.read_text("utf-8"))["added_tokens"]
-        return {str(token["content"]): int(token["id"]) for token in added}
-    except (ValueError, KeyError, TypeError) as error:
+        return {str(token["content"]): int(token["id"]) for token in read_json(path)["added_tokens"]}
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: no readable list of added_tokens ({type(error).__name__}: {error})") from None
 
 
-def _ends(folder: Path, specials: dict[str, int]) -> tuple[int | None, tuple[int, ...]]:
-    """Ids of the begin and end tokens: generation_config.json's, else tokenizer_config.json's, else Llama 3's names."""
-    generation, config = _json_object(folder / HF_GENERATION_CONFIG), _json_object(folder / TOKENIZER_CONFIG)
-    bos = generation.get("bos_token_id", specials.get(_content(config.get("bos_token", BOS))))
-    eos = generation.get("eos_token_id", specials.get(_content(config.get("eos_token", EOS))))
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    return bos, tuple(id for id in eos_ids if id is not None)
-
-
-def _content(token: Any) -> Any:
-    """tokenizer_config.json writes a special token as its text, or as an object around it."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}") from None
-    return value if isinstance(value, dict) else {}
+def _ends(assets: Mapping[str, Path], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+    ids = read_token_ids(assets, vocab_size=vocab_size)
+    eos = ids.get("eos_token_id", [])
+    return ids.get("bos_token_id"), tuple(eos if isinstance(eos, list) else [eos])
 
 
 def _without_long_white_space(text: str) -> Iterator[str]:

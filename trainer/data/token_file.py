@@ -1,0 +1,49 @@
+"""Write the tokens and offsets of one split, document by document, without knowing how many there will be."""
+
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.index import offsets_file, tokens_file
+from trainer.data.tokenizer import Tokenizer
+
+_HEADER_BYTES = 128  # of a one-dimensional .npy file, whatever its length
+
+
+class TokenFile:
+    """Counts what it writes. The .npy header, which holds the length, goes in front when the file is closed."""
+
+    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer):
+        self._folder, self._split, self._tokenizer = folder, split, tokenizer
+        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._file = (folder / tokens_file(split)).open("wb")
+        self._file.write(bytes(_HEADER_BYTES))
+        self._offsets = [0]
+        self.histogram = np.zeros(tokenizer.vocab_size, np.int64)  # how often each token occurs
+        self.text_bytes = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._offsets[-1]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._offsets) - 1
+
+    def add(self, text: str) -> None:
+        """Append a document, framed by its begin and end token."""
+        ids = np.array(self._tokenizer.encode(text, bos=True, eos=True), self._dtype)
+        self._file.write(ids.tobytes())
+        self._offsets.append(self._offsets[-1] + len(ids))
+        self.histogram += np.bincount(ids, minlength=len(self.histogram))
+        self.text_bytes += len(text.encode())
+
+    def close(self) -> None:
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        self._file.seek(0)
+        np.lib.format.write_array_header_1_0(
+            self._file, {"descr": descr, "fortran_order": False, "shape": (self.num_tokens,)}
+        )
+        assert self._file.tell() == _HEADER_BYTES
+        self._file.close()
+        np.save(self._folder / offsets_file(self._split), np.array(self._offsets, np.int64), allow_pickle=False)
