@@ -4,7 +4,7 @@ Nothing is copied here. A view reads box by box, so a permutation costs the box 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -48,14 +48,23 @@ class View:
         order = self.row_orders.get(fqn)
         return self.source.read(name, box) if order is None else _read_reordered(self.source, name, box, order)
 
+    def native_rows(self, fqn: str, rows: Sequence[int]) -> Sequence[int]:
+        """Of a foreign view: the native numbers of rows, so that a digest does not depend on the naming."""
+        order = self.row_orders.get(fqn)
+        return rows if order is None else _reorder(np.asarray(rows), order).tolist()
+
+
+def _reorder(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
+    head, within = np.divmod(rows, len(order))
+    return head * len(order) + order[within]
+
 
 def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray) -> np.ndarray:
     """Rows of `box`, gathered from one span of source rows: exactly its own where the box is whole heads."""
     rows = np.arange(box.offsets[0], box.offsets[0] + box.sizes[0])
     if not rows.size:
         return source.read(name, box)
-    head, within = np.divmod(rows, len(order))
-    source_rows = head * len(order) + order[within]
+    source_rows = _reorder(rows, order)
     first, last = int(source_rows.min()), int(source_rows.max())
     span = source.read(name, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
     return span[source_rows - first]

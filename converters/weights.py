@@ -35,12 +35,13 @@ def open_native(path: Path | str, *, model_from: Path | str | None = None) -> Na
     `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
     that do not say it (torchtitan's). Raises CheckpointError with everything that does not match the model.
     """
-    path = Path(path)
-    catalog = open_checkpoint(path)
-    weights = catalog
-    if catalog.container == "dcp":
-        weights = replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if section_of(n) == "model"})
-    info = read_model_info(Path(model_from) if model_from else path, weights)
+    return native_weights(open_checkpoint(path), model_from=model_from)
+
+
+def native_weights(catalog: Catalog, *, model_from: Path | str | None = None) -> NativeWeights:
+    """open_native for a catalog that is open already."""
+    weights = model_part(catalog)
+    info = read_model_info(Path(model_from) if model_from else catalog.root, weights)
     naming = detect_naming(weights.tensors, get_family(info.family))
     reader = CatalogReader(weights)
     try:
@@ -48,3 +49,10 @@ def open_native(path: Path | str, *, model_from: Path | str | None = None) -> Na
     except BaseException:
         reader.__exit__(None, None, None)
         raise
+
+
+def model_part(catalog: Catalog) -> Catalog:
+    """The weights of a training checkpoint without its other sections; other containers hold nothing else."""
+    if catalog.container != "dcp":
+        return catalog
+    return replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if section_of(n) == "model"}, blobs={})

@@ -1,0 +1,154 @@
+"""Convert a checkpoint: open, plan, copy, commit. Either the whole output appears or nothing does."""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.assets import write_assets, write_tokenizer_for_hf
+from converters.catalog import Catalog
+from converters.commit import check_destination, require_space, staged
+from converters.copy import copy_tensors
+from converters.errors import CheckpointError
+from converters.layout import MeshShape
+from converters.manifest import TensorSum, write_manifest
+from converters.model_info import ModelInfo, write_hf_config, write_model_info
+from converters.names import ASSETS_FOLDER
+from converters.open import open_checkpoint
+from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
+from converters.weights import native_weights
+
+Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
+DEFAULT_SHARD_BYTES = 5_000_000_000
+_SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
+
+_CONTAINERS_OF = {"dcp": ("dcp",), "hf": ("safetensors", "torch"), "meta": ("meta",)}
+_CALLED = {"dcp": "a DCP checkpoint", "hf": "a Hugging Face checkpoint", "meta": "an original Meta release"}
+_CALLED_CONTAINER = {
+    "dcp": "a DCP checkpoint",
+    "safetensors": "a Hugging Face checkpoint (safetensors)",
+    "torch": "a torch file",
+    "meta": "an original Meta release",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What was done, or would be done by a run that is not dry."""
+
+    source: str
+    destination: str
+    source_format: str  # container and naming
+    to: Format
+    model: str
+    num_tensors: int
+    num_files: int
+    num_bytes: int
+    dtypes: Mapping[str, int]  # bytes by element type in the output
+    num_cast: int
+    dropped: Mapping[str, str]  # source tensor → reason
+    left_out: Mapping[str, int]  # section → entries
+    non_finite: Mapping[str, int]  # tensor → values that are NaN or infinite
+    other_files: tuple[str, ...]  # tokenizer, configs
+    secs: float
+    dry_run: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    src: Path | str,
+    dst: Path | str,
+    *,
+    to: Format,
+    source: str | None = None,
+    dtype: str | None = None,
+    mesh: MeshShape | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    model_from: Path | str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress = lambda total_bytes, what: nullcontext(lambda num_bytes: None),
+) -> ConvertReport:
+    """Write the weights of `src` as `to` into the folder `dst`.
+
+    `source`: what `src` is expected to be (dcp, hf, meta); another kind is an error that names the right command.
+    `dtype` casts every floating tensor. A `dry_run` stops when everything is planned and checked.
+    """
+    src, dst, started = Path(src), Path(dst), time.monotonic()
+    check_destination(dst, overwrite=overwrite)
+    catalog = open_checkpoint(src)
+    _require_source(src, dst, catalog, source, to)
+    with native_weights(catalog, model_from=model_from) as weights:
+        plan = plan_conversion(weights, to=to, dtype=dtype, mesh=mesh, shard_bytes=shard_bytes)
+        require_space(dst, plan.target.total_bytes + _SMALL_FILES_BYTES)
+        non_finite: Mapping[str, int] = {}
+        other_files: list[str] = []
+        if not dry_run:
+            with staged(dst, overwrite=overwrite) as folder:
+                with progress(plan.num_data_bytes, "copying") as advance:
+                    copied = copy_tensors(
+                        plan.view,
+                        plan.target,
+                        folder,
+                        casts=plan.casts,
+                        native_rows=plan.view.native_rows if to != "dcp" else None,
+                        on_bytes=advance,
+                    )
+                sums = plan.target.finish(folder, copied.crc32)
+                other_files = _write_small_files(folder, weights.info, plan, to)
+                tensors = {
+                    name: TensorSum(info.dtype, info.shape, copied.digests[name])
+                    for name, info in plan.target.tensors.items()
+                }
+                write_manifest(folder, tensors=tensors, files=sums)
+            non_finite = copied.non_finite
+    return ConvertReport(
+        source=str(src),
+        destination=str(dst),
+        source_format=f"{catalog.container}, {weights.naming} names",
+        to=to,
+        model=f"{weights.info.family}, {weights.info.args.num_layers} layers, dim {weights.info.args.dim}",
+        num_tensors=len(plan.target.tensors),
+        num_files=len(plan.target.file_bytes),
+        num_bytes=plan.target.total_bytes,
+        dtypes=count_dtypes(plan.target.tensors),
+        num_cast=len(plan.casts),
+        dropped=weights.source.ledger.dropped,
+        left_out=sections_left_out(catalog),
+        non_finite=non_finite,
+        other_files=tuple(other_files),
+        secs=time.monotonic() - started,
+        dry_run=dry_run,
+    )
+
+
+def _write_small_files(folder: Path, info: ModelInfo, plan: ConversionPlan, to: Format) -> list[str]:
+    """What says what the weights are, and the files that travel with them."""
+    if to == "dcp":
+        write_model_info(folder, info)
+        return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
+    written = write_assets(folder, info.assets, info.token_ids)
+    written += write_tokenizer_for_hf(
+        folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
+    )
+    write_hf_config(folder, info, dtype=next(iter(count_dtypes(plan.target.tensors))))
+    return ["config.json", *written]
+
+
+def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, to: str) -> None:
+    """Raise CheckpointError where `src` is not what the command's name says."""
+    if source is None or catalog.container in _CONTAINERS_OF[source]:
+        return
+    found = next((kind for kind, containers in _CONTAINERS_OF.items() if catalog.container in containers), "")
+    command = f"titan convert {found}-to-{to} {src} {dst}" if found != to else f"titan reshard {src} {dst}"
+    raise CheckpointError(
+        f"{src} is {_CALLED_CONTAINER[catalog.container]}, not {_CALLED[source]}",
+        tries=[command] if (found, to) in COMMANDS or found == to == "dcp" else [],
+    )
+
+
+COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"))  # source and target of `titan convert A-to-B`
