@@ -8,14 +8,14 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
 from converters.errors import CheckpointError
-from converters.names import ASIDE_PREFIX, TEMPORARY_PREFIX
+from converters.names import ASIDE_PREFIX, DCP_METADATA, HF_CONFIG, MANIFEST, META_PARAMS, TEMPORARY_PREFIX
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -23,24 +23,28 @@ _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
+# A folder that holds one of these may be replaced by a checkpoint; anything else is somebody's work.
+CHECKPOINT_MARKS = (DCP_METADATA, MANIFEST, HF_CONFIG, META_PARAMS, "*.distcp", "*.safetensors", "*.pth")
+
+
 @contextmanager
-def staged(dst: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> Iterator[Path]:
     """A temporary folder beside `dst`, which becomes `dst` when the block ends well and is removed when it does not.
 
     Write the manifest last inside the block. Raises CheckpointError before any work where `dst` exists already.
     """
-    check_destination(dst, overwrite=overwrite)
+    check_destination(dst, overwrite=overwrite, marks=marks)
     staging = new_staging(dst, uuid4().hex[:12])
     try:
         yield staging
-        commit(staging, dst, overwrite=overwrite)
+        commit(staging, dst, overwrite=overwrite, marks=marks)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def check_destination(dst: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError unless `dst` may be written: absent, or a folder that `overwrite` allows to replace."""
+def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
+    """Raise CheckpointError unless `dst` may be written: absent, or, with `overwrite`, a folder that holds a mark."""
     if dst.is_symlink():
         raise CheckpointError(f"{dst}: is a link; give the place itself")
     if not dst.exists():
@@ -49,12 +53,9 @@ def check_destination(dst: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{dst}: exists and is not a folder")
     if not overwrite:
         raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
-    looks_ours = (
-        not any(dst.iterdir()) or any((dst / name).exists() for name in _MARKS) or any(dst.glob("*.safetensors"))
-    )
-    if not looks_ours:
+    if any(dst.iterdir()) and not any(any(dst.glob(mark)) for mark in marks):
         raise CheckpointError(
-            f"{dst}: holds something that is no checkpoint; it is not overwritten",
+            f"{dst}: holds something else than what would be written; it is not replaced",
             hint="give a new folder, or remove this one yourself",
         )
 
@@ -72,11 +73,11 @@ def new_staging(dst: Path, identifier: str) -> Path:
     return staging
 
 
-def commit(staging: Path, dst: Path, *, overwrite: bool = False) -> None:
+def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
     """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there."""
     fsync_folder(staging)
     parent = dst.absolute().parent
-    check_destination(dst, overwrite=overwrite)
+    check_destination(dst, overwrite=overwrite, marks=marks)
     if not dst.exists():
         _rename_new(staging, dst)
         _fsync(parent)

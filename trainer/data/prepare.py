@@ -74,7 +74,7 @@ def prepare(
         raise DataError(f"the held-out share is {held_out}; it must lie between 0 and 1")
     if max_bytes is not None and max_bytes < 1:
         raise DataError(f"--max-bytes is {max_bytes}; it must be at least 1")
-    with staged(out, overwrite=overwrite) as folder:
+    with staged(out, overwrite=overwrite, marks=(INDEX_JSON,)) as folder:
         if sources:
             files, source = find_files(sources), ", ".join(map(str, sources))
         else:
