@@ -21,7 +21,7 @@ def infer(
         ),
     ],
     source: Annotated[
-        str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.", show_default=False)
+        str | None, typer.Argument(metavar="-", help="- reads the prompt from standard input.", show_default=False)
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.", show_default=False)] = None,
     prompt_file: Annotated[

@@ -9,12 +9,14 @@ from torch import nn
 
 from converters.catalog import Box, TensorSource
 from converters.dtypes import itemsize
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import Parameter
+from converters.families.registry import get_family
 from converters.layout import MIB, row_blocks
+from converters.model_info import ModelInfo
 from titan_tools.infer.slices import slice_for_rank, summed_inputs
 from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
 from trainer.checkpoint_io import as_tensor
-from trainer.models.llama3.model import Transformer
+from trainer.models.registry import get_trainer_family
 
 BLOCK_BYTES = 32 * MIB  # what a reading thread holds beside the shard itself
 NUM_READERS = 2
@@ -28,16 +30,14 @@ class SlicedModel:
     [B, V], so that a prefill computes them for its last token only.
     """
 
-    body: Transformer
+    body: nn.Module
     head: nn.Module
-    args: ModelArgs
     device: torch.device
 
 
 def load_model(
     source: TensorSource,
-    args: ModelArgs,
-    parameters: list[Parameter],
+    info: ModelInfo,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -45,8 +45,9 @@ def load_model(
     rank: int = 0,
 ) -> SlicedModel:
     """Build and fill the model of `rank`. With tp > 1 a process group of that size must be there."""
+    args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"):
-        model = Transformer(args)
+        model = get_trainer_family(info.family).build_model(args)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     tensors = {fqn: torch.empty(box.sizes, dtype=dtype, device=device) for fqn, box in slices.items()}
     fill(tensors, slices, source)
@@ -54,11 +55,11 @@ def load_model(
         module_name, _, name = fqn.rpartition(".")
         setattr(model.get_submodule(module_name), name, nn.Parameter(tensor, requires_grad=False))
     model.tie()
-    model.rope.to(device)
+    model.to(device)  # what it computes by itself, such as rotary frequencies
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
     head, model.output = model.output, None
-    return SlicedModel(model.eval(), head, args, device)
+    return SlicedModel(model.eval(), head, device)
 
 
 def fill(tensors: dict[str, torch.Tensor], slices: dict[str, Box], source: TensorSource) -> None:
@@ -76,11 +77,12 @@ def fill(tensors: dict[str, torch.Tensor], slices: dict[str, Box], source: Tenso
 
 def _blocks(slices: dict[str, Box], source: TensorSource) -> Iterator[tuple[str, Box]]:
     for fqn, box in slices.items():
-        for block in row_blocks(box, itemsize(source.tensors[fqn].dtype), BLOCK_BYTES):
-            yield fqn, block
+        if box.num_elements:
+            for block in row_blocks(box, itemsize(source.tensors[fqn].dtype), BLOCK_BYTES):
+                yield fqn, block
 
 
-def _make_parallel(model: Transformer, parameters: list[Parameter], *, tp: int, rank: int) -> None:
+def _make_parallel(model: nn.Module, parameters: list[Parameter], *, tp: int, rank: int) -> None:
     for name in summed_inputs(parameters):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name)))

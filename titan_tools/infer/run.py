@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import ConfigError
-from converters.families.registry import get_family
 from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.find import find_checkpoint
@@ -55,7 +54,7 @@ class _Work:
 
 
 def infer(request: Request) -> dict[str, Any] | None:
-    """Generate; returns what report.py says, or None where another process says it (started ranks, or the first rank)."""
+    """Generate; returns the report, or None where another process has it (ranks started here, or the first rank)."""
     with rank_errors():
         check_sampling(request.sampling)
         checkpoint = find_checkpoint(request.checkpoint)
@@ -131,8 +130,7 @@ def _generate(request: Request, work: _Work, weights: NativeWeights) -> dict[str
     with _tensor_parallel(work.tp) as (rank, device):
         model = load_model(
             weights.source,
-            weights.info.args,
-            get_family(weights.info.family).parameters(weights.info.args),
+            weights.info,
             dtype=getattr(torch, work.dtype),
             device=device,
             tp=work.tp,

@@ -63,11 +63,10 @@ def choose(logits_V: torch.Tensor, sampling: Sampling, *, prompt_id: str, positi
 
 
 def likely(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities (float64) after temperature, top-k and top-p; what is filtered out is 0, the rest may sum to less."""
+    """Probabilities (float64) after temperature, top-k and top-p; filtered ones are 0, the rest may sum to less."""
     logits_V = logits_V.double()
-    scaled_V = (
-        logits_V - logits_V.max()
-    ) / sampling.temperature  # the maximum first: a tiny temperature cannot overflow
+    # The maximum goes first, so that a tiny temperature cannot overflow.
+    scaled_V = (logits_V - logits_V.max()) / sampling.temperature
     if sampling.top_k is not None:
         smallest_kept = scaled_V.topk(sampling.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < smallest_kept, -torch.inf)

@@ -59,6 +59,6 @@ class GatheredOutput(nn.Module):
         _, num_rows = chunk_bounds(self.vocab_size, self.tp, 0)
         own_BR = F.linear(x_BD, self.weight)
         own_BR = F.pad(own_BR, (0, num_rows - own_BR.shape[-1]))  # the last ranks may have fewer rows
-        all_TBR = own_BR.new_empty(self.tp, *own_BR.shape)
-        dist.all_gather_into_tensor(all_TBR, own_BR.contiguous())
-        return torch.cat(tuple(all_TBR), dim=-1)[..., : self.vocab_size]
+        parts = [torch.empty_like(own_BR) for _ in range(self.tp)]
+        dist.all_gather(parts, own_BR)
+        return torch.cat(parts, dim=-1)[..., : self.vocab_size]

@@ -44,7 +44,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
-    """The vocabulary in a checkpoint's folder. Raises where it is missing, or names rows the embedding does not have."""
+    """The vocabulary in a checkpoint's folder. Raises where it is missing or goes beyond the embedding's rows."""
     tokenizer, num_rows = load_tokenizer(folder), info.args.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise CheckpointError(
