@@ -60,9 +60,6 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHEC
         )
 
 
-_MARKS = (".metadata", "titan_manifest.json", "config.json", "params.json", "index.json")
-
-
 def new_staging(dst: Path, identifier: str) -> Path:
     """Make the folder `.tmp-<identifier>` beside `dst`. All ranks of a job give one identifier and call it each."""
     staging = dst.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}"
