@@ -40,7 +40,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     problems += typed_problems
     if not problems:
         merged = settings | typed
-        config = _build(values, {key: merged[key].origin for key in values})
+        config = _build(values, {key: setting.origin for key, setting in merged.items()})
         if config.experimental.custom_import:
             import_custom(config.experimental.custom_import)
         problems = _model_problems(config)

@@ -1,6 +1,9 @@
 """The configs that come with titan: TOML files beside this one, found by their name."""
 
+import difflib
 from pathlib import Path
+
+from converters.errors import ConfigError
 
 _FOLDER = Path(__file__).parent / "presets"
 
@@ -12,3 +15,29 @@ def preset_names() -> list[str]:
 def find_preset(name: str) -> Path | None:
     """The preset's file, or None where no preset is called so."""
     return _FOLDER / f"{name}.toml" if name in preset_names() else None
+
+
+def write_preset(name: str, out: Path) -> None:
+    """Copy a preset to a file of the user's own. Raises ConfigError for a name that is none, or a file that exists."""
+    preset = find_preset(name)
+    if preset is None:
+        near = difflib.get_close_matches(name, preset_names(), n=2)
+        raise ConfigError(
+            f"no preset is called {name!r}",
+            hint=f"presets: {', '.join(preset_names())}",
+            tries=[f"titan config init {match}" for match in near],
+        )
+    try:
+        with out.open("x", encoding="utf-8") as file:  # x: never over a file that somebody has edited
+            file.write(preset.read_text("utf-8"))
+    except FileExistsError:
+        raise ConfigError(f"{out} exists already", tries=[f"titan config init {name} ANOTHER.toml"]) from None
+    except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}") from None
+
+
+def describe_presets() -> list[tuple[str, str]]:
+    """Each preset's name and the first comment line of its file."""
+    return [
+        (name, (_FOLDER / f"{name}.toml").read_text("utf-8").split("\n")[0].lstrip("# ")) for name in preset_names()
+    ]

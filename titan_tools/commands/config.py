@@ -1,0 +1,97 @@
+"""titan config: look at a config, check it, start one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+config_app = typer.Typer(help="Show, check and start config files.", no_args_is_help=True, rich_markup_mode=None)
+
+_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+_Source = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset.")]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@config_app.command("show", context_settings=_OVERRIDES)
+def show(context: typer.Context, config: _Source, as_json: _Json = False) -> None:
+    """Print every value of a config and where it comes from: default, file and line, or command line.
+
+    \b
+    Examples:
+      titan config show debug
+      titan config show llama3_8b --training.steps 500 --checkpoint.no_enable --json
+    """
+    from titan_tools.console import note, print_json, table
+    from trainer.config import show as shown
+    from trainer.config.load import load_config
+
+    loaded = load_config(config, context.args)
+    if as_json:
+        print_json(shown.as_json(loaded))
+    else:
+        table(shown.COLUMNS, shown.rows(loaded))
+    for line in shown.unread(loaded):
+        note(f"not read: {line}")
+
+
+@config_app.command("check", context_settings=_OVERRIDES)
+def check(
+    context: typer.Context,
+    config: _Source,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", min=1, help="Ranks of the job; default: what the degrees need.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Check a config as training would: keys, values, model, and the layout on that many ranks. Exit code 0 or 2.
+
+    \b
+    Examples:
+      titan config check debug
+      titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
+    """
+    from converters.families.registry import get_family
+    from titan_tools.console import note, print_json
+    from trainer.config.load import load_config
+    from trainer.config.show import unread
+    from trainer.parallel_dims import check_layout, required_world_size, resolve
+
+    loaded = load_config(config, context.args)
+    dims = resolve(loaded.parallelism, world_size or required_world_size(loaded.parallelism))
+    check_layout(loaded, get_family(loaded.model.name).flavors[loaded.model.flavor], dims)
+    if as_json:
+        print_json({"config": config, "world_size": dims.world_size, "not_read": unread(loaded)})
+        return
+    print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims.mesh_shape})")
+    for line in unread(loaded):
+        note(f"not read: {line}")
+
+
+@config_app.command("init")
+def init(
+    preset: Annotated[str | None, typer.Argument(help="Preset to start from; without one they are listed.")] = None,
+    out: Annotated[Path | None, typer.Argument(help="File to write; default: PRESET.toml.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a preset to a file of your own, to edit; or list the presets.
+
+    \b
+    Examples:
+      titan config init
+      titan config init llama3_8b my_run.toml
+    """
+    from titan_tools.console import print_json, table
+    from trainer.config.preset import describe_presets, write_preset
+
+    if preset is None:
+        if as_json:
+            print_json({"presets": dict(describe_presets())})
+        else:
+            table(("preset", "what"), describe_presets())
+        return
+    out = out or Path(f"{preset}.toml")
+    write_preset(preset, out)
+    if as_json:
+        print_json({"preset": preset, "written": str(out)})
+    else:
+        print(f"wrote {out}; try: titan config show {out}")

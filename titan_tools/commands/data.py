@@ -1,0 +1,67 @@
+"""titan data: turn text into a token index for training."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@data_app.callback()
+def _keep_the_group() -> None:
+    """A Typer group with one command would lose that command's name without a callback."""
+
+
+@data_app.command("prepare")
+def prepare(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Files (.txt, .md, .py, JSON lines, also .gz) and folders; default: Python's own sources."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the index.")] = Path("data"),
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens of the tokenizer that is trained.")] = 2048,
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer to use; none is trained.")
+    ] = None,
+    held_out: Annotated[float, typer.Option("--held-out", help="Share of the text kept for validation.")] = 0.02,
+    max_bytes: Annotated[int | None, typer.Option("--max-bytes", help="Read at most this much text.")] = None,
+    text_key: Annotated[str, typer.Option("--text-key", help="Key of the text in JSON lines.")] = "text",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Turn text into a token index: memory-mapped tokens, document offsets, a held-out part, and the tokenizer.
+
+    \b
+    Examples:
+      titan data prepare --out data
+      titan data prepare c4-train.00000.json.gz notes/ --out data --tokenizer Llama-3.1-8B --held-out 0.01
+    """
+    from dataclasses import asdict
+
+    from titan_tools.console import print_json
+    from trainer.data.prepare import prepare as make
+
+    report = make(
+        sources or [],
+        out,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        held_out=held_out,
+        max_bytes=max_bytes,
+        text_key=text_key,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_json(asdict(report))
+        return
+    entropies = f"{report.unigram_cross_entropy:.3f} nats/token; its own entropy {report.unigram_entropy:.3f}"
+    print(
+        f"source            {report.source}\n"
+        f"documents         {report.documents:,} ({report.text_bytes:,} bytes)\n"
+        f"tokens            {report.tokens:,} ({report.bytes_per_token} bytes per token)\n"
+        f"vocabulary        {report.vocab_size:,} (tokenizer {report.tokenizer})\n"
+        f"held out          {report.held_out_tokens:,} tokens, by {report.held_out_by}\n"
+        f"unigram loss      {entropies} (held-out part)\n"
+        f"wrote {report.out} in {report.secs:.1f} s"
+    )

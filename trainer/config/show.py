@@ -1,0 +1,37 @@
+"""A config for reading: every value as TOML would write it, with its origin, and what the file carries in vain."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from trainer.config.load import DEFAULT, origins
+from trainer.config.refused import REFUSED
+from trainer.config.sections import Config
+
+COLUMNS = ("key", "value", "origin")
+
+
+def rows(config: Config) -> list[tuple[str, str, str]]:
+    """One row per key: name, value, origin."""
+    return [(key, toml_text(setting.value), setting.origin) for key, setting in origins(config).items()]
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The merged config by section, and the origin of each key that is no default."""
+    sections = {name: section for name, section in asdict(config).items() if name != "origins"}
+    given = {key: setting.origin for key, setting in origins(config).items() if setting.origin != DEFAULT}
+    return {"config": sections, "origins": given}
+
+
+def unread(config: Config) -> list[str]:
+    """Keys that were given with a harmless value and change nothing, each with the reason."""
+    return [f"{key} ({where}): {REFUSED[key].reason}" for key, where in config.origins.items() if key in REFUSED]
+
+
+def toml_text(value: Any) -> str:
+    """A value as TOML writes it; None, which TOML cannot write, as `unset`."""
+    if value is None:
+        return "unset"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(toml_text, value))}]"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | str) else repr(value)
