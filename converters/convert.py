@@ -1,28 +1,22 @@
 """Convert a checkpoint: open, plan, copy, commit. Either the whole output appears or nothing does."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from converters.assets import write_assets, write_tokenizer_for_hf
 from converters.catalog import Catalog
-from converters.commit import check_destination, require_space, staged
-from converters.copy import copy_tensors
 from converters.errors import CheckpointError
+from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
+from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.layout import MeshShape
-from converters.manifest import TensorSum, write_manifest
 from converters.model_info import ModelInfo, write_hf_config, write_model_info
 from converters.names import ASSETS_FOLDER
 from converters.open import open_checkpoint
 from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
 from converters.weights import native_weights
-
-Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
-DEFAULT_SHARD_BYTES = 5_000_000_000
-_SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
 
 _CONTAINERS_OF = {"dcp": ("dcp",), "hf": ("safetensors", "torch"), "meta": ("meta",)}
 _CALLED = {"dcp": "a DCP checkpoint", "hf": "a Hugging Face checkpoint", "meta": "an original Meta release"}
@@ -71,7 +65,7 @@ def convert(
     model_from: Path | str | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
-    progress: Progress = lambda total_bytes, what: nullcontext(lambda num_bytes: None),
+    progress: Progress = no_progress,
 ) -> ConvertReport:
     """Write the weights of `src` as `to` into the folder `dst`.
 
@@ -79,33 +73,24 @@ def convert(
     `dtype` casts every floating tensor. A `dry_run` stops when everything is planned and checked.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
-    check_destination(dst, overwrite=overwrite)
+    check_places(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)
     with native_weights(catalog, model_from=model_from) as weights:
         plan = plan_conversion(weights, to=to, dtype=dtype, mesh=mesh, shard_bytes=shard_bytes)
-        require_space(dst, plan.target.total_bytes + _SMALL_FILES_BYTES)
-        non_finite: Mapping[str, int] = {}
-        other_files: list[str] = []
+        require_room(dst, plan.target)
+        done = Execution({}, [])
         if not dry_run:
-            with staged(dst, overwrite=overwrite) as folder:
-                with progress(plan.num_data_bytes, "copying") as advance:
-                    copied = copy_tensors(
-                        plan.view,
-                        plan.target,
-                        folder,
-                        casts=plan.casts,
-                        native_rows=plan.view.native_rows if to != "dcp" else None,
-                        on_bytes=advance,
-                    )
-                sums = plan.target.finish(folder, copied.crc32)
-                other_files = _write_small_files(folder, weights.info, plan, to)
-                tensors = {
-                    name: TensorSum(info.dtype, info.shape, copied.digests[name])
-                    for name, info in plan.target.tensors.items()
-                }
-                write_manifest(folder, tensors=tensors, files=sums)
-            non_finite = copied.non_finite
+            done = execute(
+                dst,
+                source=plan.view,
+                target=plan.target,
+                casts=plan.casts,
+                write_small_files=lambda folder: _write_small_files(folder, weights.info, plan, to),
+                native_rows=plan.view.native_rows if to != "dcp" else None,
+                overwrite=overwrite,
+                progress=progress,
+            )
     return ConvertReport(
         source=str(src),
         destination=str(dst),
@@ -119,8 +104,8 @@ def convert(
         num_cast=len(plan.casts),
         dropped=weights.source.ledger.dropped,
         left_out=sections_left_out(catalog),
-        non_finite=non_finite,
-        other_files=tuple(other_files),
+        non_finite=done.non_finite,
+        other_files=tuple(done.other_files),
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )

@@ -30,10 +30,6 @@ class ConversionPlan:
     target: Target
     casts: Mapping[str, str]
 
-    @property
-    def num_data_bytes(self) -> int:
-        return sum(slot.box.num_elements * itemsize(slot.dtype) for slot in self.target.slots)
-
 
 def plan_conversion(
     weights: NativeWeights, *, to: Format, dtype: str | None, mesh: MeshShape | None, shard_bytes: int
