@@ -37,6 +37,15 @@ def inside_launch() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def count_gpus() -> int:
+    """GPUs of this machine that torch can use; 0 on a machine without."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0  # told without the seconds that importing torch takes
+    import torch
+
+    return torch.cuda.device_count()
+
+
 TITAN = ("-P", "-m", "titan_tools")  # -P: no `trainer` folder of the working directory may stand in for ours
 
 

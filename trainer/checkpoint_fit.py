@@ -1,0 +1,62 @@
+"""Does a checkpoint fit the model that is to be filled? Told before a weight is touched, every offender at once."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from converters.catalog import TensorInfo
+from converters.dtypes import DTYPES
+from converters.errors import CheckpointError, list_offenders
+from converters.names import RNG, section_of
+from trainer.agree import on_each
+from trainer.checkpoint_io import dtype_name
+
+
+def refuse_misfits(
+    wanted: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    blobs: Mapping[str, Any],
+    *,
+    group: dist.ProcessGroup,
+    path: Path,
+    may_cast: bool,
+) -> None:
+    """Raise CheckpointError, on every rank, with all keys that are missing, left over, or of another shape or dtype.
+
+    Stock DCP copies fp32 into bf16 without a word, and does not see keys that nobody asks for.
+    """
+
+    def look() -> tuple[set[str], set[str]]:
+        problems = set()
+        for fqn, value in wanted.items():
+            problem = _misfit(value, tensors.get(fqn), fqn in blobs, may_cast=may_cast)
+            if problem:
+                problems.add(f"{fqn}: {problem}")
+        return set(wanted), problems
+
+    found = on_each(group, look)
+    asked_for = set().union(*(keys for keys, _ in found))
+    sections = {section_of(key) for key in asked_for}
+    left_over = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
+    problems = sorted(set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in left_over})
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit the config's model:" + list_offenders(problems),
+            hint="nothing was loaded; sections can be left out with checkpoint.exclude_from_loading",
+        )
+
+
+def _misfit(value: Any, saved: TensorInfo | None, is_blob: bool, *, may_cast: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "" if is_blob else "missing"
+    if saved is None:
+        return "missing"
+    if tuple(value.shape) != tuple(saved.shape):
+        return f"shape {list(saved.shape)} in the checkpoint, {list(value.shape)} in the model"
+    dtype = dtype_name(value.dtype)
+    if saved.dtype != dtype and not (may_cast and DTYPES[saved.dtype].is_floating and DTYPES[dtype].is_floating):
+        return f"dtype {saved.dtype} in the checkpoint, {dtype} in the model"
+    return ""

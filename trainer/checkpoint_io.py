@@ -1,0 +1,277 @@
+"""Reading and writing under stock `dcp.load` and `dcp.save`: nothing is unpickled, every byte is checksummed.
+
+The reader serves any TensorSource (a DCP, or a native view of a foreign format) box by box; the writer makes the same
+items as `converters` does, with their true CRC32, and fsyncs them.
+"""
+
+import io
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorSource
+from converters.digest import TensorDigest
+from converters.dtypes import itemsize, numpy_dtype
+from converters.errors import CheckpointError, TitanError, list_offenders
+from converters.formats.dcp_item import blob_item, item_shell, read_blob_item
+from converters.formats.dcp_metadata import dump_metadata
+from converters.layout import DISTCP_FILE, row_blocks
+from converters.manifest import FileSum
+from converters.names import DCP_METADATA
+
+_BLOB_FILE = "__{rank}_1.distcp"  # plain values apart from the tensors: every rank reads them all
+_READ_BLOCK_BYTES = 64 << 20  # a read's buffer, however large the shard it fills
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """A tensor over an array's memory; numpy knows bfloat16 and float8 only through ml_dtypes, torch not at all."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(array.shape)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values on the CPU, row-major, without a copy where they lie so already."""
+    local = tensor.detach().cpu().contiguous()
+    raw = local.reshape(-1).view(torch.uint8).numpy()
+    return raw.view(numpy_dtype(dtype_name(local.dtype))).reshape(tuple(local.shape))
+
+
+def as_titan_error(what: str, error: CheckpointException) -> TitanError:
+    """DCP wraps what ranks raise in a BaseException of its own; take the first of ours out, or name the others."""
+    causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+    for cause in causes.values():
+        if isinstance(cause, TitanError):
+            return cause
+    told = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
+    return CheckpointError(what + ":" + list_offenders(told))
+
+
+class SourceReader(StorageReader):
+    """A TensorSource as a DCP storage: each rank reads exactly the boxes that it holds."""
+
+    def __init__(self, source: TensorSource, *, blobs: Mapping[str, Any], read_blob: Callable[[str], bytes]):
+        """`read_blob` returns a non-tensor item's bytes."""
+        self._source = source
+        self._blobs = blobs
+        self._read_blob = read_blob
+
+    def read_metadata(self) -> Metadata:
+        """Every tensor as one chunk: the source reads any box of it, so the chunks on disk need not show."""
+        entries: dict[str, Any] = {
+            fqn: TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, info.dtype)),
+                torch.Size(info.shape),
+                [ChunkStorageMetadata(torch.Size([0] * len(info.shape)), torch.Size(info.shape))],
+            )
+            for fqn, info in self._source.tensors.items()
+        }
+        return Metadata(entries | {fqn: BytesStorageMetadata() for fqn in self._blobs}, planner_data={})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._read_blob(item.storage_index.fqn)))
+            else:
+                self._fill(item, planner)
+        return _done(None)
+
+    def _fill(self, item: ReadItem, planner: LoadPlanner) -> None:
+        fqn, target = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+        dtype = self._source.tensors[fqn].dtype
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if box.num_elements:  # FSDP leaves empty shards on the ranks that a short tensor does not reach
+            for block in row_blocks(box, itemsize(dtype), _READ_BLOCK_BYTES):
+                target[block.slices_within(box)].copy_(as_tensor(self._source.read(fqn, block), dtype))
+        planner.commit_tensor(item, target)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Loads a flat state dict; what is no tensor must be a plain value. Stock planners unpickle it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        self.state_dict[fqn] = read_blob_item(value.getvalue(), what=fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where an item went: what `.metadata` is made of."""
+
+    fqn: str
+    file: str
+    item: tuple[int, int]  # (offset, length) in the file
+    dtype: str = ""  # of a tensor
+    shape: tuple[int, ...] = ()  # the whole tensor's
+    box: Box | None = None  # the part of it in this item; None for a plain value
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes a rank's tensors into one file and its plain values into another, and `.metadata` from the coordinator.
+
+    Afterwards `files` holds size and CRC32 of each file that this rank wrote, and `digests` its part of the digest of
+    each tensor that it holds whole rows of.
+    """
+
+    def __init__(self, folder: Path, *, rank: int):
+        self.files: dict[str, FileSum] = {}
+        self.digests: dict[str, TensorDigest] = {}
+        self._folder = folder
+        self._rank = rank
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        blobs = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO and _holds_values(item)]
+        results: list[WriteResult] = []
+        for name, items, write in ((DISTCP_FILE, tensors, self._write_tensor), (_BLOB_FILE, blobs, _write_blob)):
+            if items:
+                with _SyncedFile(self._folder / name.format(rank=self._rank)) as file:
+                    results += [write(file, item, planner) for item in items]
+                    self.files[file.name] = FileSum(file.size, file.crc32)
+        return _done(results)
+
+    def _write_tensor(self, file: "_SyncedFile", item: WriteItem, planner: SavePlanner) -> WriteResult:
+        assert item.tensor_data is not None
+        chunk, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        array = as_array(planner.resolve_data(item))
+        dtype, raw = dtype_name(item.tensor_data.properties.dtype), array.reshape(-1).view(np.uint8).data
+        start = file.size
+        head, tail = item_shell(dtype, box.sizes, crc32(raw))
+        for part in (head, raw, tail):
+            file.write(part)
+        if box.sizes[1:] == shape[1:]:
+            digest = self.digests.setdefault(item.index.fqn, TensorDigest(dtype, shape))
+            digest.update(box, array)
+        written = _Written(item.index.fqn, file.name, (start, file.size - start), dtype, shape, box)
+        return WriteResult(index=item.index, size_in_bytes=array.nbytes, storage_data=written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        items = [result.storage_data for rank in results for result in rank]
+        chunks: dict[str, list[_Written]] = defaultdict(list)
+        for item in items:
+            if item.box is not None:
+                chunks[item.fqn].append(item)
+        tensors = {
+            fqn: TensorEntry(fqn, parts[0].dtype, parts[0].shape, _chunks(parts)) for fqn, parts in chunks.items()
+        }
+        blobs = {item.fqn: BlobEntry(item.fqn, item.file, *item.item) for item in items if item.box is None}
+        catalog = Catalog(self._folder, "dcp", tensors, blobs, dict(metadata.planner_data or {}))
+        with _SyncedFile(self._folder / DCP_METADATA) as file:
+            file.write(dump_metadata(catalog))
+            self.files[file.name] = FileSum(file.size, file.crc32)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class _SyncedFile:
+    """A new file that counts and checksums what goes in, and is on the disk once it is closed."""
+
+    def __init__(self, path: Path):
+        self.name = path.name
+        self.size = 0
+        self.crc32 = 0
+        self._path = path
+
+    def __enter__(self) -> "_SyncedFile":
+        self._file = self._path.open("xb")
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.size += len(data)
+        self.crc32 = crc32(data, self.crc32)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._file:
+            if exc_info[0] is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def _write_blob(file: _SyncedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    start = file.size
+    file.write(blob_item(planner.lookup_object(item.index)))
+    written = _Written(item.index.fqn, file.name, (start, file.size - start))
+    return WriteResult(index=item.index, size_in_bytes=file.size - start, storage_data=written)
+
+
+def _holds_values(item: WriteItem) -> bool:
+    """False for the empty shards that a short tensor leaves on some ranks; an empty tensor as such is kept."""
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() > 0 or item.tensor_data.size.numel() == 0
+
+
+def _chunks(parts: Iterable[_Written]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(part.box, part.file, UNLOCATED, (), item=part.item) for part in parts)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

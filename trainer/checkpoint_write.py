@@ -1,0 +1,84 @@
+"""Write one checkpoint folder, all ranks together: whole or not at all.
+
+Everything goes into a temporary sibling under stock `dcp.save`; the manifest is written last, then one rename.
+"""
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from converters.assets import write_assets
+from converters.catalog import Box
+from converters.commit import commit, new_staging
+from converters.digest import TensorDigest
+from converters.dtypes import itemsize
+from converters.layout import row_blocks
+from converters.manifest import TensorSum, write_manifest
+from converters.model_info import ModelInfo, write_model_info
+from converters.names import ASSETS_FOLDER
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+from trainer.agree import on_each, on_first
+from trainer.checkpoint_io import CheckpointWriter, as_titan_error
+
+_READ_BACK_BYTES = 8 << 20
+
+
+def write_step(destination: Path, nested: Mapping[str, Any], *, info: ModelInfo, group: dist.ProcessGroup) -> None:
+    """Write a state dict (weights flat, sections nested) as a checkpoint folder; all ranks of `group` together."""
+    identifier = on_first(group, lambda: uuid.uuid4().hex[:12])
+    staging = on_first(group, lambda: new_staging(destination, identifier))
+    try:
+        writer = CheckpointWriter(staging, rank=group.rank())
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what several ranks hold lies in one place
+        try:
+            dcp.save(dict(nested), storage_writer=writer, planner=planner, process_group=group)
+        except CheckpointException as error:
+            raise as_titan_error(f"cannot save {destination}", error) from error
+        written = on_each(group, lambda: writer.files)
+        files = {name: file_sum for part in written for name, file_sum in part.items()}
+        tensors = _digest(staging, writer, group=group)
+
+        def complete() -> None:
+            write_model_info(staging, info)
+            write_assets(staging / ASSETS_FOLDER, info.assets, {})
+            write_manifest(staging, tensors=tensors, files=files)
+            commit(staging, destination, overwrite=True)
+
+        on_first(group, complete)
+    except BaseException:
+        if group.rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _digest(staging: Path, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
+    """Digests of all tensors: each rank's rows added up; where ranks split a tensor's rows, it is read back whole."""
+    catalog = open_checkpoint(staging)
+    digests = {fqn: TensorDigest(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
+    split = sorted(fqn for fqn, t in catalog.tensors.items() if any(c.box.sizes[1:] != t.shape[1:] for c in t.chunks))
+
+    def own_part() -> dict[str, int]:
+        partial = {fqn: digest.partial for fqn, digest in writer.digests.items() if fqn not in split}
+        with CatalogReader(catalog) as reader:
+            for fqn in split[group.rank() :: group.size()]:
+                entry, digest = (
+                    catalog.tensors[fqn],
+                    TensorDigest(catalog.tensors[fqn].dtype, catalog.tensors[fqn].shape),
+                )
+                for block in row_blocks(Box.whole(entry.shape), itemsize(entry.dtype), _READ_BACK_BYTES):
+                    digest.update(block, reader.read(fqn, block))
+                partial[fqn] = digest.partial
+        return partial
+
+    for part in on_each(group, own_part):
+        for fqn, value in part.items():
+            digests[fqn].add_partial(value)
+    return {fqn: TensorSum(digest.dtype, digest.shape, digest.hexdigest()) for fqn, digest in digests.items()}

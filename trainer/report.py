@@ -1,0 +1,87 @@
+"""What rank 0 says of a run: a line and a record every few steps, and the held-out loss."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo
+from trainer.checkpoint import Progress
+from trainer.config.sections import Config
+from trainer.metrics import MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory_gib, step_line
+from trainer.step import StepResult
+
+
+class Report:
+    """Measures from the moment it is made. A silent one, as on all ranks but one, does nothing."""
+
+    def __init__(self, config: Config, info: ModelInfo, *, num_samples: int, device: torch.device, is_silent: bool):
+        """`num_samples`: per step, over all ranks."""
+        self._is_silent = is_silent
+        if is_silent:
+            return
+        dump, settings = Path(config.job.dump_folder), config.metrics
+        self._log = MetricsLog(
+            dump,
+            tensorboard_folder=dump / settings.save_tb_folder if settings.enable_tensorboard else None,
+            color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
+        )
+        self._device, self._num_ranks = device, dist.get_world_size()
+        self._every, self._num_steps = settings.log_freq, config.training.steps
+        self._tokens_per_step = num_samples * config.training.seq_len
+        num_parameters = get_family(info.family).num_parameters(info.args)
+        self._clock = StepClock(
+            flops_per_token=flops_per_token(info.args, num_parameters=num_parameters, seq_len=config.training.seq_len),
+            num_ranks=self._num_ranks,
+            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        )
+
+    def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
+        """Count a step; tell of it if it is the first, the last, or one of `metrics.log_freq`."""
+        if self._is_silent:
+            return
+        self._clock.count_step(self._tokens_per_step)
+        if progress.step % self._every and progress.step not in (1, self._num_steps):
+            return
+        speed = self._clock.read()
+        scalars = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens_per_sec": speed.tokens_per_sec,
+            "tokens_per_sec_per_rank": speed.tokens_per_sec / self._num_ranks,
+            "tflops_per_rank": speed.tflops_per_rank,
+            "mfu": speed.mfu,
+            "memory_gib": peak_memory_gib(self._device),
+            "ntokens_seen": progress.ntokens_seen,
+        }
+        eta_secs = speed.secs_per_step * (self._num_steps - progress.step)
+        self._log.say(step_line(progress.step, scalars, eta_secs=eta_secs))
+        self._log.write(progress.step, scalars)
+
+    def validation(self, step: int, scalars: dict[str, float]) -> None:
+        if self._is_silent:
+            return
+        self._log.say(
+            f"step {step:>6}  held-out loss {scalars['validation_loss']:.4f}"
+            f"  perplexity {scalars['validation_perplexity']:.2f}"
+        )
+        self._log.write(step, scalars)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training time: validation, a checkpoint."""
+        if self._is_silent:
+            yield
+            return
+        self._clock.pause()
+        yield
+        self._clock.resume()
+
+    def close(self) -> None:
+        if not self._is_silent:
+            self._log.close()

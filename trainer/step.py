@@ -1,0 +1,63 @@
+"""The gradients of a step: all microbatches, divided by the tokens of all ranks, clipped, and judged together."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer.build import TrainModel
+from trainer.data.batch import Batch
+from trainer.mesh import Meshes
+from trainer.optim import GradientClip
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What all ranks know of a step; equal on all of them."""
+
+    loss: float  # mean over the valid tokens of all ranks and microbatches, in nats
+    grad_norm: float  # before clipping
+    num_valid_tokens: int
+    stop_requested: bool  # of at least one rank
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class TrainStep:
+    """Takes this rank's samples of a step to a StepResult, and leaves clipped gradients for the optimizer."""
+
+    def __init__(self, model: TrainModel, meshes: Meshes, *, max_norm: float, local_batch_size: int):
+        parameters, dims = model.named_parameters().values(), meshes.dims
+        self._model = model
+        self._device = next(iter(parameters)).device
+        self._batch_group = meshes["batch"].get_group()
+        self._tp = dims.tp
+        self._local_batch_size = local_batch_size
+        ranks_per_stage = dims.world_size // dims.pp
+        self._clip = GradientClip(
+            parameters, max_norm=max_norm, ranks_per_stage=ranks_per_stage, copies=model.tied_copies()
+        )
+
+    def compute_gradients(self, samples: Batch, *, stop_requested: bool) -> StepResult:
+        """Forward and backward of all microbatches, then clipping. Nothing is updated yet."""
+        # Known before the first backward: dividing by it later would clip gradients that are thousands of times too
+        # large, and a mean of microbatch means would weigh their tokens unequally.
+        num_valid = torch.tensor(samples.num_valid_tokens, device=self._device)
+        dist.all_reduce(num_valid, group=self._batch_group)
+        num_valid_tokens = int(num_valid)
+        shares = [self._model.forward_backward(part, max(num_valid_tokens, 1)) for part in self._microbatches(samples)]
+        self._model.sum_tied_gradients()
+        grad_norm = self._clip()
+        # One sum tells all ranks the loss, and whether any was asked to stop. tp ranks hold the same share of the loss.
+        verdict = torch.stack([torch.stack(shares).sum().double(), grad_norm.new_tensor(float(stop_requested))])
+        dist.all_reduce(verdict)
+        loss, num_stop_requests = verdict.tolist()
+        return StepResult(loss / self._tp, grad_norm.item(), num_valid_tokens, num_stop_requests > 0)
+
+    def _microbatches(self, samples: Batch) -> list[Batch]:
+        size = self._local_batch_size
+        pairs = zip(samples.tokens.split(size), samples.targets.split(size), strict=True)
+        return [Batch(tokens, targets) for tokens, targets in pairs]

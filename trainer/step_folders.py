@@ -1,0 +1,78 @@
+"""The step folders of a run: which there are, which look whole, which are swept away. For one process; torch-free."""
+
+import shutil
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+
+from converters.commit import sweep_staging
+from converters.errors import CheckpointError, list_offenders
+from converters.manifest import check_sizes
+from converters.names import ASIDE_PREFIX, DCP_METADATA, MANIFEST, STEP_FOLDER, TEMPORARY_PREFIX, step_of
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / STEP_FOLDER.format(step=step)
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps with a folder of exactly that name, newest first. Links and files of that name are not checkpoints."""
+    if not folder.is_dir():
+        return []
+    folders = (entry for entry in folder.iterdir() if entry.is_dir() and not entry.is_symlink())
+    steps = {step_of(entry.name): entry.name for entry in folders}
+    return sorted(
+        (s for s, name in steps.items() if s is not None and name == STEP_FOLDER.format(step=s)), reverse=True
+    )
+
+
+def sweep(folder: Path) -> None:
+    """Clear what killed saves and removals left: a step that was being replaced comes back, the rest goes."""
+    if folder.is_dir():
+        for aside in folder.glob(f"{ASIDE_PREFIX}*"):
+            step = folder / aside.name.removeprefix(ASIDE_PREFIX)
+            shutil.rmtree(aside) if step.exists() else aside.rename(step)
+        sweep_staging(folder)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise CheckpointError where the folder holds things but no step: starting afresh there would hide a mistake."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
+    if not folder.is_dir() or list_steps(folder):
+        return
+    found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
+    if found:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint of a run, but other things:" + list_offenders(found, most=5),
+            hint="a run saves to, and resumes from, folders named exactly step-<n>",
+            tries=[
+                "--checkpoint.folder NEW_FOLDER",
+                "--checkpoint.initial_load_path PATH, to start from other weights",
+            ],
+        )
+
+
+def size_problem(path: Path) -> str:
+    """Why a step folder cannot be whole, from its manifest and file sizes alone; empty where it can."""
+    if not (path / DCP_METADATA).is_file():
+        return f"it has no {DCP_METADATA}"
+    try:
+        return "" if check_sizes(path) else f"it has no {MANIFEST}"
+    except CheckpointError as error:
+        return error.message
+
+
+def retire(folder: Path, *, keep: int, damaged: Collection[int] = ()) -> list[int]:
+    """Remove the oldest whole steps beyond the newest `keep`; returns which.
+
+    Steps that are `damaged`, or not whole, neither count nor are touched: a whole one is never given up for them.
+    """
+    whole = [s for s in list_steps(folder) if s not in damaged and not size_problem(step_folder(folder, s))]
+    removed = whole[keep:]
+    for step in reversed(removed):
+        # Out of its name first: a removal that is cut off leaves something to sweep, not half a checkpoint.
+        doomed = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        step_folder(folder, step).rename(doomed)
+        shutil.rmtree(doomed)
+    return removed

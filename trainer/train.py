@@ -1,0 +1,192 @@
+"""Training, in the order it happens: build, load, step after step, the last checkpoint. Read this first."""
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from converters.assets import find_assets
+from converters.errors import NumericalFault, Preempted
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo
+from trainer.build import build
+from trainer.checkpoint import Checkpoints, Progress, RunState
+from trainer.config.load import origins
+from trainer.config.sections import Checkpoint, Config, Debug, Model, Training
+from trainer.data.datasets import open_dataset
+from trainer.data.index import TRAIN
+from trainer.data.loader import TokenLoader
+from trainer.lr_schedule import Curve, LRSchedule
+from trainer.mesh import Meshes, make_meshes
+from trainer.metrics import note
+from trainer.optim import build_optimizer
+from trainer.parallel_dims import resolve
+from trainer.ranks import join_ranks, leave_ranks, set_train_timeout
+from trainer.report import Report
+from trainer.signals import StopRequest
+from trainer.step import StepResult, TrainStep
+from trainer.validate import Validation
+
+
+def main(config: Config) -> None:
+    """Train on this rank, together with the others that the launcher has started.
+
+    Raises NumericalFault before an update that a NaN would spoil, and Preempted after saving on request.
+    """
+    stop = StopRequest()
+    stop.listen()
+    ranks = join_ranks(init_timeout_secs=config.comm.init_timeout_seconds)
+    set_determinism(config.debug)
+    announce(config)
+    training, settings = config.training, config.checkpoint
+
+    # Build
+    info = model_info(config.model)
+    dims = resolve(config.parallelism, dist.get_world_size())
+    meshes = make_meshes(dims, ranks.device.type)
+    model = build(config, info.args, dims, meshes, ranks.device)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    schedule = LRSchedule(optimizer, lr_curve(config))
+    loader = train_loader(config, meshes, vocab_size=info.args.vocab_size)
+    progress = Progress()
+    state = RunState(model, optimizer, schedule, loader, progress)
+    train_step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+    validation = Validation(model, config.validation, meshes) if config.validation.enable else None
+
+    # Load
+    checkpoints = Checkpoints(Path(config.job.dump_folder) / settings.folder, settings, info, group=ranks.agreement)
+    load(config, state, checkpoints)
+    if progress.step >= training.steps:
+        note(f"step {progress.step} of {training.steps} is done already: nothing to do")
+
+    # Train
+    num_samples = samples_per_step(training, dims.batch)
+    report = Report(config, info, num_samples=num_samples, device=ranks.device, is_silent=dist.get_rank() != 0)
+    gc.disable()  # else each rank collects at a time of its own, and every time all of them wait
+    batches = iter(loader)
+    is_first = True
+    while progress.step < training.steps:
+        result = train_step.compute_gradients(next(batches), stop_requested=stop.requested)
+        if not result.is_finite:
+            raise numerical_fault(progress.step + 1, result, checkpoints)
+        optimizer.step()
+        optimizer.zero_grad()
+        lr = schedule.lr
+        schedule.step()
+        progress.step += 1
+        progress.ntokens_seen += result.num_valid_tokens
+        report.step(progress, result, lr=lr)
+
+        is_last = progress.step == training.steps
+        with report.paused():
+            if validation and (progress.step % config.validation.freq == 0 or is_last):
+                report.validation(progress.step, validation.run())
+            if is_saved(progress.step, settings, is_last=is_last or result.stop_requested):
+                saved = checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
+                note(f"saved {saved}")
+            if progress.step % training.gc_freq == 0:
+                gc.collect()
+        if result.stop_requested and not is_last:
+            raise preempted(progress.step, checkpoints)
+        if is_first:
+            set_train_timeout(meshes, config.comm.train_timeout_seconds)
+            is_first = False
+    report.close()
+    leave_ranks()
+
+
+def set_determinism(debug: Debug) -> None:
+    """Seed torch, for models that draw numbers as they go; weights and data have seeds of their own."""
+    torch.manual_seed((debug.seed or 0) + dist.get_rank())
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
+        torch.use_deterministic_algorithms(True)
+
+
+def announce(config: Config) -> None:
+    """Say what is about to run, on how many ranks, and, if asked, under which settings."""
+    note(f"{config.job.description}: {config.model.name} {config.model.flavor} on {dist.get_world_size()} ranks")
+    if config.job.print_config:
+        for key, setting in origins(config).items():
+            note(f"  {key} = {setting.value!r}  ({setting.origin})")
+
+
+def model_info(model: Model) -> ModelInfo:
+    """Family and numbers of the config's model, and the tokenizer files that its checkpoints carry along."""
+    return ModelInfo(model.name, get_family(model.name).flavors[model.flavor], find_assets(Path(model.hf_assets_path)))
+
+
+def lr_curve(config: Config) -> Curve:
+    settings, total_steps = config.lr_scheduler, config.lr_scheduler.total_steps or config.training.steps
+    curve = Curve.of(
+        total_steps,
+        warmup_steps=settings.warmup_steps,
+        decay_ratio=settings.decay_ratio,
+        decay_type=settings.decay_type,
+        min_lr_factor=settings.min_lr_factor,
+    )
+    if curve.warmup_steps < settings.warmup_steps:
+        note(f"lr_scheduler.warmup_steps = {settings.warmup_steps} is cut to the {total_steps} steps of the curve")
+    return curve
+
+
+def samples_per_step(training: Training, dp_degree: int) -> int:
+    """Samples of one step over all ranks; beyond one pass of each rank they are accumulated."""
+    size = training.global_batch_size
+    return training.local_batch_size * dp_degree if size == -1 else size
+
+
+def train_loader(config: Config, meshes: Meshes, *, vocab_size: int) -> TokenLoader:
+    """This rank's part of the data; a step's samples at once, accumulation cuts them later."""
+    training, batch = config.training, meshes["batch"]
+    return TokenLoader(
+        open_dataset(training.dataset, training.dataset_path, vocab_size=vocab_size),
+        TRAIN,
+        seq_len=training.seq_len,
+        global_batch_size=samples_per_step(training, batch.size()),
+        dp_rank=batch.get_local_rank(),
+        dp_degree=batch.size(),
+        seed=config.debug.seed or 0,
+    )
+
+
+def load(config: Config, state: RunState, checkpoints: Checkpoints) -> None:
+    """The run's own newest good step; else the initial checkpoint; else first weights from the seed. Says which."""
+    settings = config.checkpoint
+    own = checkpoints.find() if settings.enable else None
+    if own:
+        checkpoints.load(own, state)
+        note(f"resumed from {own}")
+    elif settings.initial_load_path:
+        initial = Path(settings.initial_load_path)
+        if settings.initial_load_model_only:
+            checkpoints.load_weights(initial, state.model)
+        else:
+            checkpoints.load(initial, state)
+        note(f"started from {initial}")
+    else:
+        state.model.initialize(config.debug.seed or 0)
+        note(f"started from first weights, seed {config.debug.seed or 0}: there is no checkpoint to load")
+
+
+def is_saved(step: int, settings: Checkpoint, *, is_last: bool) -> bool:
+    """Whether a checkpoint is due after this step."""
+    is_due = is_last or step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint)
+    return settings.enable and not settings.load_only and is_due
+
+
+def numerical_fault(step: int, result: StepResult, checkpoints: Checkpoints) -> NumericalFault:
+    good = checkpoints.last_good_step
+    return NumericalFault(
+        f"step {step}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was not made",
+        hint=f"the last good checkpoint is step {good}" if good is not None else "there is no checkpoint to go back to",
+        tries=["--optimizer.lr LOWER", "--lr_scheduler.warmup_steps MORE"],
+    )
+
+
+def preempted(step: int, checkpoints: Checkpoints) -> Preempted:
+    if checkpoints.last_good_step != step:
+        return Preempted(f"stopped on request after step {step}; nothing was saved: checkpoint.enable is off")
+    return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to go on"])
