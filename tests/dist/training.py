@@ -4,16 +4,21 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from converters.catalog import Box
 from converters.families.llama3 import FLAVORS
+from converters.model_info import ModelInfo
 from trainer.build import TrainModel, build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
+from trainer.init import InitialWeights
 from trainer.mesh import make_meshes
 from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
+WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,14 @@ def build_model(layout: Layout, flavor: str) -> TrainModel:
 
 
 def global_batch(step: int, *, seq_len: int = SEQ_LEN) -> Batch:
-    """The same for every layout. Samples have different numbers of ignored targets, so that means of means would show."""
+    """The same for every layout: counting up from a random token in random strides, which can be learnt.
+
+    Samples have different numbers of ignored targets, so that a mean of means would show.
+    """
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(2048, (GLOBAL_BATCH, seq_len + 1), generator=generator)
+    first = torch.randint(2048, (GLOBAL_BATCH, 1), generator=generator)
+    stride = torch.randint(1, 4, (GLOBAL_BATCH, seq_len + 1), generator=generator)
+    tokens = (first + stride.cumsum(1)) % 2048
     targets = tokens[:, 1:].clone()
     for sample in range(GLOBAL_BATCH):
         targets[sample, : 5 * sample] = IGNORED
@@ -86,6 +96,8 @@ def train(layout: Layout, flavor: str, steps: int) -> dict:
     )
     losses, norms = [], []
     for step in range(steps):
+        for group in optimizer.param_groups:  # warm-up: a tied model is chaotic without, and amplifies rounding
+            group["lr"] = config.optimizer.lr * min(1, (step + 1) / WARMUP_STEPS)
         share = model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
         model.sum_tied_gradients()
         norms.append(float(clip()))
@@ -93,3 +105,45 @@ def train(layout: Layout, flavor: str, steps: int) -> dict:
         optimizer.zero_grad()
         losses.append(whole_loss(model, share))
     return {"losses": losses, "norms": norms}
+
+
+def first_gradients(layout: Layout, flavor: str) -> dict[str, torch.Tensor]:
+    """Whole gradients of the first step, of the parameters that this rank has a part in."""
+    model = build_model(layout, flavor)
+    model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    model.sum_tied_gradients()
+    return {fqn: _whole(parameter.grad) for fqn, parameter in model.named_parameters().items()}
+
+
+def initial_differences(layout: Layout, flavor: str) -> tuple[list[str], int]:
+    """Parameters that do not start as the seed says, and how many were looked at."""
+    model = build_model(layout, flavor)
+    weights = InitialWeights(ModelInfo("llama3", FLAVORS[flavor]), seed=SEED)
+    differing = []
+    for fqn, tensor in model.state_dict().items():
+        expected = torch.from_numpy(weights.read(fqn, Box.whole(weights.tensors[fqn].shape)))
+        if not _whole(tensor).equal(expected):
+            differing.append(fqn)
+    return differing, len(model.state_dict())
+
+
+def validate(layout: Layout, flavor: str) -> dict:
+    """Validation losses before and after a step of training, on sequences of another length and an uneven batch."""
+    model = build_model(layout, flavor)
+    losses = []
+    for step in range(2):
+        batch = global_batch(100 + step, seq_len=2 * SEQ_LEN)
+        mesh = model.meshes["batch"]
+        mine = slice(mesh.get_local_rank(), None, mesh.size())
+        losses.append(whole_loss(model, model.forward_loss(Batch(batch.tokens[mine], batch.targets[mine]))))
+        losses[-1] /= batch.num_valid_tokens
+        model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
+        with torch.no_grad():
+            model.sum_tied_gradients()
+            for parameter in model.named_parameters().values():
+                parameter -= 0.1 * parameter.grad.to(parameter.dtype)
+    return {"losses": losses}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
 """Context parallelism: each rank holds part of every sequence and attends to all of it.
 
-As in the Llama 3 report, §3.3.2: keys and values are gathered over the context ranks and a masked attention follows.
+As in the Llama 3 report, §3.3.2, keys and values are gathered over the context ranks and a masked attention follows.
 Sequences are cut in 2·cp chunks and rank r takes chunks r and 2·cp-1-r ("head-tail"), so that all ranks have the same
 number of (query, key) pairs to compute although attention is causal. Runs on gloo and NCCL alike.
 """
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -18,15 +17,33 @@ def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.devic
     return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
 
-def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' sequence shards in sequence order: [B, cp·L, K, H]. Backward sums gradients and gives each its shard.
+# torch 2.13 renamed both and warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    The one place that uses torch's autograd-aware all-gather, which torch marks as subject to change.
-    """
-    cp = dist.get_world_size(group)
-    gathered = all_gather_tensor_autograd(x_BLKH.contiguous(), gather_dim=1, group=group)
-    chunks = gathered.chunk(2 * cp, dim=1)  # rank 0's head and tail, rank 1's head and tail, …
-    return torch.cat((*chunks[0::2], *reversed(chunks[1::2])), dim=1)
+
+class _GatherShards(torch.autograd.Function):
+    """Every rank's tensor, one after another along dim 0. Backward sums over ranks what each did with this one's."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+        _all_gather(gathered, x.contiguous(), group=group)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        own = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
+        _reduce_scatter(own, gradient.contiguous(), group=ctx.group)
+        return own, None
+
+
+def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' head-and-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
+    shards = _GatherShards.apply(x_BLKH, group).chunk(dist.get_world_size(group))
+    heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
+    return torch.cat((*heads, *reversed(tails)), dim=1)
 
 
 class ContextParallelAttention(nn.Module):
@@ -42,7 +59,8 @@ class ContextParallelAttention(nn.Module):
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        k_BSKH, v_BSKH = gather_sequence(k_BLKH, self.group), gather_sequence(v_BLKH, self.group)
+        kv_BSKH = gather_sequence(torch.cat((k_BLKH, v_BLKH), dim=-1), self.group)  # in one message
+        k_BSKH, v_BSKH = kv_BSKH.chunk(2, dim=-1)
         chunk_len = q_BLNH.shape[1] // 2
         outputs = []
         for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
