@@ -60,10 +60,17 @@ def fit(kind: Any, value: Any) -> Any:
             raise ValueError(describe(kind))
         return value
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(describe(kind))
-        return tuple(fit(args[0], item) for item in value)
+        try:
+            return tuple(fit(args[0], item) for item in _items(value))
+        except ValueError:
+            raise ValueError(describe(kind)) from None
     return _fit_plain(kind, value)
+
+
+def _items(value: Any) -> list | tuple:
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return value
 
 
 def _fit_annotated(kind: Any, value: Any) -> Any:

@@ -1,0 +1,319 @@
+"""Loading a config: origins and precedence, and every way of getting it wrong, told at once and before torch."""
+
+import subprocess
+import sys
+import time
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from converters.errors import ConfigError, TitanError
+from converters.names import SECTIONS
+from trainer.config.load import load_config, origins
+from trainer.config.preset import preset_names, write_preset
+from trainer.config.refused import REFUSED, REFUSED_VALUES, RENAMED
+from trainer.config.sections import Checkpoint, Config
+from trainer.config.show import as_json, toml_text, unread
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text), overrides)
+    return caught.value.message
+
+
+def test_empty_file_gives_the_vocabularys_defaults(tmp_path):
+    config = load_config(write(tmp_path, ""))
+    assert config == Config()
+    assert (config.training.steps, config.optimizer.lr, config.parallelism.data_parallel_shard_degree) == (
+        10000,
+        8e-4,
+        -1,
+    )
+    assert {setting.origin for setting in origins(config).values()} == {"default"}
+
+
+def test_command_line_beats_file_beats_default(tmp_path):
+    path = write(tmp_path, "[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n")
+    config = load_config(path, ["--training.steps", "9"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
+    assert config.optimizer.lr == 1.0 and type(config.optimizer.lr) is float
+    told = {key: setting.origin for key, setting in origins(config).items()}
+    assert told["training.steps"] == "command line"
+    assert told["training.seq_len"] == f"{path}:3"
+    assert told["optimizer.lr"] == f"{path}:5"
+    assert told["training.local_batch_size"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "key", "value"),
+    [
+        (["--training.seq-len", "64"], "training", "seq_len", 64),
+        (["--training.seq_len=64"], "training", "seq_len", 64),
+        (["--checkpoint.enable"], "checkpoint", "enable", True),
+        (["--checkpoint.enable", "false"], "checkpoint", "enable", False),
+        (["--checkpoint.enable", "--checkpoint.no_enable"], "checkpoint", "enable", False),
+        (["--checkpoint.no-enable"], "checkpoint", "enable", False),
+        (["--parallelism.data_parallel_shard_degree", "-1"], "parallelism", "data_parallel_shard_degree", -1),
+        (["--checkpoint.exclude_from_loading", "rng"], "checkpoint", "exclude_from_loading", ("rng",)),
+        (["--checkpoint.exclude-from-loading=rng, rng"], "checkpoint", "exclude_from_loading", ("rng", "rng")),
+        (["--checkpoint.exclude_from_loading="], "checkpoint", "exclude_from_loading", ()),
+        (["--lr_scheduler.decay_ratio", "none"], "lr_scheduler", "decay_ratio", None),
+        (["--optimizer.lr", "3e-4"], "optimizer", "lr", 3e-4),
+        (["--job.description=a = b"], "job", "description", "a = b"),
+        (
+            ["--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]'],
+            "parallelism",
+            "module_fqns_per_model_part",
+            (("tok_embeddings", "layers.0"), ("norm", "output")),
+        ),
+    ],
+)  # fmt: skip
+def test_ways_to_type_an_override(tmp_path, words, section, key, value):
+    config = load_config(write(tmp_path, "[lr_scheduler]\ndecay_ratio = 0.5\n"), words)
+    assert getattr(getattr(config, section), key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[training]\nstepz = 5", "run.toml:2: training.stepz: no such key; did you mean `training.steps`?"),
+        ("[parallelism]\ntensor_paralel_degree = 2", "did you mean `parallelism.tensor_parallel_degree`?"),
+        ("[model]\nseq_len = 2", "did you mean `training.seq_len`?"),
+        ("steps = 5", "run.toml:1: steps: no such key; did you mean `training.steps`?"),
+        ("[checkpoint]\nenable_checkpoint = true", "is called `checkpoint.enable` now"),
+        ("[training]\nsteps = -5", "run.toml:2: training.steps = -5: must be a whole number ≥ 1"),
+        ("[training]\nsteps = 5.0", "must be a whole number"),
+        ("[training]\nsteps = true", "must be a whole number"),
+        ("[checkpoint]\nenable = 1", "must be true or false"),
+        ("[optimizer]\nlr = 'abc'", "optimizer.lr = 'abc': must be a number ≥ 0"),
+        ("[optimizer]\nlr = nan", "must be a number ≥ 0"),
+        ("[optimizer]\nlr = inf", "must be a number ≥ 0"),
+        ("[optimizer]\nbeta1 = 1.0", "≥ 0 and < 1"),
+        ("[optimizer]\neps = 0.0", "must be a number > 0"),
+        ("[optimizer]\nname = 'Adamw'", "must be one of Adam, AdamW"),
+        ("[training]\nmixed_precision_reduce = 'bfloat16'", "must be float32"),
+        ("[training]\nglobal_batch_size = 0", "≥ 1, or -1"),
+        ("[checkpoint]\nkeep_latest_k = 1", "not 1"),
+        ("[checkpoint]\nexclude_from_loading = ['optimiser']", "a list, each item one of optimizer"),
+        ("[checkpoint]\nexclude_from_loading = 'optimizer'", "a list"),
+        ("[activation_checkpoint]\nselective_ac_option = '0'", "every n-th layer"),
+        ("[parallelism]\npipeline_parallel_schedule = 'ZBVZeroBubble'", "split the backward"),
+        ("[activation_checkpoint]\nmode = 'memory_budget'", "needs compile"),
+        ("[compile]\nenable = true", "torch.compile is not covered yet"),
+        ("[model]\nconverters = ['float8']", "float8"),
+        ("[checkpoint]\nasync_mode = 'async'", "asynchronous saving is not covered yet"),
+        ("[metrics]\nenable_wandb = true", "enable_tensorboard"),
+        ("[metrics]\nenable_wandb = 'yes'", "must be true or false"),
+        ("[model]\nflavor = '9B'", "run.toml:2: model.flavor = '9B': must be one of debugmodel"),
+        ("[model]\nname = 'gpt2'", "must be one of llama3"),
+    ],
+)
+def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, told):
+    message = refusal(tmp_path, text)
+    assert told in message and message.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--stepz", "5"], "--stepz: no such key; did you mean `training.steps`?"),
+        (["--training.stepz=5"], "did you mean `training.steps`?"),
+        (["--training.steps"], "--training.steps needs a value"),
+        (["--training.steps", "abc"], "command line: training.steps = 'abc': must be a whole number"),
+        (["--checkpoint.enable=maybe"], "must be true or false"),
+        (["5"], "'5' stands alone"),
+        (["--training.no_steps"], "no such key"),
+        (["--parallelism.module_fqns_per_model_part", "[[1"], "must be a list"),
+    ],
+)
+def test_wrong_overrides(tmp_path, words, told):
+    assert told in refusal(tmp_path, "", *words)
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    text = "[training]\nsteps = -1\nstepz = 3\nenable_cpu_offload = true\n[optimizer]\nlr = nan\n"
+    lines = refusal(tmp_path, text, "--checkpoint.interval", "0").split("\n")
+    assert lines[0].endswith("5 problems")
+    for place, line in zip((":2:", ":3:", ":4:", ":6:", "command line:"), lines[1:], strict=True):
+        assert place in line
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"[training]\nsteps = = 3\n", "run.toml:2:9: "),
+        (b"[training]\nsteps = 3\n[training]\n", "run.toml:3:"),
+        (b"[training]\nsteps = [1,\n", "run.toml:3"),
+        (b"[training]\nsteps = 3\nx = '\xff'\n", "run.toml:3: byte 26 is not UTF-8"),
+        ("[training]\nsteps = 3\n".encode("utf-16"), "is not UTF-8"),
+        (b"# " + b"x" * (1 << 20), "larger than"),
+        (b"x = " + b"[" * 100_000, "nested too deeply"),
+    ],
+    ids=["syntax", "duplicate table", "open at the end", "latin-1", "utf-16", "huge", "deep"],
+)
+def test_files_that_are_no_toml(tmp_path, data, told):
+    path = tmp_path / "run.toml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="run.toml") as caught:
+        load_config(path)
+    assert told in caught.value.message
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
+    assert load_config(path).training.steps == 3
+
+
+def test_missing_files_and_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such config file") as caught:
+        load_config("debugg")
+    assert "llama3_8b" in caught.value.hint and caught.value.tries == ("titan config show debug",)
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match="comes before the overrides"):
+        load_config("--training.steps")
+
+
+def test_lines_are_found_in_every_way_of_writing_a_key(tmp_path):
+    text = 'training.steps = 1\nvalidation = { freq = 3 }\n["optimizer"]\n"lr" = 1e-3\n'
+    config = load_config(write(tmp_path, text))
+    assert [config.origins[key][-2:] for key in ("training.steps", "validation.freq", "optimizer.lr")] == [
+        ":1",
+        ":2",
+        ":4",
+    ]
+
+
+def test_keys_without_effect_are_taken_only_with_harmless_values_and_told(tmp_path):
+    text = '[quantize.linear.float8]\nfilter_fqns = ["output"]\n[profiling]\nenable_profiling = false\n'
+    told = unread(load_config(write(tmp_path, text)))
+    assert len(told) == 2 and "model.converters" in told[0] and "run.toml:2" in told[0]
+
+
+def test_no_key_is_both_read_and_refused():
+    read = {f"{section.name}.{f.name}" for section in fields(Config) if section.name != "origins"
+            for f in fields(getattr(Config(), section.name))}  # fmt: skip
+    assert not read & set(REFUSED)
+    assert {key for key, _ in REFUSED_VALUES} <= read
+    assert set(RENAMED.values()) <= read | set(REFUSED)
+
+
+def test_sections_that_can_be_left_out_are_those_of_a_checkpoint(tmp_path):
+    assert load_config(
+        write(tmp_path, f"[checkpoint]\nexclude_from_loading = {list(SECTIONS)}")
+    ).checkpoint == Checkpoint(exclude_from_loading=SECTIONS)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_load(name):
+    config = load_config(name)
+    assert config.training.dataset == "tokens" and config.checkpoint.enable
+    assert config.origins["training.steps"].startswith(f"preset {name}:")
+
+
+def test_a_file_of_that_name_goes_before_a_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama3_8b").mkdir()  # a folder does not
+    Path("debug").write_text("[training]\nsteps = 3\n")
+    assert load_config("debug").training.steps == 3
+    assert load_config("llama3_8b").model.flavor == "8B"
+
+
+def test_a_written_preset_loads_and_is_never_written_over(tmp_path):
+    out = tmp_path / "mine.toml"
+    write_preset("debug", out)
+    assert load_config(out) == load_config("debug")
+    with pytest.raises(ConfigError, match="exists already"):
+        write_preset("debug", out)
+    with pytest.raises(ConfigError, match="no preset is called"):
+        write_preset("debugg", tmp_path / "other.toml")
+    with pytest.raises(ConfigError, match="No such file"):
+        write_preset("debug", tmp_path / "nowhere" / "mine.toml")
+
+
+def test_shown_values_are_toml_and_lead_back_to_the_same_config(tmp_path):
+    config = load_config("debug", ["--parallelism.module_fqns_per_model_part", '[["a"], ["b", "c"]]'])
+    lines = [f"{key} = {toml_text(s.value)}" for key, s in origins(config).items() if s.value is not None]
+    assert load_config(write(tmp_path, "\n".join(lines))) == config
+    assert as_json(config)["config"]["training"]["steps"] == config.training.steps
+    assert as_json(config)["origins"]["parallelism.module_fqns_per_model_part"] == "command line"
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        load_config("debug").training.steps = 3
+
+
+def test_custom_import_registers_what_the_config_names(tmp_path):
+    package = tmp_path / "my_family_of_test_config_load"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from dataclasses import replace\nfrom converters.families import registry\n"
+        "registry._FAMILIES['mine'] = replace(registry.get_family('llama3'), name='mine')\n"
+    )
+    from converters.families import registry
+
+    try:
+        text = f'[experimental]\ncustom_import = "{package}"\n[model]\nname = "mine"\nflavor = "8B"\n'
+        assert load_config(write(tmp_path, text)).model.name == "mine"
+    finally:
+        registry._FAMILIES.pop("mine", None)
+
+
+@pytest.mark.parametrize("name", ["no.such.module", "./no_such_folder", "{tmp}/broken.py"])
+def test_custom_import_that_fails_is_told(tmp_path, name):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match="custom_import"):
+        load_config(write(tmp_path, f'[experimental]\ncustom_import = "{name.format(tmp=tmp_path)}"\n'))
+
+
+def test_a_typo_is_told_in_a_blink_and_without_torch(tmp_path):
+    path = write(tmp_path, "[training]\nstepz = 1")
+    code = (
+        "import sys\nfrom trainer.config.load import load_config\nfrom converters.errors import ConfigError\n"
+        f"try: load_config({str(path)!r})\n"
+        "except ConfigError: print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        best = min(best, time.perf_counter() - start)
+        assert done.stdout.strip() == "[]", done.stderr
+    assert best < 1
+
+
+@given(
+    st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
+)
+def test_only_titan_errors_leave_whatever_the_file_holds(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzz.toml"
+    path.write_bytes(data)
+    try:
+        config = load_config(path)
+    except TitanError as error:
+        assert error.message
+    else:
+        assert isinstance(config, Config)
+
+
+@given(st.lists(st.text(max_size=30) | st.sampled_from(["--training.steps", "--checkpoint.enable", "5", "-1", "["])))
+def test_only_titan_errors_leave_whatever_is_typed(words):
+    try:
+        assert isinstance(load_config("debug", words), Config)
+    except TitanError as error:
+        assert error.message
