@@ -11,15 +11,13 @@ from functools import cache
 import numpy as np
 
 from converters.catalog import Box, TensorInfo, TensorSource
+from converters.compare import first_differing_block
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
-from converters.layout import row_blocks
 from converters.model_info import ModelInfo
 from converters.rules import Op, RopeHalves, Rule
-
-COMPARED_BYTES = 8 * 1024**2  # two tensors are compared in blocks of this size
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 TIED_REASON = "tied: equal to the embedding, bit for bit"
@@ -193,14 +191,11 @@ def _with_number(pattern: str, fqn: str) -> str:
 def _require_equal(source: TensorSource, one: str, other: str) -> None:
     """Raises CheckpointError unless two tensors hold the same bits; reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
-    problem = None
+    problem = ""
     if a != b:
         problem = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-    else:
-        for block in row_blocks(Box.whole(a.shape), DTYPES[a.dtype].itemsize, COMPARED_BYTES):
-            if source.read(one, block).tobytes() != source.read(other, block).tobytes():
-                problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
-                break
+    elif block := first_differing_block(source, one, source, other):
+        problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
     if problem:
         raise CheckpointError(
             f"the model is tied, yet {other} is not {one}: {problem}",

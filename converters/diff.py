@@ -1,0 +1,266 @@
+"""Compare two checkpoints of any formats, tensor by tensor in bounded memory, weights under their native names."""
+
+from collections.abc import Callable, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from converters.catalog import Box, Catalog, TensorInfo, TensorSource
+from converters.compare import Gap, first_differing_block, measure_gap
+from converters.dtypes import itemsize
+from converters.errors import CheckpointError
+from converters.execute import Progress, no_progress
+from converters.families.base import Naming
+from converters.families.registry import get_family
+from converters.formats.dcp_item import read_blob_item
+from converters.model_info import ModelInfo, read_model_info
+from converters.names import section_of
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+from converters.view import View, foreign_view
+from converters.weights import model_part, native_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing in which two checkpoints differ."""
+
+    name: str
+    kind: str  # "only in A" | "only in B" | "dtype" | "shape" | "values" | "model"
+    detail: str
+    max_abs: float | None = None  # of values: max |A - B|
+    relative: float | None = None  # |A - B| / |A|, Frobenius norms
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What was compared and every difference, in order."""
+
+    a: str
+    b: str
+    by: str  # how tensors were matched: "native names" or "names as stored"
+    num_equal: int
+    num_compared_bytes: int
+    differences: tuple[Difference, ...]
+    not_compared: Mapping[str, str]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    def to_json(self) -> dict[str, Any]:
+        return {"equal": self.equal, **asdict(self)}
+
+
+@dataclass(slots=True)
+class _Side:
+    """A checkpoint opened for comparison."""
+
+    catalog: Catalog
+    weights: TensorSource
+    info: ModelInfo | None
+    sections: CatalogReader  # everything but the weights
+
+
+def diff(
+    a: Path | str, b: Path | str, *, model_from: Path | str | None = None, progress: Progress = no_progress
+) -> DiffReport:
+    """Compare `a` with `b`: structure, dtypes, values; of DCP checkpoints also the other sections.
+
+    Where only one says what model it is, the other is read as the same; where neither does, names are compared as
+    stored. A section such as the optimizer is compared where both have it; else `not_compared` says so.
+    """
+    with ExitStack() as stack:
+        one, other = _open_both(Path(a), Path(b), model_from, stack)
+        differences = _model_differences(one.info, other.info)
+        not_compared = {}
+        sections = [_section_names(side.catalog) for side in (one, other)]
+        for section in sorted(sections[0].keys() ^ sections[1].keys()):
+            not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
+        both = sections[0].keys() & sections[1].keys()
+        pairs = [(one.weights, other.weights)]
+        if both:
+            pairs.append((_Part(one.sections, both), _Part(other.sections, both)))
+        total = sum(_common_bytes(x, y) for x, y in pairs)
+        num_equal = 0
+        with progress(total, "comparing") as advance:
+            for x, y in pairs:
+                found, equal = _compare_sources(x, y, one.info or other.info, advance)
+                differences += found
+                num_equal += equal
+        differences += _blob_differences(one.sections, other.sections, both)
+    by = "native names" if one.info else "names as stored"
+    return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared)
+
+
+def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
+    catalogs = [open_checkpoint(a), open_checkpoint(b)]
+    places = [Path(model_from) if model_from else catalog.root for catalog in catalogs]
+    says = [_says_model(place, catalog) for place, catalog in zip(places, catalogs, strict=True)]
+    if any(says):
+        places = [place if said else places[says.index(True)] for place, said in zip(places, says, strict=True)]
+    sides = []
+    for catalog, place in zip(catalogs, places, strict=True):
+        if any(says):
+            opened = stack.enter_context(native_weights(catalog, model_from=place))
+            weights, info = opened.source, opened.info
+        else:
+            weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
+        others = {n: t for n, t in catalog.tensors.items() if _section(catalog, n) != "model"}
+        sides.append(
+            _Side(catalog, weights, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
+        )
+    return sides[0], sides[1]
+
+
+def _says_model(place: Path, catalog: Catalog) -> bool:
+    try:
+        read_model_info(place, model_part(catalog))
+    except CheckpointError as error:
+        if "says what model this is" in error.message:
+            return False
+        raise
+    return True
+
+
+def _section(catalog: Catalog, name: str) -> str:
+    return section_of(name) if catalog.container == "dcp" else "model"
+
+
+def _section_names(catalog: Catalog) -> dict[str, None]:
+    names = (*catalog.tensors, *catalog.blobs)
+    return {section: None for n in names if (section := _section(catalog, n)) != "model"}
+
+
+@dataclass(slots=True)
+class _Part:
+    """The tensors of a source that lie in some sections."""
+
+    source: CatalogReader
+    tensors: Mapping[str, TensorInfo]
+
+    def __init__(self, source: CatalogReader, sections: set[str]):
+        self.source = source
+        self.tensors = {n: info for n, info in source.tensors.items() if section_of(n) in sections}
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        return self.source.read(fqn, box)
+
+
+def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> list[Difference]:
+    """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same."""
+    if a is None or b is None:
+        return []
+    ours, theirs = {"family": a.family, **asdict(a.args)}, {"family": b.family, **asdict(b.args)}
+    return [
+        Difference(key, "model", f"{ours[key]} in A, {theirs[key]} in B") for key in ours if ours[key] != theirs[key]
+    ]
+
+
+def _common_bytes(a: TensorSource, b: TensorSource) -> int:
+    return sum(
+        Box.whole(i.shape).num_elements * itemsize(i.dtype)
+        for n, i in a.tensors.items()
+        if n in b.tensors and b.tensors[n].shape == i.shape
+    )
+
+
+def _compare_sources(
+    a: TensorSource, b: TensorSource, info: ModelInfo | None, advance: Callable[[int], None]
+) -> tuple[list[Difference], int]:
+    """Differences between two sources, and how many tensors are equal."""
+    differences, equal = [], 0
+    for name in (*a.tensors, *(n for n in b.tensors if n not in a.tensors)):
+        x, y = a.tensors.get(name), b.tensors.get(name)
+        if x is None or y is None:
+            present = x or y
+            differences.append(
+                Difference(name, "only in B" if x is None else "only in A", f"{present.dtype} {list(present.shape)}")
+            )
+        elif x.shape != y.shape:
+            differences.append(Difference(name, "shape", f"{list(x.shape)} in A, {list(y.shape)} in B"))
+        elif gap := measure_gap(a, b, name, advance):
+            differences.append(_tell(a, b, name, gap, info))
+        else:
+            equal += 1
+    return differences, equal
+
+
+def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo | None) -> Difference:
+    x, y = a.tensors[name], b.tensors[name]
+    details = []
+    if x.dtype != y.dtype:
+        details.append(f"{x.dtype} in A, {y.dtype} in B")
+    if gap.num_different:
+        total = Box.whole(x.shape).num_elements
+        details.append(f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}")
+    else:
+        details.append("values are equal" if x.dtype != y.dtype else "bits differ (-0.0 or NaN), values are equal")
+    if info and gap.num_different and (reason := _explained(a, b, name, info)):
+        details.insert(0, reason)
+    return Difference(name, "values" if gap.num_different else "dtype", "; ".join(details), gap.max_abs, gap.relative)
+
+
+def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo) -> str:
+    """Why two tensors differ, where that is one of the known mix-ups: "" else. Only whole-tensor equality counts."""
+    if a.tensors[name] != b.tensors[name]:
+        return ""
+    for naming in get_family(info.family).namings.values():
+        for x, y in ((a, b), (b, a)):
+            permuted = _under_native_name(x, name, info, naming)
+            if permuted is not None and _same_bits(permuted, y, name):
+                return "equal after the RoPE permutation: one was permuted once too often, or not at all"
+    shape = a.tensors[name].shape
+    if len(shape) == 2 and shape[0] == shape[1] and _same_bits(_Transposed(a), b, name):
+        return "equal after a transpose"
+    return ""
+
+
+def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming: Naming) -> TensorSource | None:
+    """`name` in the row order of `naming`, or None where that naming keeps its rows."""
+    view = foreign_view(source, info, naming)
+    foreign = next((f for f, native in view.ledger.used.items() if native == name), None)
+    if foreign is None or foreign not in view.row_orders:
+        return None
+    ledger = replace(view.ledger, used={name: name})
+    return View(source, {name: view.tensors[foreign]}, {name: view.row_orders[foreign]}, ledger)
+
+
+@dataclass(frozen=True, slots=True)
+class _Transposed:
+    """A source whose square matrices are read transposed."""
+
+    source: TensorSource
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.source.tensors
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        return self.source.read(fqn, Box(box.offsets[::-1], box.sizes[::-1])).T
+
+
+def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:
+    return first_differing_block(a, name, b, name) is None
+
+
+def _blob_differences(a: CatalogReader, b: CatalogReader, sections: Set[str]) -> list[Difference]:
+    """Entries that are no tensors, of sections that both have: as bytes, then by value where they are plain."""
+    ours, theirs = ({n for n in side.catalog.blobs if section_of(n) in sections} for side in (a, b))
+    found = [Difference(n, "only in A", "a value") for n in sorted(ours - theirs)]
+    found += [Difference(n, "only in B", "a value") for n in sorted(theirs - ours)]
+    for name in sorted(ours & theirs):
+        left, right = a.read_blob(name), b.read_blob(name)
+        if left == right:
+            continue
+        try:
+            left, right = read_blob_item(left, what=name), read_blob_item(right, what=name)
+        except CheckpointError:
+            found.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
+            continue
+        if left != right:
+            found.append(Difference(name, "values", f"{left!r:.60} in A, {right!r:.60} in B"))
+    return found
