@@ -17,11 +17,7 @@ LAYOUTS = [
     Layout("tp 4", 4, {TP: 4}),
     Layout("tp 2, whole logits", 2, {TP: 2, "disable_loss_parallel": True}),
     Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}),
-    Layout(
-        "pp 4",
-        4,
-        {PP: 4, **EVEN},
-    ),
+    Layout("pp 4", 4, {PP: 4, **EVEN}),
     Layout("cp 4", 4, {CP: 4}),
     Layout("pp 2 cp 2", 4, {PP: 2, CP: 2}),
     Layout("pp 2 fsdp 2", 4, {PP: 2}),

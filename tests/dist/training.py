@@ -13,9 +13,11 @@ from trainer.build import TrainModel, build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights
+from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import make_meshes
-from trainer.optim import GradientClip, build_optimizer
+from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
+from trainer.step import TrainStep
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
 WARMUP_STEPS = 20
@@ -86,24 +88,23 @@ def whole_loss(model: TrainModel, share: torch.Tensor) -> float:
 
 
 def train(layout: Layout, flavor: str, steps: int) -> dict:
-    """Losses, and gradient norms before clipping, of a few steps."""
-    model = build_model(layout, flavor)
-    config, dims = layout.config(flavor), model.meshes.dims
-    parameters = model.named_parameters()
-    optimizer = build_optimizer(parameters, config.optimizer)
-    clip = GradientClip(
-        parameters.values(), max_norm=1.0, ranks_per_stage=dims.world_size // dims.pp, copies=model.tied_copies()
+    """Losses, and gradient norms before clipping, of a few steps as `trainer/train.py` takes them."""
+    config, model = layout.config(flavor), build_model(layout, flavor)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    # A warm-up as in any run: a tied model is chaotic without one, and amplifies rounding.
+    warmup = Curve.of(WARMUP_STEPS, warmup_steps=WARMUP_STEPS, decay_ratio=0.0)
+    schedule = LRSchedule(optimizer, warmup)
+    train_step = TrainStep(
+        model, model.meshes, max_norm=config.training.max_norm, local_batch_size=config.training.local_batch_size
     )
     losses, norms = [], []
     for step in range(steps):
-        for group in optimizer.param_groups:  # warm-up: a tied model is chaotic without, and amplifies rounding
-            group["lr"] = config.optimizer.lr * min(1, (step + 1) / WARMUP_STEPS)
-        share = model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
-        model.sum_tied_gradients()
-        norms.append(float(clip()))
+        result = train_step.compute_gradients(own_batch(model, step), stop_requested=False)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(whole_loss(model, share))
+        schedule.step()
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
     return {"losses": losses, "norms": norms}
 
 

@@ -1,0 +1,59 @@
+"""Tensor-parallel inference over gloo ranks gives what one rank gives: logits, greedy tokens, seeded samples."""
+
+import pytest
+import torch
+
+from converters.weights import open_native
+from tests.tiny_llama import BOS, write_llama
+from titan_tools.infer.cache import attach_cache
+from titan_tools.infer.generate import complete, last_logits
+from titan_tools.infer.load import load_model
+from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.sampling import Sampling
+
+PROMPTS = [[BOS, 72, 101, 108], [BOS, *range(30, 80)]]
+SAMPLINGS = [Sampling(), Sampling(1.0, top_k=50, top_p=0.95, seed=11)]
+NUM_NEW = 48
+
+
+def say(folder, tp):
+    """This rank's logits along the greedy path, and the tokens of each prompt and sampling."""
+    rank = torch.distributed.get_rank() if tp > 1 else 0
+    with open_native(folder) as weights:
+        model = load_model(
+            weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"), tp=tp, rank=rank
+        )
+    tokens = [
+        complete(model, Prompt(str(i), "", prompt), max_new_tokens=NUM_NEW, sampling=sampling, stop_ids=()).tokens
+        for i, prompt in enumerate(PROMPTS)
+        for sampling in SAMPLINGS
+    ]
+    logits = []
+    cache = attach_cache(model.body, room=len(PROMPTS[1]) + 20)
+    with torch.inference_mode():
+        logits.append(last_logits(model, cache, torch.tensor([PROMPTS[1]]))[0])
+        for token in range(20):
+            logits.append(last_logits(model, cache, torch.tensor([[token]]))[0])
+    num_held = sum(p.numel() for p in model.body.parameters()) + model.head.weight.numel()
+    return {"tokens": tokens, "logits": torch.stack(logits).tolist(), "num_held": num_held}
+
+
+@pytest.mark.parametrize(
+    "tp, numbers",
+    [
+        pytest.param(2, {}, id="tp 2"),
+        pytest.param(2, {"tie_word_embeddings": True}, id="tp 2 tied"),
+        pytest.param(4, {}, id="tp 4: kv heads copied, vocabulary and feed-forward cut unevenly"),
+        pytest.param(4, {"num_key_value_heads": 1, "vocab_size": 259}, id="tp 4: one kv head"),
+    ],
+)
+def test_ranks_say_what_one_rank_says(pools, tmp_path, tp, numbers):
+    write_llama(tmp_path, **numbers)
+    alone, ranks = say(tmp_path, 1), pools[tp].run(say, tmp_path, tp)
+    for rank in ranks:
+        assert rank["tokens"] == alone["tokens"]
+        difference = (torch.tensor(rank["logits"]) - torch.tensor(alone["logits"])).abs().max()
+        assert difference < 1e-4
+        assert rank["logits"] == ranks[0]["logits"]  # bit for bit: each rank chooses by itself
+        assert rank["num_held"] < 0.75 * alone["num_held"]
+    assert torch.tensor(alone["logits"]).std() > 0.5
