@@ -44,7 +44,7 @@ def load_model(
     tp: int = 1,
     rank: int = 0,
 ) -> SlicedModel:
-    """Build and fill the model of `rank`. With tp > 1 a process group of that size must be there."""
+    """Build and fill the model of `rank`. No other rank is spoken to yet; running it needs a group of `tp` ranks."""
     args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"):
         model = get_trainer_family(info.family).build_model(args)

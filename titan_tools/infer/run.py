@@ -2,8 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +15,7 @@ from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.find import find_checkpoint
 from titan_tools.infer.generate import complete
-from titan_tools.infer.load import load_model
+from titan_tools.infer.load import SlicedModel, load_model
 from titan_tools.infer.prompts import Prompt, encode_prompt, new_tokens_that_fit
 from titan_tools.infer.report import report
 from titan_tools.infer.sampling import Sampling, check_sampling
@@ -60,8 +58,9 @@ def infer(request: Request) -> dict[str, Any] | None:
         checkpoint = find_checkpoint(request.checkpoint)
         with open_native(checkpoint) as weights:
             work = _check(request, checkpoint, weights)
-            if work.tp == 1 or inside_launch():
-                return _generate(request, work, weights)
+            model = _load(work, weights) if work.tp == 1 or inside_launch() else None
+        if model is not None:
+            return _generate(request, work, model)
     _start_ranks(request, checkpoint, work)
     return None
 
@@ -126,46 +125,33 @@ def _start_ranks(request: Request, checkpoint: Path, work: _Work) -> None:
         run_ranks([*argv, "--", str(checkpoint)], nproc=work.tp)
 
 
-def _generate(request: Request, work: _Work, weights: NativeWeights) -> dict[str, Any] | None:
-    with _tensor_parallel(work.tp) as (rank, device):
-        model = load_model(
-            weights.source,
-            weights.info,
-            dtype=getattr(torch, work.dtype),
-            device=device,
-            tp=work.tp,
-            rank=rank,
-        )
-        completion = complete(
-            model,
-            work.prompt,
-            max_new_tokens=work.max_new_tokens,
-            sampling=request.sampling,
-            stop_ids=work.vocabulary.stop_ids,
-        )
-        told = report(
-            [completion],
-            work.vocabulary,
-            tp=work.tp,
-            dtype=work.dtype,
-            seed=request.sampling.seed,
-            device=device,
-        )
-    return told if rank == 0 else None
-
-
-@contextmanager
-def _tensor_parallel(tp: int) -> Iterator[tuple[int, torch.device]]:
-    """This process's rank and device, inside a process group where there is more than one rank."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
-    if on_gpu:
+def _load(work: _Work, weights: NativeWeights) -> SlicedModel:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if tp == 1:
-        yield 0, device
-        return
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None)
-    yield dist.get_rank(), device
+    dtype, rank = getattr(torch, work.dtype), int(os.environ["RANK"]) if work.tp > 1 else 0
+    return load_model(weights.source, weights.info, dtype=dtype, device=device, tp=work.tp, rank=rank)
+
+
+def _generate(request: Request, work: _Work, model: SlicedModel) -> dict[str, Any] | None:
+    """Generate, and report on the first rank."""
+    if work.tp > 1:
+        on_gpu = model.device.type == "cuda"
+        backend, device_id = ("nccl", model.device) if on_gpu else ("gloo", None)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
+    completion = complete(
+        model,
+        work.prompt,
+        max_new_tokens=work.max_new_tokens,
+        sampling=request.sampling,
+        stop_ids=work.vocabulary.stop_ids,
+    )
+    seed = request.sampling.seed
+    told = report([completion], work.vocabulary, tp=work.tp, dtype=work.dtype, seed=seed, device=model.device)
+    if work.tp == 1:
+        return told
+    is_first = dist.get_rank() == 0
     # Not in a `finally`: after an error a peer may be gone, and tearing down a group with a dead peer can hang.
     dist.destroy_process_group()
+    return told if is_first else None

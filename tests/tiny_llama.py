@@ -1,0 +1,55 @@
+"""A tiny random Llama as transformers itself writes it, with a byte tokenizer beside it: what inference tests read."""
+
+import json
+from pathlib import Path
+
+BOS, EOS = 256, 257  # behind the 256 bytes
+NUM_TOKENS = 258
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write_llama(folder: Path, **numbers):
+    """Write an HF folder and return its model; `numbers` are LlamaConfig's. Weights are large (std 0.2) on purpose."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    defaults = {
+        "vocab_size": 301,  # more rows than tokens, and odd: no tp cuts it evenly
+        "hidden_size": 32,
+        "intermediate_size": 90,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "rope_theta": 10000.0,
+        "rope_scaling": SCALING,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**defaults | numbers)).eval()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json of the 256 bytes and two special tokens, which transformers and titan read alike."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))

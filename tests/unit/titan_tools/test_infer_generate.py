@@ -1,0 +1,133 @@
+"""Generation from an HF folder equals transformers' own; decoding with a cache equals the full forward."""
+
+import pytest
+import torch
+
+from converters.weights import open_native
+from tests.tiny_llama import BOS, write_llama
+from titan_tools.infer.cache import attach_cache
+from titan_tools.infer.generate import complete, last_logits
+from titan_tools.infer.load import load_model
+from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.sampling import Sampling
+from trainer.models.registry import get_trainer_family
+
+CPU = torch.device("cpu")
+NUM_NEW = 64
+CLOSE_CALL = 1e-4  # a gap between the two likeliest tokens that rounding may turn over
+PROMPTS = [
+    [BOS, *ids] for ids in ([7], [72, 101, 108, 108, 111], list(range(40, 90)), [(37 * i) % 256 for i in range(180)])
+]
+
+
+@pytest.fixture(scope="module", params=["gqa untied", "gqa tied", "one kv head", "no grouping"])
+def pair(request, tmp_path_factory):
+    """A transformers model and ours, read from the folder that it was saved to."""
+    numbers = {
+        "gqa untied": {},
+        "gqa tied": {"tie_word_embeddings": True},
+        "one kv head": {"num_key_value_heads": 1, "head_dim": 16},
+        "no grouping": {"num_key_value_heads": 4, "rope_scaling": None},
+    }[request.param]
+    folder = tmp_path_factory.mktemp("hf")
+    reference = write_llama(folder, **numbers)
+    return reference, load(folder)
+
+
+def load(folder, dtype=torch.float32):
+    with open_native(folder) as weights:
+        return load_model(weights.source, weights.info, dtype=dtype, device=CPU)
+
+
+def generate(model, tokens, *, stop_ids=(), num_new=NUM_NEW, sampling=None):
+    prompt = Prompt("0", "", list(tokens))
+    return complete(model, prompt, max_new_tokens=num_new, sampling=sampling or Sampling(), stop_ids=stop_ids)
+
+
+def test_greedy_tokens_equal_transformers(pair):
+    reference, model = pair
+    num_excused = 0
+    for prompt in PROMPTS:
+        said = reference.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=NUM_NEW,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected = said.sequences[0, len(prompt) :].tolist()
+        tokens = generate(model, prompt).tokens
+        assert len(tokens) == len(expected) == NUM_NEW
+        differing = next((i for i in range(NUM_NEW) if tokens[i] != expected[i]), None)
+        if differing is not None:
+            best = said.logits[differing][0].topk(2).values
+            assert best[0] - best[1] < CLOSE_CALL, f"token {differing} after {prompt[:5]}…"
+            num_excused += 1
+    print(f"{num_excused} of {len(PROMPTS)} prompts left the reference at a gap below {CLOSE_CALL}")
+    assert num_excused <= 1
+
+
+def test_cached_logits_equal_the_full_forward(pair):
+    """Prefill, one by one, and several at once behind a filled cache give what one pass over everything gives."""
+    reference, model = pair
+    tokens = torch.tensor([PROMPTS[3]])
+    full = reference(tokens).logits.detach()[0]
+    cache = attach_cache(model.body, room=tokens.shape[1])
+    at = 0
+    for num_new in (100, 1, 1, 1, 40, 1, 1):
+        with torch.inference_mode():
+            logits = last_logits(model, cache, tokens[:, at : at + num_new])[0]
+        at += num_new
+        assert (logits - full[at - 1]).abs().max() < 1e-4
+    assert cache.length == at
+    assert full.std() > 0.5  # the bound above means something
+
+
+def test_ours_equals_our_training_model_in_one_pass(tmp_path):
+    """The engine and the trainer build one model: bit-close on the same weights."""
+    reference = write_llama(tmp_path)
+    with open_native(tmp_path) as weights:
+        whole = get_trainer_family("llama3").build_model(weights.info.args)
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=CPU)
+    whole.load_state_dict({**model.body.state_dict(), "output.weight": model.head.weight})
+    tokens = torch.tensor([PROMPTS[2]])
+    cache = attach_cache(model.body, room=64)
+    with torch.inference_mode():
+        ours, expected = last_logits(model, cache, tokens)[0], whole(tokens)[0, -1]
+    assert (ours - expected).abs().max() < 1e-5
+    assert (ours - reference(tokens).logits[0, -1]).abs().max() < 1e-4
+
+
+def test_a_stop_token_ends_and_is_kept(pair):
+    _, model = pair
+    free = generate(model, PROMPTS[1]).tokens
+    stop = free[9]
+    ended = generate(model, PROMPTS[1], stop_ids={stop, 12345})
+    assert ended.tokens == free[: free.index(stop) + 1]
+    assert ended.finish_reason == "stop"
+    assert generate(model, PROMPTS[1], num_new=3).finish_reason == "length"
+
+
+def test_one_new_token(pair):
+    _, model = pair
+    assert len(generate(model, PROMPTS[0], num_new=1).tokens) == 1
+
+
+def test_sampled_tokens_depend_on_the_seed_alone(pair):
+    _, model = pair
+    drawn = [generate(model, PROMPTS[1], sampling=Sampling(1.0, seed=seed)).tokens for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_bfloat16_reads_and_computes_in_bfloat16(tmp_path):
+    reference = write_llama(tmp_path).to(torch.bfloat16)
+    reference.save_pretrained(tmp_path)
+    model = load(tmp_path, torch.bfloat16)
+    assert {p.dtype for p in model.body.parameters()} == {torch.bfloat16}
+    tokens = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        ours = last_logits(model, attach_cache(model.body, room=64), tokens)[0]
+    exact = reference.float()(tokens).logits[0, -1]  # the same bf16 weights, computed in fp32
+    theirs = reference.to(torch.bfloat16)(tokens).logits[0, -1].float()
+    assert (ours - exact).abs().max() < 3 * (theirs - exact).abs().max()

@@ -1,0 +1,64 @@
+"""The slices of the ranks together are the model: every element once, KV heads as often as query heads need them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from converters.catalog import Box
+from converters.errors import ConfigError
+from converters.families.llama3 import FLAVORS, parameters
+from titan_tools.infer.slices import check_tp, slice_for_rank, summed_inputs, valid_tp
+
+ODD = replace(FLAVORS["debug_gqa"], vocab_size=301, ffn_hidden=90)  # 8 heads, 4 KV heads
+
+
+@pytest.mark.parametrize("args", [ODD, FLAVORS["debugmodel"], FLAVORS["debug_tied"]])
+def test_every_element_is_held(args):
+    for tp in valid_tp(args):
+        copies = max(1, tp // args.num_kv_heads)
+        for parameter in parameters(args):
+            held = np.zeros(parameter.shape, dtype=np.int8)
+            whole = Box.whole(parameter.shape)
+            for rank in range(tp):
+                held[slice_for_rank(parameter, args, tp=tp, rank=rank).slices_within(whole)] += 1
+            per_kv_head = ".wk." in parameter.fqn or ".wv." in parameter.fqn
+            expected = tp if parameter.tp_dim is None else copies if per_kv_head else 1
+            assert (held == expected).all(), (parameter.fqn, tp)
+
+
+def test_a_rank_holds_the_kv_heads_of_its_query_heads():
+    named = {p.fqn: p for p in parameters(ODD)}
+    group = ODD.num_heads // ODD.num_kv_heads
+    for tp in valid_tp(ODD):
+        for rank in range(tp):
+            q, k = (
+                slice_for_rank(named[f"layers.0.attention.{w}.weight"], ODD, tp=tp, rank=rank) for w in ("wq", "wk")
+            )
+            q_heads = range(q.offsets[0] // ODD.head_dim, (q.offsets[0] + q.sizes[0]) // ODD.head_dim)
+            k_heads = range(k.offsets[0] // ODD.head_dim, (k.offsets[0] + k.sizes[0]) // ODD.head_dim)
+            assert {head // group for head in q_heads} == set(k_heads)
+
+
+def test_partial_sums_are_wo_and_w2():
+    assert summed_inputs(parameters(ODD)) == [
+        f"layers.{n}.{name}" for n in range(4) for name in ("attention.wo", "feed_forward.w2")
+    ]
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, valid",
+    [(8, 4, [1, 2, 4, 8]), (12, 3, [1, 3, 6, 12]), (24, 8, [1, 2, 4, 8, 24]), (6, 6, [1, 2, 3, 6])],
+)
+def test_valid_degrees(heads, kv_heads, valid):
+    args = replace(ODD, num_heads=heads, num_kv_heads=kv_heads)
+    assert valid_tp(args) == valid
+    for tp in valid:
+        check_tp(args, tp)
+
+
+def test_a_degree_that_cannot_work_names_those_that_can():
+    with pytest.raises(ConfigError, match="--tp 3 cannot split 8 attention heads and 4 key/value heads") as caught:
+        check_tp(ODD, 3)
+    assert caught.value.hint == "valid: 1, 2, 4, 8"
+    assert caught.value.tries == ("--tp 2",)
