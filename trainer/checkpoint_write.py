@@ -48,7 +48,7 @@ def write_step(destination: Path, nested: Mapping[str, Any], *, info: ModelInfo,
 
         def complete() -> None:
             write_model_info(staging, info)
-            write_assets(staging / ASSETS_FOLDER, info.assets, {})
+            write_assets(staging / ASSETS_FOLDER, info.assets, info.token_ids)
             write_manifest(staging, tensors=tensors, files=files)
             commit(staging, destination, overwrite=True)
 

@@ -153,7 +153,7 @@ def step_line(step: int, scalars: Mapping[str, float | None], *, eta_secs: float
         f"grad_norm {scalars['grad_norm']:.4f}",
         f"lr {scalars['lr']:.2e}",
         f"tokens/s {scalars['tokens_per_sec']:,.0f}",
-        f"TFLOP/s {scalars['tflops_per_rank']:.2f}",
+        f"TFLOP/s {scalars['tflops_per_rank']:.{2 if scalars['tflops_per_rank'] >= 1 else 4}f}",
     ]
     if scalars.get("mfu") is not None:
         parts.append(f"MFU {scalars['mfu']:.1%}")

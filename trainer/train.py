@@ -7,14 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from converters.assets import find_assets
 from converters.errors import NumericalFault, Preempted
-from converters.families.registry import get_family
-from converters.model_info import ModelInfo
 from trainer.build import build
 from trainer.checkpoint import Checkpoints, Progress, RunState
+from trainer.chosen_model import chosen_model
 from trainer.config.load import origins
-from trainer.config.sections import Checkpoint, Config, Debug, Model, Training
+from trainer.config.sections import Checkpoint, Config, Debug, Training
 from trainer.data.datasets import open_dataset
 from trainer.data.index import TRAIN
 from trainer.data.loader import TokenLoader
@@ -23,7 +21,7 @@ from trainer.mesh import Meshes, make_meshes
 from trainer.metrics import note
 from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
-from trainer.ranks import join_ranks, leave_ranks, set_train_timeout
+from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.report import Report
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
@@ -38,12 +36,18 @@ def main(config: Config) -> None:
     stop = StopRequest()
     stop.listen()
     ranks = join_ranks(init_timeout_secs=config.comm.init_timeout_seconds)
+    train(config, ranks, stop)
+    leave_ranks()
+
+
+def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
+    """The whole run, once the ranks know each other."""
     set_determinism(config.debug)
     announce(config)
     training, settings = config.training, config.checkpoint
 
     # Build
-    info = model_info(config.model)
+    info = chosen_model(config.model)
     dims = resolve(config.parallelism, dist.get_world_size())
     meshes = make_meshes(dims, ranks.device.type)
     model = build(config, info.args, dims, meshes, ranks.device)
@@ -94,7 +98,6 @@ def main(config: Config) -> None:
             set_train_timeout(meshes, config.comm.train_timeout_seconds)
             is_first = False
     report.close()
-    leave_ranks()
 
 
 def set_determinism(debug: Debug) -> None:
@@ -111,11 +114,6 @@ def announce(config: Config) -> None:
     if config.job.print_config:
         for key, setting in origins(config).items():
             note(f"  {key} = {setting.value!r}  ({setting.origin})")
-
-
-def model_info(model: Model) -> ModelInfo:
-    """Family and numbers of the config's model, and the tokenizer files that its checkpoints carry along."""
-    return ModelInfo(model.name, get_family(model.name).flavors[model.flavor], find_assets(Path(model.hf_assets_path)))
 
 
 def lr_curve(config: Config) -> Curve:

@@ -21,7 +21,7 @@ def train(
         titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
 
     Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
-    that has started them, this process joins as one. SIGTERM or SIGUSR1 saves at the end of the step, then exits with 75.
+    that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.
     """
     from converters.families.registry import get_family
     from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks

@@ -1,0 +1,37 @@
+"""`titan seed`: first weights as a checkpoint, cut for the mesh of a config."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def seed(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
+    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="OUT")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write the first weights of a config's model as a DCP checkpoint, without building the model.
+
+    \b
+    Examples:
+        titan seed debug seed
+        titan seed llama3_8b seed-8b --parallelism.tensor_parallel_degree 8 --debug.seed 1
+
+    The same weights that `titan train` begins with by itself, for any mesh; start from them with
+    --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE.
+    """
+    from titan_tools.console import print_json, progress
+    from trainer.config.load import load_config
+    from trainer.seed import seed as write_seed
+
+    report = write_seed(load_config(config, context.args), out, overwrite=overwrite, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+        return
+    print(
+        f"{report.model}, {report.num_parameters:,} parameters, {report.dtype}, seed {report.seed}: {report.num_files}"
+        f" files for {report.mesh}, {report.num_bytes:,} bytes in {report.secs:.1f} s → {report.destination}"
+    )
