@@ -36,6 +36,7 @@ class Activations:
     stream: int
     kept: tuple[int, ...]  # by block, from its forward to its backward
     added: tuple[int, ...]  # by block, at the highest point of its backward
+    first_gradient: int  # the only weight's gradient that a block's backward has made by then: that of w2
     final_norm: int  # the last norm's input, what it keeps, and the whole normed stream that the output product reads
     num_logits: int  # loss parallel leaves the vocabulary cut by TP
 
@@ -47,6 +48,7 @@ def activations_of(run: RunShape) -> Activations:
         stream=t.stream,
         kept=tuple(kept_block(run, layer) for layer in layers),
         added=tuple(added_by_backward(run, layer) for layer in layers),
+        first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.compute_bytes,
         final_norm=t.stream + t.norm + t.whole,
         num_logits=run.num_tokens * run.args.vocab_size // (run.mesh.tp if run.loss_parallel else 1),
     )

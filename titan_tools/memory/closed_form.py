@@ -164,7 +164,7 @@ class _Rank:
             yield self.instant(
                 f"backward of {'the ' if which != 'a middle' else ''}{which} block",
                 recompute=self.sizes.added[layer],
-                gradients=groups[position].full_elements * run.compute_bytes,
+                gradients=self.sizes.first_gradient,
                 all_gather=self._gathered_in_backward(groups, position),
             )
             self.kept[key] -= self.sizes.kept[layer]
@@ -175,6 +175,7 @@ class _Rank:
             if "tok_embeddings" in group.name:
                 self.whole_gradients = 0
                 yield self._reduce(group, "the embedding")
+        self.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
 
     def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
         """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
@@ -226,12 +227,12 @@ class _Rank:
             yield self.instant("gradients of the pipeline step reduced")
             self.accumulated[group.name] = group.local_elements * self.run.param_bytes
             self.gathered.pop(group.name, None)
+        self.pending_reduce = 0
 
     # --- after backward
 
     def optimizer_step(self) -> Instant:
         """All gradients and, in step 1 too, all states. foreach makes one more copy of the shards, fused none."""
-        self.pending_reduce = 0
         local = [group.local_elements for stage in self.groups.values() for group in stage]
         temporary = {"fused": 0, "foreach": sum(local), "for-loop": max(local)}[self.run.optimizer]
         return self.instant("optimizer step", optimizer=self._states() + temporary * self.run.param_bytes)

@@ -1,0 +1,258 @@
+"""titan estimate-memory from the command line: presets, JSON, verdicts as exit codes, everything wrong told at once."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from converters.errors import ConfigError, UnsupportedError
+from converters.families import registry
+from converters.families.llama3 import LLAMA3
+from titan_tools.memory.activations import activations_of
+from titan_tools.memory.closed_form import PARTS
+from titan_tools.memory.command import estimate_from_command_line
+from titan_tools.memory.estimate import estimate
+from titan_tools.memory.from_config import run_shape
+from trainer.config.load import load_config
+
+
+def titan(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", "-m", "titan_tools", "estimate-memory", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def estimate_of(preset: str, *overrides: str, world_size: int | None = None):
+    return estimate(run_shape(load_config(preset, overrides), world_size=world_size))
+
+
+def peak_bytes(preset: str, *overrides: str, world_size: int | None = None) -> int:
+    return estimate_of(preset, *overrides, world_size=world_size).worst_rank.worst.total_bytes
+
+
+def run(capsys, preset: str, *overrides: str, world_size=None, gpu=None) -> tuple[int, dict]:
+    code = estimate_from_command_line(preset, overrides, world_size=world_size, gpu_text=gpu, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+# --- what it says
+
+
+@pytest.mark.parametrize(
+    ("preset", "world_size"), [("debug", None), ("llama3_8b", 8), ("llama3_70b", 256), ("llama3_405b", 512)]
+)
+def test_every_preset_is_estimated_rank_by_rank(preset, world_size, capsys):
+    code, found = run(capsys, preset, world_size=world_size)
+    assert code == 0
+    assert [rank["pp_rank"] for rank in found["per_rank"]] == list(range(found["mesh"]["pp"]))
+    for view in ("per_rank", "step1", "steady"):
+        for rank in found[view]:
+            assert set(rank["breakdown_gib"]) == set(PARTS)
+            # each part is rounded to 1e-4 GiB
+            assert sum(rank["breakdown_gib"].values()) == pytest.approx(rank["allocated_gib"], abs=1e-3)
+    assert found["peak"]["allocated_gib"] == max(rank["allocated_gib"] for rank in found["per_rank"])
+    assert found["peak"]["reserved_gib"] is None
+    assert {"h100-80", "h100-96", "h200", "a100-80", "b200"} == set(found["verdicts"])
+    assert found["assumptions"]
+
+
+def test_the_table_names_the_instant_and_its_parts(capsys):
+    estimate_from_command_line("llama3_8b", [], world_size=8, gpu_text=None, as_json=False)
+    text = capsys.readouterr().out
+    for wanted in ("8,030,261,248 parameters", "cross-entropy backward", "logits and loss", "Assumptions", "h200"):
+        assert wanted in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "code", "verdict"), [("h200", 0, "fits"), ("24", 1, "does not fit"), ("44GiB", 5, "too close to call")]
+)
+def test_the_exit_code_is_the_verdict_on_a_gpu(gpu, code, verdict, capsys):
+    found_code, found = run(capsys, "llama3_8b", world_size=8, gpu=gpu)
+    ((_, judged),) = found["verdicts"].items()
+    assert (found_code, judged["verdict"]) == (code, verdict)
+    assert judged["margin_gib"] == pytest.approx(judged["usable_gib"] - judged["needed_gib"][1], abs=0.02)
+
+
+def test_context_parallel_is_a_floor_and_never_said_to_fit(capsys):
+    code, found = run(capsys, "llama3_8b", "--parallelism.context_parallel_degree=2", world_size=8, gpu="b200")
+    assert code == 5
+    assert any("floor" in line for line in found["assumptions"])
+
+
+def test_the_command_takes_under_a_second_of_cpu_and_no_torch():
+    script = (
+        "import sys, time; sys.argv = ['titan', 'estimate-memory', 'llama3_405b', '--world-size', '512',"
+        " '--parallelism.pipeline_parallel_degree=8', '--training.local_batch_size=16', '--json'];"
+        " from titan_tools.cli import run; code = run();"
+        " print(code, 'torch' in sys.modules, time.process_time(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    code, has_torch, secs = done.stderr.split()
+    assert (code, has_torch) == ("0", "False")
+    assert float(secs) < 3  # about 0.6 on an idle machine
+    assert len(json.loads(done.stdout)["per_rank"]) == 8
+
+
+def test_help_leads_with_two_examples_that_run():
+    text = titan("--help").stdout
+    examples = [line.strip() for line in text.splitlines() if line.strip().startswith("titan estimate-memory ")]
+    assert len(examples) == 2
+    for example in examples:
+        done = titan(*example.split()[2:])
+        assert done.returncode == 0, done.stderr
+
+
+# --- properties
+
+
+@pytest.mark.parametrize("preset", ["llama3_1b", "llama3_8b", "llama3_70b"])
+def test_more_ranks_never_raise_what_a_rank_holds(preset):
+    def held(**degrees):
+        words = [f"--parallelism.{key}={value}" for key, value in degrees.items()]
+        found = estimate_of(preset, *words, world_size=64)
+        return max(rank.worst.parts["parameters"] for rank in found.ranks)
+
+    by_tp = [held(tensor_parallel_degree=tp, data_parallel_replicate_degree=64 // tp) for tp in (1, 2, 4, 8)]
+    assert by_tp == sorted(by_tp, reverse=True)
+    by_shard = [held(tensor_parallel_degree=1, data_parallel_replicate_degree=64 // n) for n in (1, 4, 16, 64)]
+    assert by_shard == sorted(by_shard, reverse=True)
+
+
+def test_doubling_the_batch_doubles_activations():
+    one, two = (
+        activations_of(run_shape(load_config("llama3_8b", [f"--training.local_batch_size={n}"]), world_size=8))
+        for n in (1, 2)
+    )
+    assert [2 * size for size in one.kept] == list(two.kept)
+    assert (2 * one.num_logits, 2 * one.final_norm) == (two.num_logits, two.final_norm)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_checkpointing_more_never_costs_memory(tp):
+    modes = ("none", "selective --activation_checkpoint.selective_ac_option=op", "full")
+    kept = [
+        sum(
+            activations_of(
+                run_shape(
+                    load_config(
+                        "llama3_8b",
+                        f"--parallelism.tensor_parallel_degree={tp} --activation_checkpoint.mode {mode}".split(),
+                    ),
+                    world_size=64,
+                )
+            ).kept
+        )
+        for mode in modes
+    ]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 3
+
+
+def test_selective_by_number_is_between_none_and_full():
+    none, every_4th, every_2nd, full = (
+        peak_bytes("llama3_8b", *words, world_size=8)
+        for words in (
+            ["--activation_checkpoint.mode=none"],
+            ["--activation_checkpoint.selective_ac_option=4"],
+            ["--activation_checkpoint.selective_ac_option=2"],
+            ["--activation_checkpoint.mode=full"],
+        )
+    )
+    assert none > every_4th > every_2nd > full
+
+
+def test_accumulation_adds_the_gradients_of_earlier_passes():
+    once = peak_bytes("llama3_8b", "--training.local_batch_size=1", world_size=8)
+    twice = peak_bytes("llama3_8b", "--training.local_batch_size=1", "--training.global_batch_size=16", world_size=8)
+    shards = 8_030_261_248 * 4 / 8
+    assert (twice - once) == pytest.approx(shards, rel=0.001)
+
+
+def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
+    def kept(schedule):
+        words = f"""--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule={schedule}
+            --training.local_batch_size=16 --activation_checkpoint.mode=full --parallelism.tensor_parallel_degree=1"""
+        found = estimate_of("llama3_8b", *words.split(), world_size=32)
+        return [rank.worst.parts["activations"] for rank in found.ranks[:3]]
+
+    # 8, 9 and 8 layers, each keeping its input; the first block's is the receive buffer, the stage's output is kept too
+    per_microbatch = [8 + 1, 9, 8]
+    one_input = 8192 * 4096 * 2
+    assert kept("1F1B") == [n * one_input * each for n, each in zip((4, 3, 2), per_microbatch, strict=True)]
+    assert kept("GPipe") == [16 * one_input * each for each in per_microbatch]
+
+
+def test_a_larger_validation_batch_counts():
+    small = peak_bytes("llama3_8b", world_size=8)
+    words = ["--validation.enable", "--validation.local_batch_size=8", "--validation.seq_len=8192"]
+    found = estimate_of("llama3_8b", *words, world_size=8).worst_rank.worst
+    assert found.when == "validation"
+    assert found.total_bytes > small
+    # bf16 logits, their fp32 cast and log_softmax's result
+    assert found.parts["logits_and_loss"] == 8 * 8192 * 128256 * 10
+
+
+# --- refusals
+
+
+def test_an_open_number_of_ranks_is_asked_for():
+    done = titan("llama3_8b")
+    assert done.returncode == 2
+    assert "number of ranks is open" in done.stderr
+    assert "try: --world-size 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_all_problems_are_told_at_once_with_near_choices():
+    done = titan("llama3_70b", "--world-size", "100", "--gpu", "h101", "--parallelism.tensor_parallel_degree", "3")
+    assert done.returncode == 2
+    for wanted in ("h101", "types: a100-80", "--world-size 99", "--world-size 102", "possible: 1, 2, 4, 8", "seq_len"):
+        assert wanted in done.stderr
+    assert done.stdout == ""
+
+
+def test_fixed_degrees_name_the_one_world_size_that_fits():
+    with pytest.raises(ConfigError) as caught:
+        run_shape(load_config("debug"), world_size=6)
+    assert caught.value.tries == ("--world-size 8",)
+
+
+@pytest.mark.parametrize("gpu", ["a10", "-5", "0", "nan", "inf", ""])
+def test_an_unknown_gpu_is_an_error(gpu):
+    with pytest.raises(ConfigError, match="neither a GPU type nor a number"):
+        estimate_from_command_line("llama3_8b", [], world_size=8, gpu_text=gpu, as_json=False)
+
+
+def test_another_family_is_not_covered(monkeypatch):
+    monkeypatch.setitem(registry._FAMILIES, "cousin", replace(LLAMA3, name="cousin"))
+    config = load_config("llama3_8b", ["--model.name=cousin"])
+    with pytest.raises(UnsupportedError, match="cousin"):
+        run_shape(config, world_size=8)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compile.enable"],
+        ["--model.converters=quantize.linear.float8"],
+        ["--training.enable_cpu_offload"],
+        ["--parallelism.expert_parallel_degree=2"],
+        ["--activation_checkpoint.mode=memory_budget"],
+    ],
+)
+def test_what_no_formula_describes_is_refused(words):
+    done = titan("llama3_8b", "--world-size", "8", *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error:")
+    assert done.stdout == ""
+
+
+def test_a_file_that_is_no_config_is_an_error(tmp_path):
+    path = tmp_path / "weights.toml"
+    path.write_bytes(b"\x80\x04\x95junk")
+    for wrong in (path, tmp_path, tmp_path / "missing.toml"):
+        done = titan(str(wrong), "--world-size", "8")
+        assert done.returncode == 2, wrong
+        assert done.stderr.startswith("error:")
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,148 @@
+"""Activations and instants against torch: the real train step on CPU, every tensor counted while it lives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from converters.families.base import ModelArgs
+from converters.families.llama3 import LLAMA3
+from converters.layout import MeshShape, split_stages
+from titan_tools.memory.activations import activations_of
+from titan_tools.memory.closed_form import instants
+from titan_tools.memory.constants import Gpu
+from titan_tools.memory.run_shape import Recompute, RunShape
+from trainer.build import WholeModel
+from trainer.config.sections import ActivationCheckpoint
+from trainer.loss import cross_entropy_sum
+from trainer.models.llama3.model import Transformer
+from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
+
+NO_WORKSPACES = Gpu("cpu", 1.0, 0.0)
+MODES = {
+    "none": (Recompute(mode="none"), ActivationCheckpoint(mode="none")),
+    "full": (Recompute(mode="full"), ActivationCheckpoint(mode="full")),
+    "op": (Recompute(mode="op"), ActivationCheckpoint(mode="selective", selective_ac_option="op")),
+    "every 2nd": (
+        Recompute(mode="full", every=2),
+        ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    ),
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors made under it that still live, and the most there were after any operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return result
+
+    @property
+    def live_bytes(self) -> int:
+        self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
+        return sum(size for _, size in self.made.values())
+
+
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm that keeps what CUDA's fused kernel keeps: its input and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True, dtype=torch.float32) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).to(x.dtype) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, inverse = ctx.saved_tensors
+        scaled = grad * weight
+        inner = (scaled * x).mean(-1, keepdim=True) * inverse.square()
+        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).flatten(0, -2).sum(0), None
+
+
+def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
+    run = RunShape(
+        family=LLAMA3,
+        args=args,
+        mesh=MeshShape(),
+        uses_fsdp=False,
+        stages=tuple(map(tuple, split_stages(1, args.num_layers))),
+        schedule="1F1B",
+        microbatch_size=2,
+        num_microbatches=1,
+        num_accumulated=1,
+        seq_len=128,
+        param_bytes=4,
+        compute_bytes=4,
+        recompute=MODES[mode][0],
+        optimizer="fused",
+        reshard_after_forward=True,
+        reshard_output=False,
+        loss_parallel=False,
+    )
+    return replace(run, **changes)
+
+
+def build_model(args: ModelArgs, mode: str, monkeypatch, dtype=torch.float32) -> Transformer:
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
+    model = Transformer(args).to(dtype)
+    apply_activation_checkpoint(model, MODES[mode][1])
+    return model
+
+
+SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_blocks_keep_is_what_torch_keeps(mode, dtype, monkeypatch):
+    run = shape(SMALL, mode, compute_bytes=dtype.itemsize)
+    model = build_model(SMALL, mode, monkeypatch, dtype)
+    cos, sin = model.rope(torch.arange(run.seq_len))
+    x = torch.randn(run.microbatch_size, run.seq_len, SMALL.dim, dtype=dtype, requires_grad=True)
+    with LiveBytes() as live:
+        h = x
+        for layer in model.layers.values():
+            h = layer(h, cos, sin)
+        kept = live.live_bytes
+    sizes = activations_of(run)
+    # the first block's input was there before, the last block's output was made under the count
+    assert kept == pytest.approx(sum(sizes.kept), rel=0.01)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("what", "changes", "when"),
+    [
+        ("logits dominate", {"vocab_size": 4096}, "cross-entropy backward"),
+        ("blocks dominate", {"vocab_size": 64, "dim": 64, "ffn_hidden": 512}, "block"),
+    ],
+)
+def test_the_peak_of_a_step_is_torchs(mode, what, changes, when, monkeypatch):
+    args = replace(SMALL, **changes)
+    run = shape(args, mode)
+    model = build_model(args, mode, monkeypatch)
+    tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
+    with LiveBytes() as live:
+        WholeModel(model, cross_entropy_sum).forward_backward(tokens, tokens, torch.arange(run.seq_len), 1.0)
+    held = ("parameters", "optimizer")
+    found = [i for i in instants(run, pp_rank=0, gpu=NO_WORKSPACES, steady=True) if i.when != "optimizer step"]
+    peak = max(found, key=lambda instant: instant.total_bytes)
+    estimated = sum(size for part, size in peak.parts.items() if part not in held)
+    assert when in peak.when
+    assert estimated == pytest.approx(live.peak_bytes, rel=0.003)
