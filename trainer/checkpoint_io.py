@@ -142,7 +142,7 @@ class PlainPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
-        self.state_dict[fqn] = read_blob_item(value.getvalue(), what=fqn)
+        self.original_state_dict[fqn] = read_blob_item(value.getvalue(), what=fqn)
 
 
 @dataclass(frozen=True, slots=True)
