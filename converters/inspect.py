@@ -1,7 +1,7 @@
 """What a checkpoint holds, from headers alone: the model, its tensors folded over layers, its sections."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ from converters.families.registry import get_family
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import read_model_info
-from converters.names import section_of
+from converters.names import OPTIMIZER, section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
 from converters.view import detect_naming
 from converters.weights import model_part
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # larger values are named and sized only
+_PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name part that is a number
 
 
@@ -95,6 +96,21 @@ def read_values(catalog: Catalog) -> dict[str, Any]:
                 except CheckpointError:
                     continue
     return values
+
+
+def summarize_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with an optimizer's settings folded: one line each, since parameters seldom differ in them."""
+    summary: dict[str, Any] = {}
+    settings: dict[str, dict[str, Any]] = {}  # setting → repr → value
+    for name, value in values.items():
+        if name.startswith(_PARAM_GROUPS):
+            settings.setdefault(name.rpartition(".")[2], {}).setdefault(repr(value), value)
+        else:
+            summary[name] = value
+    for setting, found in settings.items():
+        shown = next(iter(found.values())) if len(found) == 1 else " | ".join(found)
+        summary[f"{_PARAM_GROUPS}*.{setting}"] = shown
+    return summary
 
 
 def _num_elements(shape: Sequence[int]) -> int:

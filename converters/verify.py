@@ -10,7 +10,7 @@ from converters.catalog import Catalog
 from converters.copy import RowNumbers, row_blocks
 from converters.digest import TensorDigest
 from converters.dtypes import itemsize
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
 from converters.families.registry import get_family
 from converters.formats.dcp_item import checked_record
@@ -91,6 +91,8 @@ def _check_model(catalog: Catalog) -> tuple[Check, RowNumbers | None]:
                 return Check(name, "ok", what), None
             stored = foreign_view(weights.source, info, family.namings[weights.naming])
             return Check(name, "ok", what), stored.native_rows
+    except UnsupportedError as error:
+        return Check(name, "not possible", error.message), None
     except CheckpointError as error:
         if "says what model this is" in error.message:
             return Check(name, "not possible", error.message), None
@@ -145,15 +147,13 @@ def _check_values(
     problems, num_digests = [], 0
     with CatalogReader(catalog) as reader:
         for fqn, info in reader.tensors.items():
-            digest = TensorDigest(info.dtype, info.shape)
-            for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
-                for box in boxes:
-                    array = reader.read(fqn, box)
-                    if count := count_non_finite(array, info.dtype):
-                        non_finite[fqn] = non_finite.get(fqn, 0) + count
-                    rows = digest.row_numbers(box)
-                    digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
-                    advance(array.nbytes)
+            try:
+                digest, count = _read_through(reader, fqn, native_rows, advance)
+            except CheckpointError as error:
+                problems.append(error.message)
+                continue
+            if count:
+                non_finite[fqn] = count
             if manifest is None:
                 continue
             listed = manifest.tensors[fqn]
@@ -163,11 +163,27 @@ def _check_values(
                 )
             elif listed.digest:
                 num_digests += 1
-                if listed.digest != digest.hexdigest():
+                if listed.digest != digest:
                     problems.append(f"{fqn}: its values have changed (digest)")
-    if manifest is None:
+    if manifest is None and not problems:
         return Check("values", "ok", f"all tensors can be read; there is no {MANIFEST} to compare them with")
     return _judge("values", f"{num_digests} tensors against their digests", problems)
+
+
+def _read_through(
+    reader: CatalogReader, fqn: str, native_rows: RowNumbers | None, advance: Callable[[int], None]
+) -> tuple[str, int]:
+    """(digest, number of values that are not finite) of a tensor, read block by block."""
+    info, num_non_finite = reader.tensors[fqn], 0
+    digest = TensorDigest(info.dtype, info.shape)
+    for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
+        for box in boxes:
+            array = reader.read(fqn, box)
+            num_non_finite += count_non_finite(array, info.dtype)
+            rows = digest.row_numbers(box)
+            digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+            advance(array.nbytes)
+    return digest.hexdigest(), num_non_finite
 
 
 def _judge(name: str, detail: str, problems: list[str]) -> Check:

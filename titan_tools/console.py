@@ -27,6 +27,15 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def tell_bytes(num_bytes: float) -> str:
+    """A size for people: `512 B`, `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
     cells = [[str(cell) for cell in row] for row in rows]

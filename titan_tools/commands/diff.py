@@ -1,0 +1,51 @@
+"""titan diff: are these two checkpoints the same?"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint of any format.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="Another one, of the same or another format.", show_default=False)],
+    model_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Read both as the model that config.json, params.json or titan_model.json here describes.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor, whatever their formats. Exits with 1 where they differ.
+
+    \b
+    Examples:
+      titan diff Llama-3.2-1B llama-1b-dcp
+      titan diff step-1000 step-1000-fsdp8 --json
+    """
+    from converters.diff import diff as compare
+    from titan_tools.console import print_json, progress, table
+
+    report = compare(a, b, model_from=model_from, progress=progress)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        if report.differences:
+            rows = [
+                (d.name, d.kind, "" if d.max_abs is None else f"{d.max_abs:.3g}", _percent(d.relative), d.detail)
+                for d in report.differences
+            ]
+            table(("name", "differs in", "max |A-B|", "relative", "detail"), rows)
+        for section, where in report.not_compared.items():
+            print(f"not compared: {section}, {where}")
+        verdict = f"{len(report.differences)} differences" if report.differences else "equal"
+        print(f"{verdict}; {report.num_equal} tensors are equal bit for bit (matched by {report.by})")
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+def _percent(relative: float | None) -> str:
+    return "" if relative is None else f"{relative:.2e}"

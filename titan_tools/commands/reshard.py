@@ -1,0 +1,85 @@
+"""titan reshard: the same DCP checkpoint, cut for another mesh."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def reshard(
+    src: Annotated[Path, typer.Argument(help="A DCP checkpoint folder; it is never changed.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    for_mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MESH",
+            help="The mesh that will read it, e.g. dp_shard=64,tp=8,pp=4. Default: row blocks that suit any.",
+            show_default=False,
+        ),
+    ] = None,
+    drop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECTIONS",
+            help="Leave out: optimizer, lr_scheduler, dataloader, train_state, rng.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast the weights, not the optimizer. Default: as they are.", show_default=False)
+    ] = None,
+    model_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Take config.json, params.json or titan_model.json from here, where SRC has none.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and check everything; write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST once the new one is complete.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Cut a DCP checkpoint for another mesh: weights, optimizer, and everything else in it.
+
+    Stock DCP reads whole chunks, so ranks start faster, and from less memory, where each chunk is exactly one rank's.
+
+    \b
+    Examples:
+      titan reshard outputs/checkpoint/step-1000 step-1000-fsdp8 --for-mesh dp_shard=8
+      titan reshard step-1000 weights-only --drop optimizer,rng --for-mesh dp_shard=16,tp=8,pp=4
+    """
+    from converters.layout import MeshShape
+    from converters.reshard import reshard as reshard_checkpoint
+    from titan_tools.console import print_json, progress, tell_bytes
+
+    report = reshard_checkpoint(
+        src,
+        dst,
+        mesh=MeshShape.parse(for_mesh) if for_mesh else None,
+        dtype=dtype,
+        drop=[name.strip() for name in drop.split(",") if name.strip()] if drop else (),
+        model_from=model_from,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        progress=progress,
+    )
+    if as_json:
+        print_json(report.to_json())
+        return
+    verb = "would write" if report.dry_run else "wrote"
+    print(f"{report.source} to {report.destination}, cut for mesh {report.mesh}")
+    print(
+        f"  {verb:<9} {report.num_tensors} tensors and {report.num_blobs} other entries, "
+        f"{tell_bytes(report.num_bytes)} in {report.num_files} files, {report.secs:.1f} s"
+    )
+    print(f"  sections  {', '.join(f'{section} ({count})' for section, count in report.sections.items())}")
+    if report.num_cast:
+        print(f"  cast      {report.num_cast} tensors; now {', '.join(report.dtypes)}")
+    if report.dropped_sections:
+        dropped = ", ".join(f"{section} ({count} entries)" for section, count in report.dropped_sections.items())
+        print(f"  left out  {dropped}, as asked")
+    for name, reason in report.dropped.items():
+        print(f"  dropped   {name}: {reason}")
+    for remark in report.remarks:
+        print(f"  note      {remark}")
