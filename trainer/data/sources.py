@@ -58,10 +58,10 @@ def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
         )
     taken, num_bytes = [], 0
     for path in sorted(files, key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest()):
-        num_bytes += path.stat().st_size
-        if num_bytes > max_bytes:
-            break
-        taken.append(path)
+        size = path.stat().st_size
+        if num_bytes + size <= max_bytes:
+            taken.append(path)
+            num_bytes += size
     return root, sorted(taken)
 
 
