@@ -1,0 +1,250 @@
+"""`titan infer` as a user types it: what it prints, what it reads, and how it refuses."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+from converters.convert import convert
+from tests.tiny_llama import BOS, write_llama
+from titan_tools import cli
+from titan_tools.infer import run as infer_run
+
+PROMPT = "def main("
+SHORT = ("--prompt", PROMPT, "--max-new-tokens", "12")
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dcp(hf, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
+    convert(hf, folder, to="dcp")
+    return folder
+
+
+@pytest.fixture
+def broken(hf, tmp_path):
+    """A copy of the HF folder to damage."""
+    return shutil.copytree(hf, tmp_path / "broken")
+
+
+@pytest.fixture
+def titan(monkeypatch, capsys):
+    """`titan("infer", …)` → exit code, stdout, stderr."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        code = cli.run()
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def tokens(printed):
+    return json.loads(printed)["results"][0]["tokens"]
+
+
+def test_json_is_one_object_with_results_and_stats(titan, hf):
+    code, out, _ = titan("infer", hf, *SHORT, "--json")
+    told = json.loads(out)
+    assert code == 0
+    (result,) = told["results"]
+    assert list(result) == ["id", "prompt", "text", "prompt_tokens", "tokens", "finish_reason"]
+    assert (result["prompt"], result["finish_reason"], len(result["tokens"])) == (PROMPT, "length", 12)
+    assert result["prompt_tokens"][0] == BOS and len(result["prompt_tokens"]) == 1 + len(PROMPT)
+    stats = told["stats"]
+    assert (stats["tp"], stats["dtype"], stats["seed"]) == (1, "float32", 0)
+    for name in ("ttft_ms", "tpot_ms", "tokens_per_sec", "peak_memory_gib"):
+        assert stats[name] > 0
+
+
+def test_text_alone_goes_to_stdout(titan, hf):
+    _, out, _ = titan("infer", hf, *SHORT, "--json")
+    code, text, talk = titan("infer", hf, *SHORT)
+    assert code == 0
+    assert text == json.loads(out)["results"][0]["text"] + "\n"
+    assert "tokens/s" in talk
+
+
+def test_tokens_that_are_no_text_are_replaced(titan, hf):
+    """Random weights say broken UTF-8 and ids behind the tokenizer's last (I5)."""
+    _, out, _ = titan("infer", hf, "--prompt", PROMPT, "--max-new-tokens", "100", "--temperature", "3", "--json")
+    (result,) = json.loads(out)["results"]
+    assert max(result["tokens"]) > 257
+    assert "\ufffd" in result["text"]
+
+
+def test_every_format_says_the_same(titan, hf, dcp, tmp_path):
+    meta = tmp_path / "meta"
+    convert(hf, meta, to="meta")
+    said = [tokens(titan("infer", folder, *SHORT, "--json")[1]) for folder in (hf, dcp, meta)]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_runs_folder_stands_for_its_newest_whole_step(titan, hf, dcp, tmp_path):
+    steps = tmp_path / "outputs" / "checkpoint"
+    for name in ("step-5", "step-10", "step-20", "step-30-bak"):
+        shutil.copytree(dcp, steps / name)
+    shutil.rmtree(steps / "step-5")
+    (steps / "step-5").mkdir()
+    data = next((steps / "step-20").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    expected = tokens(titan("infer", hf, *SHORT, "--json")[1])
+    for path in (tmp_path / "outputs", steps):
+        code, out, err = titan("infer", path, *SHORT, "--json")
+        assert code == 0 and tokens(out) == expected
+        assert "skipped step-20" in err and "reading" in err and "step-10" in err
+
+
+def test_a_run_without_a_whole_step_is_refused(titan, tmp_path):
+    (tmp_path / "step-5").mkdir()
+    code, _, err = titan("infer", tmp_path, *SHORT)
+    assert code == 2 and "no step in" in err and "step-5: it has no .metadata" in err
+
+
+@pytest.mark.parametrize("how", ["file", "stdin"])
+def test_prompt_from_file_and_stdin(titan, hf, tmp_path, monkeypatch, how):
+    text = "naïve 東京\n"
+    (tmp_path / "prompt.txt").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    source = ("--prompt-file", tmp_path / "prompt.txt") if how == "file" else ("-",)
+    code, out, _ = titan("infer", hf, *source, "--max-new-tokens", "3", "--json")
+    assert code == 0 and json.loads(out)["results"][0]["prompt"] == text
+
+
+def test_new_tokens_stop_at_the_context_by_themselves(titan, hf):
+    _, out, _ = titan("infer", hf, "--prompt", "a" * 200, "--json")
+    assert len(tokens(out)) == 256 - 201
+    _, out, _ = titan("infer", hf, "--prompt", "a", "--json")
+    assert len(tokens(out)) == 128
+
+
+def test_stop_tokens_come_from_the_generation_config(titan, hf, broken):
+    free = tokens(titan("infer", hf, *SHORT, "--json")[1])
+    config = json.loads((broken / "generation_config.json").read_text())
+    (broken / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [257, free[4]]}))
+    _, out, _ = titan("infer", broken, *SHORT, "--json")
+    (result,) = json.loads(out)["results"]
+    assert result["tokens"] == free[: free.index(free[4]) + 1] and result["finish_reason"] == "stop"
+
+
+def test_dtype_is_the_checkpoints_unless_said(titan, dcp, hf, tmp_path):
+    half = tmp_path / "half"
+    convert(hf, half, to="dcp", dtype="bfloat16")
+    told = [
+        json.loads(titan("infer", folder, *SHORT, *options, "--json")[1])["stats"]["dtype"]
+        for folder, options in ((half, ()), (half, ("--dtype", "float32")), (dcp, ("--dtype", "bfloat16")))
+    ]
+    assert told == ["bfloat16", "float32", "bfloat16"]
+
+
+REFUSED = {
+    "no prompt": ((), "give one prompt"),
+    "two prompts": (("--prompt", "a", "-"), "give one prompt"),
+    "stray argument": (("hello",), "only - (standard input) can stand there"),
+    "empty prompt": (("--prompt", ""), "is empty"),
+    "white space": (("--prompt", " \n\t"), "nothing but white space"),
+    "bytes of the shell": (("--prompt", "ab\udcff"), "not UTF-8: byte 0xff at offset 2"),
+    "prompt file missing": (("--prompt-file", "/no/such"), "cannot read the prompt file /no/such"),
+    "prompt longer than the context": (
+        ("--prompt", "a" * 300),
+        "301 prompt tokens do not fit the model's context of 256",
+    ),
+    "too many new tokens": (
+        ("--prompt", "a" * 99, "--max-new-tokens", "157"),
+        "100 prompt tokens and 157 new ones do not fit the model's context of 256 tokens\n"
+        "hint: at most 156 new tokens fit behind this prompt\ntry: --max-new-tokens 156",
+    ),
+    "no new tokens": (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens"),
+    "negative temperature": (("--prompt", "a", "--temperature", "-1"), "--temperature is -1.0"),
+    "temperature nan": (("--prompt", "a", "--temperature", "nan"), "--temperature is nan"),
+    "top-k beyond the vocabulary": (
+        ("--prompt", "a", "--temperature", "1", "--top-k", "302"),
+        "--top-k is 302, but the vocabulary has 301 tokens",
+    ),
+    "top-p of nothing": (("--prompt", "a", "--temperature", "1", "--top-p", "0"), "--top-p is 0.0"),
+    "top-p without temperature": (("--prompt", "a", "--top-p", "0.5"), "no effect at temperature 0"),
+    "tp beyond the heads": (("--prompt", "a", "--tp", "8"), "valid: 1, 2, 4"),
+    "tp between": (("--prompt", "a", "--tp", "3"), "--tp 3 cannot split 4 attention heads and 2 key/value heads"),
+    "dtype": (("--prompt", "a", "--dtype", "int4"), "int4"),
+}
+
+
+@pytest.mark.parametrize("arguments, said", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_is_refused(titan, hf, monkeypatch, arguments, said):
+    monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(infer_run, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    code, out, err = titan("infer", hf, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "content, said", [(b"ok\xff", "byte 0xff at offset 2"), ("é\0".encode(), "NUL byte at offset 2")]
+)
+def test_a_prompt_file_that_is_no_text_is_refused(titan, hf, tmp_path, content, said):
+    (tmp_path / "prompt").write_bytes(content)
+    code, _, err = titan("infer", hf, "--prompt-file", tmp_path / "prompt")
+    assert code == 2 and said in err and str(tmp_path / "prompt") in err
+
+
+def test_a_path_that_holds_no_checkpoint_is_refused(titan, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("no weights here")
+    for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "notes.txt"):
+        code, out, err = titan("infer", path, *SHORT)
+        assert code == 2 and out == "" and path.name in err and "Traceback" not in err
+
+
+def test_a_missing_tokenizer_is_told(titan, broken):
+    (broken / "tokenizer.json").unlink()
+    code, _, err = titan("infer", broken, *SHORT)
+    assert code == 2 and "tokenizer.json" in err and str(broken) in err
+
+
+def test_a_tokenizer_of_another_model_is_told(titan, tmp_path):
+    write_llama(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=2)
+    code, _, err = titan("infer", tmp_path, *SHORT)
+    assert code == 2 and "258 tokens" in err and "200 rows" in err
+
+
+def test_special_tokens_beyond_the_embedding_are_told(titan, broken):
+    (broken / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": [257, 128009]}))
+    code, _, err = titan("infer", broken, *SHORT)
+    assert code == 2 and "[128009]" in err and "301 rows" in err
+
+
+def test_weights_that_are_not_numbers_are_told(titan, broken):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = titan("infer", broken, *SHORT)
+    assert code == 2 and out == "" and "not finite" in err
+
+
+def test_tp_that_is_not_the_launchs_size_is_refused(titan, hf, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = titan("infer", hf, *SHORT, "--tp", "2")
+    assert code == 2 and "--tp is 2, but the launcher started 4 ranks" in err
+
+
+def test_standard_input_is_refused_under_torchrun(titan, hf, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = titan("infer", hf, "-")
+    assert code == 2 and "no standard input" in err
