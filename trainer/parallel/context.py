@@ -65,11 +65,11 @@ class ContextParallelAttention(nn.Module):
         outputs = []
         for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
             end = (chunk + 1) * chunk_len
-            outputs.append(_attend_to_prefix(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
+            outputs.append(attend_to_prefix(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
         return torch.cat(outputs, dim=1)
 
 
-def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     """Causal attention of C queries that are the last C of the E tokens whose keys are given."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
     mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device).tril(num_keys - num_queries)

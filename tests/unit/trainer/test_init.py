@@ -1,0 +1,97 @@
+"""First weights: the same numbers however they are sliced, of the spread they should have."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from converters.catalog import Box
+from converters.families.base import Parameter
+from converters.families.llama3 import FLAVORS
+from converters.layout import MeshShape, local_box
+from converters.model_info import ModelInfo
+from trainer import init
+from trainer.init import InitialWeights, initial_blocks, initial_values
+from trainer.models.llama3.spread import initial_spread
+from trainer.models.spread import Constant, Normal
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 64)
+
+
+@pytest.mark.parametrize("tp_dim", [0, 1])
+def test_shards_are_slices_of_the_whole(small_blocks, tp_dim):
+    parameter = Parameter("layers.3.attention.wo.weight", (30, 12), tp_dim)
+    whole = initial_values(parameter, Normal(0.02), seed=1, box=Box.whole(parameter.shape))
+    mesh = MeshShape(dp_shard=4, cp=2, tp=3)
+    seen = np.zeros(parameter.shape, int)
+    for rank in range(mesh.world_size):
+        box = local_box(parameter, mesh, rank)
+        if box is not None:
+            slices = box.slices_within(Box.whole(parameter.shape))
+            assert np.array_equal(initial_values(parameter, Normal(0.02), seed=1, box=box), whole[slices])
+            seen[slices] += 1
+    assert (seen == 1).all()
+
+
+def test_memory_is_one_block(small_blocks):
+    parameter = Parameter("output.weight", (100, 8), 0)
+    blocks = list(initial_blocks(parameter, Normal(1.0), seed=0, box=Box((3, 0), (50, 8))))
+    assert sum(box.num_elements for box, _ in blocks) == 400
+    assert max(values.size for _, values in blocks) <= 64
+
+
+def test_seed_name_and_block_each_change_the_values(small_blocks):
+    def draw(fqn: str, seed: int) -> np.ndarray:
+        return initial_values(Parameter(fqn, (16, 8), 0), Normal(1.0), seed=seed, box=Box.whole((16, 8)))
+
+    first = draw("layers.1.attention.wq.weight", 0)
+    assert not np.array_equal(first, draw("layers.1.attention.wq.weight", 1))
+    assert not np.array_equal(first, draw("layers.11.attention.wq.weight", 0))
+    assert not np.array_equal(first[:8], first[8:])
+    assert np.array_equal(first, draw("layers.1.attention.wq.weight", 0))
+
+
+def test_spread_is_what_was_asked_for():
+    parameter = Parameter("output.weight", (2000, 500), 0)
+    values = initial_values(parameter, Normal(0.5, cut=3.0), seed=3, box=Box.whole(parameter.shape))
+    assert np.abs(values).max() <= 1.5
+    assert values.std() == pytest.approx(0.5 * 0.9866, rel=2e-3)  # the std of a normal cut at ±3σ
+    assert abs(values.mean()) < 2e-3
+    assert (initial_values(parameter, Constant(1.0), seed=3, box=Box((5, 0), (2, 500))) == 1).all()
+
+
+def test_the_rule_for_each_parameter():
+    args = FLAVORS["debug_gqa"]
+    assert initial_spread("tok_embeddings.weight", args) == Normal(1.0)
+    assert initial_spread("output.weight", args) == Normal(128**-0.5, cut=3.0)
+    assert initial_spread("tok_embeddings.weight", FLAVORS["debug_tied"]) == Normal(128**-0.5, cut=3.0)
+    assert initial_spread("layers.3.attention.wq.weight", args) == Normal(0.02)
+    assert initial_spread("layers.3.feed_forward.w1.weight", args) == Normal(0.02)
+    for module in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
+        assert initial_spread(f"layers.3.{module}.weight", args) == Normal(0.02 / 8**0.5)
+    for norm in ("norm", "layers.0.attention_norm", "layers.11.ffn_norm"):
+        assert initial_spread(f"{norm}.weight", args) == Constant(1.0)
+
+
+def test_values_do_not_move_between_versions():
+    """A seed names the same weights for ever; this moves only if the definition does."""
+    weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=42)
+    values = weights.read("layers.2.attention.wk.weight", Box((60, 100), (4, 28)))
+    assert values.dtype == np.float32
+    assert values[0, :3].tolist() == [0.02241605706512928, 0.0179959274828434, -0.02614472806453705]
+
+
+def test_a_source_of_every_parameter_without_torch():
+    code = (
+        "import sys; from trainer.init import InitialWeights; from converters.model_info import ModelInfo;"
+        "from converters.catalog import Box; from converters.families.llama3 import FLAVORS;"
+        "w = InitialWeights(ModelInfo('llama3', FLAVORS['debug_tied']), seed=0);"
+        "[w.read(f, Box.whole(t.shape)) for f, t in w.tensors.items()];"
+        "assert 'output.weight' not in w.tensors and len(w.tensors) == 38;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
