@@ -150,12 +150,12 @@ def read_blob_item(data: bytes, *, what: str = "a checkpoint entry") -> Any:
 
 def check_plain(value: Any, *, what: str) -> None:
     """Raise CheckpointError unless `value` is made of plain values only, without a cycle."""
-    pending, budget = [value], 10_000_000
+    pending, budget = [value], 1_000_000
     while pending:
         item = pending.pop()
         budget -= 1
         if budget < 0:
-            raise CheckpointError(f"{what}: endless, or more than ten million values")
+            raise CheckpointError(f"{what}: endless, or more than a million values")
         if type(item) in (list, tuple, set):
             pending.extend(item)
         elif isinstance(item, dict):

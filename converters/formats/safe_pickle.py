@@ -118,7 +118,7 @@ def safe_load(
 def _check_opcodes(data: bytes, what: str) -> None:
     position, size = 0, len(data)
     while True:
-        position = _RUN.match(data, position).end()
+        position = _RUN.match(data, min(position, size)).end()
         if position >= size:
             raise CheckpointError(f"{what}: the pickle is cut off", hint="the file is truncated or damaged")
         opcode = data[position]

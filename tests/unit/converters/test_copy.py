@@ -1,0 +1,155 @@
+"""Copying: casts, non-finite values, long rows, progress, and errors before or during the copy."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import converters.copy as copying
+from converters.catalog import Box, TensorInfo
+from converters.copy import copy_tensors, row_blocks
+from converters.digest import TensorDigest
+from converters.errors import CheckpointError, UnsupportedError
+from converters.formats.dcp_write import plan_dcp
+from converters.formats.safetensors_write import plan_safetensors
+from converters.manifest import check_files
+from converters.open import open_checkpoint
+from tests.unit.converters.samples import raw, read_all, write
+
+
+class Arrays:
+    """A TensorSource over arrays in memory, as a computed source would be."""
+
+    def __init__(self, **arrays: np.ndarray):
+        self.arrays = arrays
+        self.tensors = {fqn: TensorInfo(a.dtype.name, a.shape) for fqn, a in arrays.items()}
+        self.largest = 0
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        part = self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
+        self.largest = max(self.largest, part.nbytes)
+        return part
+
+
+@pytest.mark.parametrize("to", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64"])
+def test_casts_round_as_torch_does(tmp_path, to):
+    values = np.random.default_rng(0).normal(size=(300, 7)).astype("float32")
+    target = plan_safetensors({"w": TensorInfo(to, values.shape)})
+    write(Arrays(w=values), target, tmp_path / "out", casts={"w": to})
+    assert read_all(open_checkpoint(tmp_path / "out"))["w"] == raw(torch.from_numpy(values).to(getattr(torch, to)))
+
+
+@pytest.mark.parametrize(("to", "large"), [("float16", 1e6), ("bfloat16", 3.4e38), ("float8_e4m3fn", 1e3)])
+def test_an_overflow_is_an_error_that_names_all_tensors(tmp_path, to, large):
+    arrays = {name: np.ones((3, 3), "float32") for name in "abc"}
+    arrays["a"][1, 1] = arrays["c"][0, 2] = arrays["c"][2, 2] = large
+    target = plan_safetensors({name: TensorInfo(to, (3, 3)) for name in "abc"})
+    with pytest.raises(CheckpointError, match=rf"(?s)a: 1 values do not fit {to}.*c: 2 values"):
+        copy_tensors(Arrays(**arrays), target, tmp_path, casts=dict.fromkeys("abc", to))
+
+
+def test_infinities_that_were_there_are_counted_and_no_overflow(tmp_path):
+    arrays = {"w": np.array([1, np.inf, -np.inf, np.nan], "float32"), "v": np.zeros(3, "float32")}
+    target = plan_safetensors({"w": TensorInfo("bfloat16", (4,)), "v": TensorInfo("float32", (3,))})
+    result = write(Arrays(**arrays), target, tmp_path / "out", casts={"w": "bfloat16"})
+    assert result.non_finite == {"w": 3}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_bit_pattern_is_judged_as_numpy_does(dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    bits = np.random.default_rng(0).integers(0, 256, (4096, kind.itemsize), dtype="uint8").reshape(-1).view(kind)
+    from converters.casts import count_non_finite
+
+    assert count_non_finite(bits, dtype) == np.count_nonzero(~np.isfinite(bits.astype("float64"))) > 0
+
+
+def test_what_does_not_match_is_told_before_anything_is_written(tmp_path):
+    source = Arrays(a=np.zeros((2, 3), "float32"), b=np.zeros(2, "float32"))
+    target = plan_safetensors(
+        {"a": TensorInfo("float32", (3, 2)), "b": TensorInfo("float16", (2,)), "c": TensorInfo("float32", (1,))}
+    )
+    with pytest.raises(CheckpointError, match=r"(?s)c: the source does not have it.*a: \[2, 3\].*b: float32"):
+        copy_tensors(source, target, tmp_path)
+    with pytest.raises(UnsupportedError, match="n: int64 to float32"):
+        only = plan_safetensors({"n": TensorInfo("float32", (2,))})
+        copy_tensors(Arrays(n=np.zeros(2, "int64")), only, tmp_path, casts={"n": "float32"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("block_bytes", [8 << 20, 100])
+def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, workers, block_bytes):
+    monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)
+    generator = np.random.default_rng(0)
+    arrays = {
+        "long_rows": generator.normal(size=(3, 70)).astype("float32"),
+        "deep": generator.normal(size=(4, 5, 6)).astype("float32"),
+        "vector": generator.normal(size=130).astype("float32"),
+        "scalar": np.float32(2).reshape(()),
+        "empty": np.zeros((0, 3), "float32"),
+    }
+    source = Arrays(**arrays)
+    boxes = [
+        ("long_rows", Box((0, 0), (3, 40))),
+        ("long_rows", Box((0, 40), (2, 30))),
+        ("long_rows", Box((2, 40), (1, 30))),
+    ]
+    boxes += [("deep", Box((0, 0, 0), (4, 2, 6))), ("deep", Box((0, 2, 0), (4, 3, 6)))]
+    boxes += [(fqn, Box.whole(arrays[fqn].shape)) for fqn in ("vector", "scalar", "empty")]
+    seen = []
+    result = write(
+        source,
+        plan_dcp(source.tensors, {"__0_0.distcp": boxes[::2], "__1_0.distcp": boxes[1::2]}),
+        tmp_path / "out",
+        workers=workers,
+        on_bytes=lambda count: seen.append((count, threading.current_thread())),
+    )
+    assert source.largest <= block_bytes
+    assert sum(count for count, _ in seen) == sum(a.nbytes for a in arrays.values())
+    assert {thread for _, thread in seen} == {threading.main_thread()}
+    assert read_all(open_checkpoint(tmp_path / "out")) == {fqn: a.tobytes() for fqn, a in arrays.items()}
+    assert check_files(tmp_path / "out") == []
+    for fqn, array in arrays.items():
+        whole = TensorDigest("float32", array.shape)
+        whole.update(Box.whole(array.shape), array)
+        assert result.digests[fqn] == whole.hexdigest()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (1, 50), (2, 3, 4), (2, 1, 9)])
+@pytest.mark.parametrize("max_bytes", [1, 4, 20, 1000])
+def test_row_blocks_cover_exactly(shape, max_bytes):
+    seen = np.zeros(shape, int)
+    for unit in row_blocks(shape, 2, max_bytes):
+        for box in unit:
+            assert box.num_elements * 2 <= max(2, max_bytes)
+            seen[box.slices_within(Box.whole(shape)) if shape else ...] += 1
+    assert (seen == 1).all()
+
+
+def test_an_error_of_the_source_ends_the_copy(tmp_path):
+    class Broken(Arrays):
+        def read(self, fqn: str, box: Box) -> np.ndarray:
+            raise CheckpointError(f"{fqn} is broken")
+
+    source = Broken(a=np.zeros(3, "float32"))
+    with pytest.raises(CheckpointError, match="a is broken"):
+        copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=3)
+
+
+def test_a_full_disk_is_told_in_plain_words(tmp_path):
+    import resource
+    import signal
+
+    source = Arrays(a=np.zeros(100_000, "float32"))
+    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
+    try:
+        with pytest.raises(CheckpointError, match="no space left"):
+            copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, old_handler)

@@ -1,0 +1,94 @@
+"""The manifest: vouches for every file, and notices whatever happens to them or to itself."""
+
+import json
+import random
+
+import pytest
+
+from converters.errors import CheckpointError
+from converters.manifest import (
+    FileSum,
+    TensorSum,
+    check_files,
+    check_sizes,
+    read_manifest,
+    sum_file,
+    write_manifest,
+)
+from converters.names import MANIFEST
+
+TENSORS = {"w": TensorSum("bfloat16", (2, 3), "00" * 16)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets/tokenizer.json").write_text("{}")
+    (tmp_path / "data.bin").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "empty").touch()
+    write_manifest(tmp_path, tensors=TENSORS)
+    return tmp_path
+
+
+def test_round_trip(folder):
+    manifest = read_manifest(folder)
+    assert manifest.tensors == TENSORS
+    assert sorted(manifest.files) == ["assets/tokenizer.json", "data.bin", "empty"]
+    assert (
+        manifest.files["data.bin"] == sum_file(folder / "data.bin") == FileSum(2560, manifest.files["data.bin"].crc32)
+    )
+    assert check_sizes(folder) == manifest
+    assert check_files(folder) == []
+    assert check_files(folder, ["data.bin"]) == []
+
+
+def test_known_sums_are_not_read_again(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    manifest = write_manifest(tmp_path, tensors={}, files={"a": FileSum(3, 12345)})
+    assert manifest.files["a"].crc32 == 12345
+    with pytest.raises(CheckpointError, match=r"not there:\n  b"):
+        write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
+
+
+def test_a_folder_without_one_has_none(tmp_path):
+    assert read_manifest(tmp_path) is None
+    assert check_sizes(tmp_path) is None
+    with pytest.raises(CheckpointError, match="nothing to compare"):
+        check_files(tmp_path)
+
+
+def test_missing_short_changed_and_strange_files_are_told_together(folder):
+    (folder / "empty").unlink()
+    (folder / "data.bin").write_bytes(b"short")
+    (folder / "assets/tokenizer.json").write_text("[]")
+    (folder / "stranger").touch()
+    with pytest.raises(CheckpointError, match=r"(?s)data.bin: 5 bytes instead of 2,560.*empty: missing"):
+        check_sizes(folder)
+    problems = "\n".join(check_files(folder))
+    for part in ("data.bin: 5 bytes", "empty: missing", "tokenizer.json: its bytes", "stranger: not in the manifest"):
+        assert part in problems
+
+
+def test_every_flipped_bit_is_found(folder):
+    generator = random.Random(0)
+    files = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size]
+    for _ in range(300):
+        path = generator.choice(files)
+        good = path.read_bytes()
+        broken = bytearray(good)
+        broken[generator.randrange(len(good))] ^= 1 << generator.randrange(8)
+        path.write_bytes(broken)
+        try:
+            found = check_files(folder)
+        except CheckpointError:
+            found = ["the manifest itself"]
+        path.write_bytes(good)
+        # White space of the JSON may turn into other white space; nothing else may pass.
+        assert found or (path.name == MANIFEST and json.loads(broken) == json.loads(good)), path
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"crc32": 1, "version": 99}', "[" * 100_000, "\xff"])
+def test_a_broken_manifest_is_told(folder, content):
+    (folder / MANIFEST).write_text(content, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        read_manifest(folder)
