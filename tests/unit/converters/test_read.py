@@ -23,7 +23,7 @@ def lay_out(folder: Path, array: np.ndarray, boxes: list[Box], generator: random
         order = list(range(array.ndim))
         generator.shuffle(order)
         part = array[box.slices_within(Box.whole(array.shape))].transpose(order)
-        padded = np.full([n + generator.randrange(3) for n in part.shape], -1, dtype=array.dtype)
+        padded = np.full([n + generator.randrange(3) for n in part.shape], 99, dtype=array.dtype)
         padded[tuple(slice(0, n) for n in part.shape)] = part
         steps = [prod(padded.shape[d + 1 :]) for d in range(array.ndim)]
         strides = tuple(steps[order.index(d)] for d in range(array.ndim))
