@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def prepare(
         raise DataError(f"the held-out share is {held_out}; it must lie between 0 and 1")
     if max_bytes is not None and max_bytes < 1:
         raise DataError(f"--max-bytes is {max_bytes}; it must be at least 1")
-    with staged(out, overwrite=overwrite, marks=(INDEX_JSON,)) as folder:
+    with _writing_told(out), staged(out, overwrite=overwrite, marks=(INDEX_JSON,)) as folder:
         if sources:
             files, source = find_files(sources), ", ".join(map(str, sources))
         else:
@@ -96,6 +97,15 @@ def prepare(
         **summary["text"],
         **summary["unigram"],
     )
+
+
+@contextmanager
+def _writing_told(out: Path) -> Iterator[None]:
+    """What cannot be read is told where it is read; any other failure of the system here is one of writing."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}", hint="nothing is left of it") from error
 
 
 def _settle_tokenizer(

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def read_documents(
 
 
 def _walk(folder: Path, *, leave_out: Iterable[str] = ()) -> Iterator[Path]:
-    for where, folders, names in os.walk(folder):  # does not follow links, so no loop
+    for where, folders, names in os.walk(folder, onerror=_raise):  # does not follow links, so no loop
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in leave_out)
         yield from (
             Path(where, name) for name in sorted(names) if name.endswith(_IN_FOLDERS) and not name.startswith(".")
@@ -103,14 +104,14 @@ def _whole_file(path: Path) -> Iterator[Document]:
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[Document]:
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        number = 0
-        try:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield Document(_text_of(line, text_key, f"{path}:{number}"), f"{path}:{number}")
-        except (OSError, EOFError) as error:
-            raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
 
 
 def _text_of(line: bytes, text_key: str, where: str) -> str:
@@ -131,6 +132,10 @@ def _text_of(line: bytes, text_key: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: a lone surrogate at character {error.start}, which no UTF-8 can hold") from None
     return text
+
+
+def _raise(error: OSError) -> None:
+    raise DataError(f"{error.filename}: {error.strerror}") from None
 
 
 def _read(path: Path) -> bytes:

@@ -243,7 +243,7 @@ def test_a_failure_half_way_leaves_the_old_index_and_nothing_else(many, tmp_path
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_module, "write_json", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(DataError, match="cannot be written: No space"):
         make([many.parent / "many.jsonl"], tmp_path / "index", vocab_size=310, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     assert open_index(tmp_path / "index").fingerprint == before

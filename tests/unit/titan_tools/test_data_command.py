@@ -1,0 +1,68 @@
+"""titan data prepare: what a user sees, and the exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def titan(tmp_path):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "titan_tools", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+    return run
+
+
+def test_the_default_text_becomes_an_index_in_data(titan, tmp_path):
+    done = titan("data", "prepare", "--max-bytes", "300000", "--vocab-size", "400")
+    assert (done.returncode, done.stderr) == (0, "")
+    summary = json.loads((tmp_path / "data" / "index.json").read_text())
+    assert f"{summary['text']['tokens']:,}" in done.stdout and "Python standard library" in done.stdout
+    assert f"{summary['unigram']['unigram_cross_entropy']:.3f} nats/token" in done.stdout
+    again = titan("data", "prepare", "--max-bytes", "300000", "--vocab-size", "400")
+    assert again.returncode == 2 and "exists already" in again.stderr and "try: --overwrite" in again.stderr
+    assert titan("data", "prepare", "--max-bytes", "300000", "--vocab-size", "410", "--overwrite").returncode == 0
+    assert json.loads((tmp_path / "data" / "index.json").read_text())["vocab_size"] == 410
+
+
+def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("A text about nothing much at all.\n" * 20)
+    (tmp_path / "b.jsonl").write_text('{"body": "And another one, of another kind."}\n' * 20)
+    first = titan("data", "prepare", "b.jsonl", "--text-key", "body", "--out", "one", "--vocab-size", "270", "--json")
+    assert json.loads(first.stdout)["documents"] == 20
+    second = titan("data", "prepare", "texts", "--tokenizer", "one", "--out", "two", "--held-out", "0.3", "--json")
+    report = json.loads(second.stdout)
+    assert (report["vocab_size"], report["tokenizer"], report["held_out_by"]) == (270, "one", "tail")
+    assert report["unigram_entropy"] <= report["unigram_cross_entropy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.txt"], "no such file or folder"),
+        (["bad.jsonl"], "bad.jsonl:2: not JSON"),
+        (["bad.txt"], "bad.txt:1: byte 0 of the file is not UTF-8"),
+        (["empty.txt"], "every document is empty"),
+        (["fine.txt", "--held-out", "2"], "must lie between 0 and 1"),
+        (["fine.txt", "--tokenizer", "nowhere"], "is not a folder"),
+        (["fine.txt", "--vocab-size", "9000"], "too small or too uniform"),
+        (["fine.txt", "--out", "fine.txt"], "is not a folder"),
+        (["fine.txt", "--out", "/proc/data"], "cannot be made"),
+        (["--vocab-size", "many"], "Invalid value for '--vocab-size'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_told_and_leaves_nothing(titan, tmp_path, arguments, told):
+    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text\n')
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "fine.txt").write_text("fine " * 100)
+    before = sorted(tmp_path.iterdir())
+    done = titan("data", "prepare", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
