@@ -166,6 +166,7 @@ def build(config: Config, args: ModelArgs, dims: ParallelDims, meshes: Meshes, d
                 local_len=config.training.seq_len // dims.cp,
                 sequence_shards=dims.tp,
                 dim=args.dim,
+                num_columns=args.vocab_size // (dims.tp if loss_parallel else 1),
                 dtype=getattr(torch, config.training.mixed_precision_param),
             ),
             num_microbatches=config.training.local_batch_size // size,
@@ -222,7 +223,8 @@ def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tupl
 
     def whole(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         positions = torch.arange(batch.tokens.shape[1], device=device)
-        return batch.tokens.to(device), batch.targets.to(device), positions
+        # contiguous: pipeline stages announce their inputs' strides
+        return batch.tokens.to(device).contiguous(), batch.targets.to(device), positions
 
     def head_and_tail(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         positions = head_tail_positions(batch.tokens.shape[1], cp_rank, cp, device)

@@ -27,12 +27,13 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What a rank sees of one microbatch: tokens [B, L], and between stages hidden states [B, L / tp, D]."""
+    """Shapes of a microbatch on a rank: tokens [B, L], hidden states [B, L / tp, D] between stages, logits [B, L, V]."""
 
     size: int
     local_len: int  # L: context parallelism has already cut it
     sequence_shards: int  # tp, by sequence parallelism
     dim: int
+    num_columns: int  # V: under loss parallel the vocabulary is cut too
     dtype: torch.dtype  # that hidden states travel in
 
     def tokens(self, *, device: str) -> Tensor:
@@ -43,6 +44,9 @@ class Microbatch:
         batch, length = tokens_BL.shape
         shape = (batch, length // self.sequence_shards, self.dim)
         return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
+
+    def logits_like(self, tokens_BL: Tensor) -> Tensor:
+        return torch.empty(*tokens_BL.shape, self.num_columns, dtype=self.dtype, device=tokens_BL.device)
 
 
 class Pipeline:
@@ -78,13 +82,14 @@ class Pipeline:
         # Shapes are given, so that nothing is inferred by running the model and sending pickles between ranks.
         tokens = self.microbatch.tokens(device="meta")
         hidden = self.microbatch.hidden_like(tokens).requires_grad_()
+        is_last = index == self.split.num_stages - 1
         return PipelineStage(
             part,
             index,
             self.split.num_stages,
             self.device,
             input_args=tokens if index == 0 else hidden,
-            output_args=hidden,  # of the last stage nothing is sent on
+            output_args=self.microbatch.logits_like(tokens).requires_grad_() if is_last else hidden,
             group=self.group,
         )
 
