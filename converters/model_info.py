@@ -26,6 +26,12 @@ class ModelInfo:
     )  # bos_token_id, eos_token_id (one or several), pad_token_id
 
 
+def says_model(path: Path) -> bool:
+    """Whether something in a checkpoint's folder says what model it is."""
+    folder = path if path.is_dir() else path.parent
+    return any((folder / name).is_file() for name in (MODEL_INFO, HF_CONFIG, META_PARAMS))
+
+
 def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     """What a checkpoint says about itself; `catalog` gives the shapes that a params.json leaves open.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo, read_model_info
+from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
@@ -29,19 +29,25 @@ class NativeWeights:
         self.reader.__exit__(*exc_info)
 
 
-def open_native(path: Path | str, *, model_from: Path | str | None = None) -> NativeWeights:
+def open_native(
+    path: Path | str, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+) -> NativeWeights:
     """Open a checkpoint of any format. Reads headers only, and a tied model's second copy of its embedding.
 
     `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
-    that do not say it (torchtitan's). Raises CheckpointError with everything that does not match the model.
+    that do not say it (torchtitan's); `otherwise`: what it is then, for a caller who knows. Raises CheckpointError with
+    everything that does not match the model.
     """
-    return native_weights(open_checkpoint(path), model_from=model_from)
+    return native_weights(open_checkpoint(path), model_from=model_from, otherwise=otherwise)
 
 
-def native_weights(catalog: Catalog, *, model_from: Path | str | None = None) -> NativeWeights:
+def native_weights(
+    catalog: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+) -> NativeWeights:
     """open_native for a catalog that is open already."""
     weights = model_part(catalog)
-    info = read_model_info(Path(model_from) if model_from else catalog.root, weights)
+    place = Path(model_from) if model_from else catalog.root
+    info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
     naming = detect_naming(weights.tensors, get_family(info.family))
     reader = CatalogReader(weights)
     try:

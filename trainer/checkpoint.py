@@ -14,14 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from converters.catalog import TensorSource
+from converters.catalog import Catalog, TensorSource
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import check_files, read_manifest
-from converters.model_info import ModelInfo, read_model_info
+from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import (
     DATALOADER,
     LR_SCHEDULER,
-    MODEL_INFO,
     OPTIMIZER,
     RNG,
     TRAIN_STATE,
@@ -127,17 +126,31 @@ class Checkpoints:
 
     def damage(self, path: Path) -> str:
         """What is wrong with a step's files; empty when each has its CRC32 of the manifest. Ranks share the work."""
-        problem = on_first(self._group, lambda: size_problem(path))
-        if problem:
-            return problem
+        return on_first(self._group, lambda: size_problem(path)) or self._changed_files(path)
+
+    def _changed_files(self, path: Path) -> str:
+        """Compare every file of a manifest with its CRC32, ranks sharing the files."""
         rank, world = self._group.rank(), self._group.size()
 
         def check_share() -> list[str]:
             manifest = read_manifest(path)
-            assert manifest is not None
-            return check_files(path, names=sorted(manifest.files)[rank::world])
+            return check_files(path, names=sorted(manifest.files)[rank::world]) if manifest else []
 
         return "; ".join(problem for share in on_each(self._group, check_share) for problem in share)
+
+    def _refuse_damaged(self, catalog: Catalog) -> None:
+        """For initial checkpoints, which may be of a kind without a manifest: then by their items' own CRC32s."""
+        rank, world, path = self._group.rank(), self._group.size(), catalog.root
+
+        def check_share() -> list[str]:
+            with CatalogReader(catalog) as reader:
+                share = sorted(catalog.tensors)[rank::world]
+                return [problem for fqn in share for problem in reader.record_problems(fqn)]
+
+        problem = self._changed_files(path) if path.is_dir() else ""
+        problems = [problem] if problem else [p for share in on_each(self._group, check_share) for p in share]
+        if problems:
+            raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
 
     def load(self, path: Path, state: RunState) -> None:
         """Take everything from a DCP, but the sections that the config excludes."""
@@ -147,7 +160,7 @@ class Checkpoints:
                 f"{path} holds weights only ({catalog.container}), and the run's whole state was asked for",
                 tries=["--checkpoint.initial_load_model_only"],
             )
-        if (path / MODEL_INFO).is_file():  # torchtitan's own do not say what they are
+        if says_model(path):  # torchtitan's own do not
             self._refuse_other_model(read_model_info(path, catalog), path)
         excluded = set(self._settings.exclude_from_loading)
         wanted = dict(state.model.state_dict())
@@ -173,18 +186,18 @@ class Checkpoints:
         if RNG in sections:
             _set_rng_state(sections[RNG])
 
-    def load_weights(self, path: Path, model: TrainModel) -> None:
-        """Take the weights alone, from any format: each rank reads only the boxes that it holds."""
-        damaged = (
-            self.damage(path)
-            if path.is_dir() and on_first(self._group, lambda: read_manifest(path) is not None)
-            else ""
-        )
-        if damaged:
-            raise CheckpointError(f"{path} is damaged: {damaged}")
-        with open_native(path) as weights:
+    def load_initial(self, path: Path, state: RunState) -> None:
+        """Begin from a checkpoint of any format: its weights, or, if the config says so, everything in it.
+
+        Each rank reads only the boxes that it holds. The weights' dtype may be another floating one; it is cast.
+        """
+        with open_native(path, otherwise=self._info) as weights:
+            self._refuse_damaged(weights.catalog)
             self._refuse_other_model(weights.info, path)
-            self._load(model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True)
+            if self._settings.initial_load_model_only:
+                self._load(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True)
+                return
+        self.load(path, state)
 
     def save(self, step: int, state: RunState, *, model_only: bool = False) -> Path:
         """Write a step, whole or not at all, then let go of those beyond keep_latest_k."""

@@ -1,7 +1,6 @@
 """What a run tells while it goes: the console line, TensorBoard scalars, metrics.jsonl; and the sums behind them."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from converters.families.base import ModelArgs
 
@@ -169,5 +169,5 @@ def _clock(secs: float) -> str:
 
 def note(text: str) -> None:
     """A line of talk from rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)

@@ -158,12 +158,8 @@ def load(config: Config, state: RunState, checkpoints: Checkpoints) -> None:
         checkpoints.load(own, state)
         note(f"resumed from {own}")
     elif settings.initial_load_path:
-        initial = Path(settings.initial_load_path)
-        if settings.initial_load_model_only:
-            checkpoints.load_weights(initial, state.model)
-        else:
-            checkpoints.load(initial, state)
-        note(f"started from {initial}")
+        checkpoints.load_initial(Path(settings.initial_load_path), state)
+        note(f"started from {settings.initial_load_path}")
     else:
         state.model.initialize(config.debug.seed or 0)
         note(f"started from first weights, seed {config.debug.seed or 0}: there is no checkpoint to load")
