@@ -7,6 +7,18 @@ from pathlib import Path
 import typer
 
 from converters.errors import TitanError
+from titan_tools.commands.config import config_app
+from titan_tools.commands.convert import convert_app
+from titan_tools.commands.data import data_app
+from titan_tools.commands.diff import diff
+from titan_tools.commands.estimate_memory import estimate_memory
+from titan_tools.commands.infer import infer
+from titan_tools.commands.inspect import inspect
+from titan_tools.commands.models import models
+from titan_tools.commands.reshard import reshard
+from titan_tools.commands.seed import seed
+from titan_tools.commands.train import train
+from titan_tools.commands.verify import verify
 
 EXIT_CODES = """\b
 Exit codes:
@@ -28,29 +40,20 @@ app = typer.Typer(
 )
 
 
-def _register() -> None:  # replaced by plain imports once every command file is there
-    from importlib import import_module
+_TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # --section.key VALUE, read by the config
 
-    for name in ("inspect", "diff", "verify", "reshard", "seed", "estimate-memory", "train", "infer", "models"):
-        try:
-            module = import_module(f"titan_tools.commands.{name.replace('-', '_')}")
-        except ModuleNotFoundError:
-            continue
-        settings = (
-            {"allow_extra_args": True, "ignore_unknown_options": True}
-            if name in ("train", "seed", "estimate-memory")
-            else {}
-        )
-        app.command(name, context_settings=settings)(getattr(module, name.replace("-", "_")))
-    for name in ("convert", "data", "config"):
-        try:
-            module = import_module(f"titan_tools.commands.{name}")
-        except ModuleNotFoundError:
-            continue
-        app.add_typer(getattr(module, f"{name}_app"), name=name)
-
-
-_register()
+app.command("train", context_settings=_TAKES_OVERRIDES)(train)
+app.command("infer")(infer)
+app.command("seed", context_settings=_TAKES_OVERRIDES)(seed)
+app.command("estimate-memory", context_settings=_TAKES_OVERRIDES)(estimate_memory)
+app.add_typer(convert_app, name="convert")
+app.command("reshard")(reshard)
+app.command("inspect")(inspect)
+app.command("diff")(diff)
+app.command("verify")(verify)
+app.add_typer(data_app, name="data")
+app.add_typer(config_app, name="config")
+app.command("models")(models)
 
 
 def main() -> None:

@@ -1,0 +1,111 @@
+"""The command line as a whole: every help page and its examples, errors, exit codes, speed of `titan --help`."""
+
+import functools
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from titan_tools.cli import app
+
+TITAN = [sys.executable, "-m", "titan_tools"]
+COMMANDS = {
+    "convert", "inspect", "diff", "verify", "reshard", "seed", "estimate-memory", "train", "infer", "data", "config",
+    "models",
+}  # fmt: skip
+
+
+def titan(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TITAN, *arguments], capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def all_pages() -> list[list[str]]:
+    """The words of every command that does something: `["reshard"]`, `["convert", "hf-to-dcp"]`, …"""
+    pages = [[info.name] for info in app.registered_commands]
+    for group in app.registered_groups:
+        pages += [[group.name, info.name] for info in group.typer_instance.registered_commands]
+    return pages
+
+
+def examples_of(page: list[str]) -> list[str]:
+    shown = CliRunner().invoke(app, [*page, "--help"]).output.splitlines()
+    start = next(i for i, line in enumerate(shown) if line.strip() == "Examples:")
+    rest = (line.strip() for line in shown[start + 1 :])
+    return [line for line in functools.reduce(_until_blank, rest, ([], False))[0] if line]
+
+
+def _until_blank(state, line):
+    found, ended = state
+    return (found, True) if ended or not line else ([*found, line], False)
+
+
+def parse_only() -> typer.Typer:
+    """The same commands with the same signatures, doing nothing: what parses here is an example that can be typed."""
+
+    def copy(source: typer.Typer) -> typer.Typer:
+        made = typer.Typer()
+        for info in source.registered_commands:
+            idle = functools.wraps(info.callback)(lambda *args, **kwargs: None)
+            made.command(info.name, context_settings=info.context_settings)(idle)
+        for group in source.registered_groups:
+            made.add_typer(copy(group.typer_instance), name=group.name)
+        return made
+
+    return copy(app)
+
+
+def test_all_commands_are_there():
+    assert {info.name for info in app.registered_commands} | {g.name for g in app.registered_groups} >= COMMANDS
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=" ".join)
+def test_help_leads_with_two_examples_that_parse(page):
+    examples = examples_of(page)
+    assert len(examples) >= 2
+    for example in examples:
+        words = shlex.split(example)
+        assert words[: len(page) + 1] == ["titan", *page], example
+        done = CliRunner().invoke(parse_only(), words[1:])
+        assert done.exit_code == 0, f"{example}\n{done.output}"
+
+
+def test_help_is_fast():
+    """At most 0.3 s: processor time, the best of five, because the machine may be busy with other tests."""
+
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    best = float("inf")
+    for _ in range(5):
+        start = spent()
+        assert titan("--help").returncode == 0
+        best = min(best, spent() - start)
+    assert best <= 0.3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["no-such-command"], ["models", "--no-such-option"], ["diff", "only-one"], ["reshard"], ["inspect", "/nowhere"]],
+    ids=" ".join,
+)
+def test_wrong_usage_is_two_lines_and_exit_2(arguments):
+    done = titan(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_somebody_elses_trainer_package_is_refused(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('the wrong package ran')\n")
+    root = Path(__file__).resolve().parents[3]
+    code = f"import sys; sys.path.append({str(root)!r}); from titan_tools.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout
