@@ -7,7 +7,7 @@ from converters.commit import find_complete
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.formats import dcp, meta_shards, safetensors, torch_file
-from converters.manifest import check_sizes
+from converters.manifest import Manifest, check_sizes
 from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, step_of
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -20,21 +20,40 @@ def open_checkpoint(path: str | Path) -> Catalog:
     Raises CheckpointError where it is missing, half-written, damaged or not a checkpoint, and UnsupportedError where it
     is one of a kind that is not covered. DCP chunks are checked to cover each tensor exactly once.
     """
-    path = find_complete(Path(path).expanduser())
+    path = Path(path)
+    try:
+        return _open(find_complete(path))
+    except OSError as error:  # no permission, a name that is too long, a disk that fails
+        raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
+
+
+def _open(path: Path) -> Catalog:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     if path.is_file():
-        return _open_file(path)
-    if not path.is_dir():
+        catalog = _open_file(path)
+    elif path.is_dir():
+        catalog = _open_folder(path)
+        _compare_with_manifest(catalog, check_sizes(path))
+    else:
         raise CheckpointError(f"{path}: neither a file nor a folder")
-    catalog = _open_folder(path)
-    manifest = check_sizes(path)
-    if manifest is not None and manifest.tensors.keys() != catalog.tensors.keys():
-        odd = sorted(manifest.tensors.keys() ^ catalog.tensors.keys())
-        raise CheckpointError(f"{path}: {MANIFEST} and the files list different tensors:{list_offenders(odd)}")
     if not catalog.tensors:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     return catalog
+
+
+def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:
+    if manifest is None:
+        return
+    claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}
+    found = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
+    odd = [
+        f"{fqn}: {found.get(fqn, 'not in the files')}, {claimed.get(fqn, 'not in the manifest')}"
+        for fqn in sorted(claimed.keys() | found.keys())
+        if claimed.get(fqn) != found.get(fqn)
+    ]
+    if odd:
+        raise CheckpointError(f"{catalog.root}: the files and {MANIFEST} disagree:{list_offenders(odd)}")
 
 
 def _open_folder(path: Path) -> Catalog:
@@ -52,6 +71,7 @@ def _open_folder(path: Path) -> Catalog:
             hint="keep each in a folder of its own",
         )
     if found["dcp"]:
+        _refuse_strange_files(path, [DCP_METADATA], pickles=True)
         return _covered(dcp.read_catalog(path))
     if found["safetensors"]:
         _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".safetensors")])
@@ -98,6 +118,8 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
 
 
 def _open_file(path: Path) -> Catalog:
+    if path.name in (DCP_METADATA, HF_INDEX, MANIFEST) or path.suffix == ".distcp":
+        raise CheckpointError(f"{path}: a part of a checkpoint", hint="give its folder", tries=[str(path.parent)])
     start = _sniff(path)
     if start[:4] == b"PK\x03\x04":
         return torch_file.read_catalog(path)
@@ -109,18 +131,18 @@ def _open_file(path: Path) -> Catalog:
 
 
 def _sniff(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(_SNIFF_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    with path.open("rb") as file:
+        return file.read(_SNIFF_BYTES)
 
 
-def _refuse_strange_files(folder: Path, names: list[str]) -> None:
+def _refuse_strange_files(folder: Path, names: list[str], *, pickles: bool = False) -> None:
     """Recognise what downloads leave behind in place of weights, before a parser calls it a damaged header."""
     for name in names:
         path = folder / name
-        if path.is_file() and (problem := _stranger(path, _sniff(path))):
+        if not path.is_file():
+            continue
+        start = _sniff(path)
+        if not (pickles and start[:1] == b"\x80") and (problem := _stranger(path, start)):
             raise problem
 
 

@@ -35,7 +35,8 @@ class OpenFiles:
                 slot[1] -= 1
 
     def _add(self, name: str) -> list[int]:
-        for other in [n for n, (_, users) in self._open.items() if not users][: len(self._open) + 1 - self._most]:
+        too_many = max(0, len(self._open) + 1 - self._most)
+        for other in [n for n, (_, users) in self._open.items() if not users][:too_many]:
             os.close(self._open.pop(other)[0])
         path = self._root / name
         try:

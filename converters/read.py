@@ -31,7 +31,7 @@ class CatalogReader:
         }
         self._files = OpenFiles(catalog.root)
         self._indexes: dict[str, BoxIndex] = {}
-        self._located: dict[tuple[str, int], Chunk] = {}
+        self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 
     def __enter__(self) -> "CatalogReader":
         return self
@@ -71,7 +71,7 @@ class CatalogReader:
         """The chunk with its byte offset, strides and CRC known; opens its DCP item the first time."""
         if chunk.byte_offset != UNLOCATED:
             return chunk
-        known = self._located.get((chunk.file, chunk.item[0]))
+        known = self._located.get((fqn, chunk.box.offsets))
         if known is not None:
             return known
         start, length = chunk.item
@@ -90,7 +90,7 @@ class CatalogReader:
             crc32=item.crc32,
             record=(start + item.record[0], item.record[1]),
         )
-        self._located[chunk.file, start] = found
+        self._located[fqn, chunk.box.offsets] = found
         return found
 
     def read_blob(self, fqn: str) -> bytes:

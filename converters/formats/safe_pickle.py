@@ -106,7 +106,7 @@ def safe_load(
         return _Reader(data, stubs, persistent, what).load()
     except CheckpointError:
         raise
-    except (Exception, RecursionError, MemoryError) as error:
+    except Exception as error:
         raise CheckpointError(
             f"{what}: damaged, or not a checkpoint's pickle ({type(error).__name__}: {error})"
         ) from error

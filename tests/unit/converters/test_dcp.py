@@ -185,6 +185,25 @@ def test_bad_metadata_is_told(tmp_path, kind):
         read_all(open_checkpoint(folder))
 
 
+def test_two_boxes_that_share_an_item_keep_their_places(tmp_path):
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(3, 2)})
+
+    def double(metadata):
+        entry = metadata.state_dict_metadata["w"]
+        (key,) = metadata.storage_data
+        offset = torch.Size([3, 0])
+        entry.chunks.append(ChunkStorageMetadata(offset, torch.Size([3, 2])))
+        metadata.storage_data[replace_index(key, "w", offset, 1)] = metadata.storage_data[key]
+        metadata.state_dict_metadata["w"] = replace(entry, size=torch.Size([6, 2]))
+
+    rewrite(folder, double)
+    expected = raw(torch.arange(6.0).reshape(3, 2).repeat(2, 1))
+    catalog = open_checkpoint(folder)
+    with CatalogReader(catalog) as reader:
+        for _ in range(2):
+            assert reader.read("w", Box.whole((6, 2))).tobytes() == expected
+
+
 def test_any_flipped_bit_of_metadata_is_an_error_or_harmless(tmp_path):
     state = {"w": torch.randn(4, 3), "n": 5}
     folder = save_dcp(tmp_path / "dcp", state)

@@ -52,6 +52,31 @@ def test_places_that_hold_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path / "pipe")
 
 
+def test_places_that_cannot_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_checkpoint(tmp_path / ("x" * 300))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="loop"):
+        open_checkpoint(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match="no such file"):
+        open_checkpoint("nul\0byte")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_part_of_a_checkpoint_names_the_whole(tmp_path, name):
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match="a part of a checkpoint") as caught:
+        open_checkpoint(folder / name)
+    assert caught.value.tries == (str(folder),)
+
+
+def test_a_metadata_that_is_something_else(tmp_path):
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.zeros(3)})
+    (folder / ".metadata").write_bytes(STRANGERS["lfs"][0])
+    with pytest.raises(CheckpointError, match="Git LFS pointer"):
+        open_checkpoint(folder)
+
+
 def test_pipes_and_devices_inside_are_not_opened(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a regular file"):
@@ -106,7 +131,7 @@ def test_the_manifest_must_agree(tmp_path):
     write_manifest(tmp_path, tensors={"w": TensorSum("float32", (3,), "")})
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
     safetensors.torch.save_file({"v": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"list different tensors:\n  v\n  w"):
+    with pytest.raises(CheckpointError, match=r"disagree:\n  v: .*not in the manifest\n  w: not in the files"):
         open_checkpoint(tmp_path)
     safetensors.torch.save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="instead of"):
