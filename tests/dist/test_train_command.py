@@ -1,0 +1,162 @@
+"""`titan train` as a user runs it: killed and started again, preempted, launched by torchrun, and given wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from converters.manifest import read_manifest
+from tests.dist.runs import make_data, read_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+TITAN = [sys.executable, "-P", "-m", "titan_tools"]
+CONFIG = """
+[job]
+dump_folder = "DUMP"
+[model]
+flavor = "debug_gqa"
+hf_assets_path = "DATA"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[training]
+dataset = "tokens"
+dataset_path = "DATA"
+local_batch_size = 2
+seq_len = 32
+steps = STEPS
+mixed_precision_param = "float32"
+[parallelism]
+data_parallel_shard_degree = 2
+[checkpoint]
+enable = true
+interval = 2
+keep_latest_k = 0
+[activation_checkpoint]
+mode = "none"
+[metrics]
+log_freq = 1
+"""
+
+
+def _environment():
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _start(*arguments, program=TITAN):
+    command = [*program, *map(str, arguments)]
+    return subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _run(*arguments, program=TITAN):
+    process = _start(*arguments, program=program)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def _wait_for(path, process):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def config(data, tmp_path_factory):
+    """A config file, and the dump folder of its run of 12 steps that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = folder / "job.toml"
+    path.write_text(CONFIG.replace("DUMP", str(folder)).replace("DATA", str(data)).replace("STEPS", "12"))
+    code, out, err = _run("train", path)
+    assert code == 0, err
+    assert [line.split()[1] for line in out.splitlines()] == [str(step) for step in range(1, 13)]
+    return path
+
+
+def _assert_same_as_whole(config, dump):
+    assert read_losses(dump) == read_losses(config.parent)
+    assert (
+        read_manifest(dump / "checkpoint" / "step-12").tensors
+        == read_manifest(config.parent / "checkpoint" / "step-12").tensors
+    )
+
+
+def test_killed_after_a_checkpoint_and_started_again_is_the_run_that_was_not(config, tmp_path):
+    process = _start("train", config, "--job.dump_folder", tmp_path)
+    _wait_for(tmp_path / "checkpoint" / "step-4", process)
+    process.kill()  # the parent; its ranks die with it
+    process.communicate(timeout=30)
+    assert not (tmp_path / "checkpoint" / "step-12").exists()
+    code, _, err = _run("train", config, "--job.dump_folder", tmp_path)
+    assert code == 0 and "resumed from" in err
+    _assert_same_as_whole(config, tmp_path)
+
+
+def test_sigterm_saves_leaves_with_75_and_the_next_start_goes_on(config, tmp_path):
+    process = _start("train", config, "--job.dump_folder", tmp_path)
+    _wait_for(tmp_path / "checkpoint" / "step-2", process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert err.count("stopped on request after step") == 1 and "Traceback" not in err
+    code, _, _ = _run("train", config, "--job.dump_folder", tmp_path)
+    assert code == 0
+    _assert_same_as_whole(config, tmp_path)
+
+
+def test_it_joins_torchrun(config, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [*torchrun, "--no-python", *TITAN]
+    code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.steps", 2, program=program)
+    assert code == 0, err
+    whole = read_losses(config.parent)
+    assert set(read_losses(tmp_path)) == {1, 2} and read_losses(tmp_path)[1] == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--training.sequence_len", "5"], "training.sequence_len"),
+        (["--training.steps", "many"], "training.steps"),
+        (["--nproc", "3"], "the mesh needs 2 ranks"),
+        (["--parallelism.tensor_parallel_degree", "3"], "does not divide"),
+    ],
+)
+def test_config_errors_are_told_before_any_rank_starts(config, arguments, told):
+    started = time.monotonic()
+    code, out, err = _run("train", config, *arguments)
+    assert (code, out) == (2, "")
+    assert told in err and err.startswith("error:") and "Traceback" not in err
+    assert time.monotonic() - started < 10  # no torch: well under a second on an idle machine
+
+
+def test_an_error_of_the_ranks_is_told_once(config, tmp_path):
+    code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.dataset_path", tmp_path / "none")
+    assert code == 2 and "Traceback" not in err
+    assert err.count("error:") == 1 and str(tmp_path / "none") in err
+
+
+def test_a_seed_checkpoint_begins_the_run_that_the_config_begins(config, tmp_path):
+    code, out, err = _run("seed", config, tmp_path / "seed", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["num_files"], report["mesh"], report["num_parameters"]) == (2, "dp_shard=2", 1_311_872)
+    code, _, err = _run("seed", config, tmp_path / "seed")
+    assert code == 2 and "exists already" in err
+
+    initial = ["--checkpoint.initial_load_path", tmp_path / "seed", "--checkpoint.load_only"]
+    code, _, err = _run("train", config, "--job.dump_folder", tmp_path / "run", "--training.steps", 1, *initial)
+    assert code == 0, err
+    assert read_losses(tmp_path / "run")[1] == read_losses(config.parent)[1]
