@@ -70,7 +70,9 @@ class BlockTensors:
     hidden: int  # w1's result; silu, w3's result and their product are as large
     logsumexp: int  # fp32, per head and token
     norm: int  # what a norm keeps besides the stream that it reads
-    masks: int  # context parallel: boolean masks of the two chunks of a rank's queries
+    masks: (
+        int  # context parallel: masks of the two chunks of a rank's queries, which SDPA turns from booleans to floats
+    )
 
 
 def block_tensors(run: RunShape) -> BlockTensors:
@@ -88,11 +90,11 @@ def block_tensors(run: RunShape) -> BlockTensors:
         hidden=tokens * args.ffn_hidden * element // tp,
         logsumexp=tokens * args.num_heads * FP32 // tp,
         norm=_norm_keeps(run, stream),
-        masks=_mask_bytes(run.seq_len, run.mesh.cp),
+        masks=_mask_elements(run.seq_len, run.mesh.cp) * element,
     )
 
 
-def _mask_bytes(seq_len: int, cp: int) -> int:
+def _mask_elements(seq_len: int, cp: int) -> int:
     """Head and tail, seq_len/2cp queries each, see 2·cp + 1 chunks of keys together: trainer/parallel/context.py."""
     chunk = seq_len // (2 * cp)
     return (2 * cp + 1) * chunk * chunk if cp > 1 else 0

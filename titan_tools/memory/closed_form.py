@@ -154,20 +154,26 @@ class _Rank:
 
     def backward(self, action: Action) -> Iterator[Instant]:
         """A microbatch goes back through a stage: loss, output, blocks from the last to the first, embedding."""
-        run, groups = self.run, self.groups[action.stage]
-        key = (action.stage, action.microbatch)
+        groups, key = self.groups[action.stage], (action.stage, action.microbatch)
         if self._is_last(action.stage):
             yield from self._backward_of_loss(key, groups)
         blocks = [(position, _layer_of(group)) for position, group in enumerate(groups) if _layer_of(group) is not None]
         for position, layer in reversed(blocks):
-            which = "last" if layer == blocks[-1][1] else "first" if layer == blocks[0][1] else "a middle"
+            which = "the last" if layer == blocks[-1][1] else "the first" if layer == blocks[0][1] else "a middle"
+            gathered = self._gathered_in_backward(groups, position)
             yield self.instant(
-                f"backward of {'the ' if which != 'a middle' else ''}{which} block",
+                f"backward of {which} block",
                 recompute=self.sizes.added[layer],
                 gradients=self.sizes.first_gradient,
-                all_gather=self._gathered_in_backward(groups, position),
+                all_gather=gathered,
             )
             self.kept[key] -= self.sizes.kept[layer]
+            yield self.instant(
+                f"end of the backward of {which} block",
+                recompute=2 * self.sizes.stream,  # its input and the gradient of that
+                gradients=groups[position].full_elements * self.run.compute_bytes,
+                all_gather=gathered,
+            )
             yield self._reduce(groups[position], "a block")
         self.kept.pop(key)
         self.kept_logits.pop(key, None)

@@ -35,8 +35,8 @@ GPUS = {
 CUBLAS_HANDLES = 2
 
 # A verdict needs reserved memory, and the closed form gives allocated only. In 24 published eager runs (torchtitan of
-# 2024-12 to 2025-10, torch 2.6 to 2.9; Llama 3 8B, Qwen 3 32B; classic and expandable segments) reserved was 1.15 to 1.31
-# times what this estimates as allocated: tests/unit/titan_tools/test_memory_published.py. It can never be below it.
+# 2024-12 to 2025-10, torch 2.6 to 2.9; Llama 3 8B and Qwen 3 32B; classic and expandable segments) reserved was 1.15 to
+# 1.31 times what this estimates as allocated (tests/unit/titan_tools/test_memory_published.py); it is never below it.
 RESERVED_OVER_ALLOCATED = (1.0, 1.35)
 # Not seen by torch's allocator. CUDA context: about 0.5 GB; NCCL: up to 1 GB per communicator, by others' reports, not
 # measured here.

@@ -11,8 +11,9 @@ from converters.errors import ConfigError, UnsupportedError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from titan_tools.memory.activations import activations_of
-from titan_tools.memory.closed_form import PARTS
+from titan_tools.memory.closed_form import PARTS, instants
 from titan_tools.memory.command import estimate_from_command_line
+from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.from_config import run_shape
 from trainer.config.load import load_config
@@ -173,8 +174,11 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
     def kept(schedule):
         words = f"""--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule={schedule}
             --training.local_batch_size=16 --activation_checkpoint.mode=full --parallelism.tensor_parallel_degree=1"""
-        found = estimate_of("llama3_8b", *words.split(), world_size=32)
-        return [rank.worst.parts["activations"] for rank in found.ranks[:3]]
+        shape = run_shape(load_config("llama3_8b", words.split()), world_size=32)
+        return [
+            max(i.parts.get("activations", 0) for i in instants(shape, pp_rank=rank, gpu=GPUS["h200"], steady=True))
+            for rank in range(3)
+        ]
 
     # 8, 9 and 8 layers, each keeping its input; the first block's is the receive buffer, the stage's output is kept too
     per_microbatch = [8 + 1, 9, 8]

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,15 +15,21 @@ from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
 from converters.layout import MeshShape, split_stages
 from titan_tools.memory.activations import activations_of
-from titan_tools.memory.closed_form import instants
+from titan_tools.memory.closed_form import Instant, instants
 from titan_tools.memory.constants import Gpu
+from titan_tools.memory.from_config import run_shape
 from titan_tools.memory.run_shape import Recompute, RunShape
-from trainer.build import WholeModel
+from trainer.build import WholeModel, build
+from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint
+from trainer.data.batch import Batch
 from trainer.loss import cross_entropy_sum
+from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
+from trainer.parallel_dims import resolve
 
+PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = Gpu("cpu", 1.0, 0.0)
 MODES = {
     "none": (Recompute(mode="none"), ActivationCheckpoint(mode="none")),
@@ -40,22 +48,31 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.at_most_bytes = 0  # live bytes when they were last counted, and all that was made since
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented  # a wrapper: the operations on what it wraps come here on their own
         result = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            if type(tensor) in PLAIN and tensor.untyped_storage()._cdata not in given:
+                self.add(tensor.untyped_storage())
         return result
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """A storage was made or resized."""
+        self.made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.at_most_bytes += storage.nbytes()
+        if self.at_most_bytes > self.peak_bytes:  # counting each time would take most of the test
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     @property
     def live_bytes(self) -> int:
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
-        return sum(size for _, size in self.made.values())
+        self.at_most_bytes = sum(size for _, size in self.made.values())
+        return self.at_most_bytes
 
 
 class FusedNorm(torch.autograd.Function):
@@ -105,6 +122,17 @@ def build_model(args: ModelArgs, mode: str, monkeypatch, dtype=torch.float32) ->
     return model
 
 
+def peak_of_passes(run: RunShape) -> Instant:
+    """The largest instant of forward and backward: these tests take no optimizer step."""
+    found = (i for i in instants(run, pp_rank=0, gpu=NO_WORKSPACES, steady=True) if i.when != "optimizer step")
+    return max(found, key=lambda instant: instant.total_bytes)
+
+
+def peak_without_state(run: RunShape) -> int:
+    """Its bytes but for what was there before the step."""
+    return sum(size for part, size in peak_of_passes(run).parts.items() if part not in ("parameters", "optimizer"))
+
+
 SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
 
 
@@ -113,12 +141,12 @@ SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
 def test_what_blocks_keep_is_what_torch_keeps(mode, dtype, monkeypatch):
     run = shape(SMALL, mode, compute_bytes=dtype.itemsize)
     model = build_model(SMALL, mode, monkeypatch, dtype)
-    cos, sin = model.rope(torch.arange(run.seq_len))
+    turns = model.rope(torch.arange(run.seq_len))
     x = torch.randn(run.microbatch_size, run.seq_len, SMALL.dim, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:
         h = x
         for layer in model.layers.values():
-            h = layer(h, cos, sin)
+            h = layer(h, turns)
         kept = live.live_bytes
     sizes = activations_of(run)
     # the first block's input was there before, the last block's output was made under the count
@@ -140,9 +168,76 @@ def test_the_peak_of_a_step_is_torchs(mode, what, changes, when, monkeypatch):
     tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
     with LiveBytes() as live:
         WholeModel(model, cross_entropy_sum).forward_backward(tokens, tokens, torch.arange(run.seq_len), 1.0)
-    held = ("parameters", "optimizer")
-    found = [i for i in instants(run, pp_rank=0, gpu=NO_WORKSPACES, steady=True) if i.when != "optimizer step"]
-    peak = max(found, key=lambda instant: instant.total_bytes)
-    estimated = sum(size for part, size in peak.parts.items() if part not in held)
+    peak = peak_of_passes(run)
     assert when in peak.when
-    assert estimated == pytest.approx(live.peak_bytes, rel=0.003)
+    assert peak_without_state(run) == pytest.approx(live.peak_bytes, rel=0.003)
+
+
+# --- sharded: the model of trainer/build.py on a fake process group, whose collectives only allocate
+
+SHORT = ["--training.seq_len=8", "--training.local_batch_size=2"]  # buffers of FSDP dominate
+LONG = ["--training.seq_len=128", "--training.local_batch_size=2"]
+OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+BF16 = ["--training.mixed_precision_param=bfloat16"]
+
+
+def degrees(**wanted: int) -> list[str]:
+    names = {"fsdp": "data_parallel_shard", "rep": "data_parallel_replicate", "tp": "tensor_parallel"}
+    names |= {"cp": "context_parallel", "pp": "pipeline_parallel"}
+    return [f"--parallelism.{name}_degree={wanted.get(axis, 1)}" for axis, name in names.items()]
+
+
+def follow_resize(monkeypatch, live: LiveBytes) -> None:
+    """FSDP2 frees and takes gathered parameters by resizing their storage, which is no operation of the dispatcher."""
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage, size):
+        result = resize(storage, size)
+        live.add(storage)
+        return result
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*degrees(fsdp=2), *LONG],
+        [*degrees(fsdp=8), *LONG, *BF16],
+        [*degrees(fsdp=2, rep=2), *LONG, *OP],
+        [*degrees(tp=4), *LONG],
+        [*degrees(tp=4), *LONG, *OP],
+        [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
+        [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
+        [*degrees(fsdp=2, cp=2), *LONG],
+        [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
+        [
+            *degrees(fsdp=4),
+            *SHORT,
+            *BF16,
+            "--model.flavor=debugmodel",
+            "--parallelism.fsdp_reshard_after_forward=always",
+        ],
+        [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
+    ],
+    ids=" ".join,
+)
+def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
+    config = load_config("debug", ["--validation.no_enable", *words])
+    run = run_shape(config)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.mesh.world_size)
+    try:
+        dims = resolve(config.parallelism, run.mesh.world_size)
+        model = build(config, run.args, dims, make_meshes(dims, "cpu"), torch.device("cpu"))
+        tokens = torch.randint(run.args.vocab_size, (run.microbatch_size, run.seq_len))
+        batch = Batch(tokens=tokens, targets=tokens)
+        model.forward_backward(batch, 1.0)  # FSDP makes some buffers only once
+        for parameter in model.named_parameters().values():
+            parameter.grad = None
+        with LiveBytes() as live:
+            follow_resize(monkeypatch, live)
+            model.forward_backward(batch, 1.0)
+    finally:
+        dist.destroy_process_group()
+    assert peak_without_state(run) == pytest.approx(live.peak_bytes, rel=0.01)
