@@ -41,6 +41,48 @@ def write_llama(folder: Path, **numbers):
     return model
 
 
+def write_meta(folder: Path, model) -> None:
+    """The model of `write_llama` as Meta releases one: consolidated.00.pth, params.json. Needs `rope_scaling=None`."""
+    import torch
+
+    config, state = model.config, model.state_dict()
+    inside = {
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    meta = {
+        "tok_embeddings.weight": state["model.embed_tokens.weight"],
+        "norm.weight": state["model.norm.weight"],
+        "output.weight": state["lm_head.weight"],
+    }
+    for n in range(config.num_hidden_layers):
+        for theirs, metas in inside.items():
+            weight = state[f"model.layers.{n}.{theirs}.weight"]
+            if metas in ("attention.wq", "attention.wk"):  # halves of a head to interleaved pairs
+                weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+            meta[f"layers.{n}.{metas}.weight"] = weight.contiguous()
+    numbers = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": 10000.0,
+    }
+    folder.mkdir(parents=True)
+    torch.save(meta, folder / "consolidated.00.pth")
+    (folder / "params.json").write_text(json.dumps(numbers))
+    write_tokenizer(folder)
+
+
 def write_tokenizer(folder: Path) -> None:
     """tokenizer.json of the 256 bytes and two special tokens, which transformers and titan read alike."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -58,8 +58,8 @@ def infer(
 
     \b
     Examples:
-      titan infer outputs --prompt "def main(" --max-new-tokens 32
-      titan infer outputs --tp 2 --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 7 --json
+      titan infer outputs/debug --prompt "def main(" --max-new-tokens 32
+      titan infer outputs/debug --tp 2 --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 7 --json
 
     Each rank reads only its slices. Sizes, tokenizer and stop tokens come from the checkpoint.
     """

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import typer
 
 from converters.errors import ConfigError
 from converters.weights import NativeWeights, open_native
@@ -25,6 +26,7 @@ from titan_tools.launch import inside_launch, rank_errors, run_ranks
 
 # A rank that is gone shows at once, because its connections close; this is for one that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def _degree(asked: int | None) -> int:
 
 
 def _check_devices(tp: int) -> None:
-    num_local = int(os.environ["LOCAL_WORLD_SIZE"]) if inside_launch() else tp
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", tp))
     if torch.cuda.is_available() and num_local > torch.cuda.device_count():
         raise ConfigError(
             f"--tp {tp} needs {num_local} GPUs on this machine, which has {torch.cuda.device_count()}",
@@ -122,7 +124,9 @@ def _start_ranks(request: Request, checkpoint: Path, work: _Work) -> None:
         }
         argv = ["infer", *(["--json"] if request.as_json else [])]
         argv += [f"{name}={value}" for name, value in options.items() if value is not None]
-        run_ranks([*argv, "--", str(checkpoint)], nproc=work.tp)
+        exit_code = run_ranks([*argv, "--", str(checkpoint)], nproc=work.tp)
+    if exit_code:  # no rank had anything to tell: they were stopped from outside
+        raise typer.Exit(_INTERRUPTED if exit_code < 0 else exit_code)
 
 
 def _load(work: _Work, weights: NativeWeights) -> SlicedModel:

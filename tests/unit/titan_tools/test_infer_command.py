@@ -9,12 +9,21 @@ import pytest
 import torch
 
 from converters.convert import convert
-from tests.tiny_llama import BOS, write_llama
+from tests.tiny_llama import BOS, write_llama, write_meta
 from titan_tools import cli
 from titan_tools.infer import run as infer_run
 
 PROMPT = "def main("
 SHORT = ("--prompt", PROMPT, "--max-new-tokens", "12")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +96,13 @@ def test_tokens_that_are_no_text_are_replaced(titan, hf):
 
 
 def test_every_format_says_the_same(titan, hf, dcp, tmp_path):
-    meta = tmp_path / "meta"
-    convert(hf, meta, to="meta")
-    said = [tokens(titan("infer", folder, *SHORT, "--json")[1]) for folder in (hf, dcp, meta)]
-    assert said[0] == said[1] == said[2]
+    dcp_said, hf_said = (tokens(titan("infer", folder, *SHORT, "--json")[1]) for folder in (dcp, hf))
+    assert dcp_said == hf_said
+    plain = write_llama(tmp_path / "hf", rope_scaling=None)
+    write_meta(tmp_path / "meta", plain)
+    places = (tmp_path / "hf", tmp_path / "meta", tmp_path / "meta" / "consolidated.00.pth")
+    told = [titan("infer", place, *SHORT, "--json") for place in places]
+    assert tokens(told[0][1]) == tokens(told[1][1]) == tokens(told[2][1]) != hf_said
 
 
 def test_a_runs_folder_stands_for_its_newest_whole_step(titan, hf, dcp, tmp_path):
@@ -248,3 +260,9 @@ def test_standard_input_is_refused_under_torchrun(titan, hf, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = titan("infer", hf, "-")
     assert code == 2 and "no standard input" in err
+
+
+@pytest.mark.parametrize("ranks_left_with, code", [(0, 0), (3, 3), (-15, 130)])
+def test_the_exit_code_of_the_ranks_comes_out(titan, hf, monkeypatch, ranks_left_with, code):
+    monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: ranks_left_with)
+    assert titan("infer", hf, *SHORT, "--tp", "2")[0] == code

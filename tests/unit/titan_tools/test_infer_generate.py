@@ -20,6 +20,15 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module", params=["gqa untied", "gqa tied", "one kv head", "no grouping"])
 def pair(request, tmp_path_factory):
     """A transformers model and ours, read from the folder that it was saved to."""
