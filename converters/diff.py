@@ -81,14 +81,15 @@ def diff(
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
         both = sections[0].keys() & sections[1].keys()
-        pairs = [(one.weights, other.weights)]
+        pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
+        pairs = [(one.weights, other.weights, one.info or other.info)]
         if both:
-            pairs.append((_Part(one.sections, both), _Part(other.sections, both)))
-        total = sum(_common_bytes(x, y) for x, y in pairs)
+            pairs.append((_Part(one.sections, both), _Part(other.sections, both), None))
+        total = sum(_common_bytes(x, y) for x, y, _ in pairs)
         num_equal = 0
         with progress(total, "comparing") as advance:
-            for x, y in pairs:
-                found, equal = _compare_sources(x, y, one.info or other.info, advance)
+            for x, y, info in pairs:
+                found, equal = _compare_sources(x, y, info, advance)
                 differences += found
                 num_equal += equal
         differences += _blob_differences(one.sections, other.sections, both)

@@ -1,0 +1,152 @@
+"""converters/diff.py: equal is said of equal things only, and every planted difference is found and measured."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert
+from converters.diff import diff
+from converters.errors import CheckpointError
+from converters.layout import MeshShape
+from converters.model_info import read_model_info, write_model_info
+from converters.reshard import reshard
+from tests.tiny_llama import write_llama
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("diff") / "hf"
+    write_llama(folder)
+    return folder
+
+
+@pytest.fixture
+def changed(hf, tmp_path):
+    """A function that writes the HF folder with some tensors changed."""
+
+    def write(change):
+        shutil.copytree(hf, tmp_path / "changed", dirs_exist_ok=True)
+        tensors = load_file(hf / "model.safetensors")
+        change(tensors)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / "changed" / "model.safetensors")
+        return tmp_path / "changed"
+
+    return write
+
+
+def test_equal_across_formats_and_layouts(hf, tmp_path):
+    convert(hf, tmp_path / "a", to="dcp")
+    reshard(tmp_path / "a", tmp_path / "b", mesh=MeshShape(pp=2, dp_shard=3))
+    for one, other in ((hf, tmp_path / "a"), (tmp_path / "a", tmp_path / "b"), (tmp_path / "b", hf)):
+        report = diff(one, other)
+        assert report.equal and report.num_equal == 21 and report.by == "native names"
+
+
+def test_values(hf, changed):
+    def change(tensors):
+        tensors["model.norm.weight"][5] += 0.5
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = math.nan
+
+    report = diff(hf, changed(change))
+    assert [d.name for d in report.differences] == ["layers.0.feed_forward.w3.weight", "norm.weight"]
+    nan, norm = report.differences
+    assert math.isnan(nan.max_abs) and "first at [3, 4]" in nan.detail and "1 of 2,880" in nan.detail
+    assert norm.max_abs == 0.5 and norm.relative == pytest.approx(0.5 / 32**0.5) and "first at [5]" in norm.detail
+    assert report.num_equal == 19 and not report.equal
+
+
+def test_a_wrong_permutation_is_named(hf, changed):
+    def interleave(tensors):
+        rows, dim = tensors[Q].shape
+        tensors[Q] = tensors[Q].view(4, 2, rows // 8, dim).transpose(1, 2).reshape(rows, dim)
+
+    (found,) = diff(hf, changed(interleave)).differences
+    assert found.name == "layers.1.attention.wq.weight" and found.detail.startswith("equal after the RoPE permutation")
+    (found,) = diff(changed(interleave), hf).differences
+    assert found.detail.startswith("equal after the RoPE permutation")
+
+
+def test_a_transpose_is_named(hf, changed):
+    name = "model.layers.0.self_attn.o_proj.weight"
+    (found,) = diff(hf, changed(lambda tensors: tensors.update({name: tensors[name].T}))).differences
+    assert found.detail.startswith("equal after a transpose")
+
+
+def test_dtypes_and_signs_of_zero(hf, changed, tmp_path):
+    convert(hf, tmp_path / "bf16", to="dcp", dtype="bf16")
+    report = diff(hf, tmp_path / "bf16")
+    kinds = {d.name: d for d in report.differences}
+    assert kinds["norm.weight"].kind == "dtype" and "values are equal" in kinds["norm.weight"].detail  # ones
+    assert kinds["output.weight"].kind == "values" and 0 < kinds["output.weight"].relative < 2**-8
+    zero = changed(lambda tensors: tensors["model.norm.weight"].zero_())
+    shutil.copytree(zero, tmp_path / "plus")
+    minus = changed(lambda tensors: tensors["model.norm.weight"].zero_().neg_())
+    (found,) = diff(tmp_path / "plus", minus).differences
+    assert (found.kind, found.max_abs) == ("dtype", 0.0) and "-0.0" in found.detail
+
+
+def test_numbers_that_no_shape_shows(hf, tmp_path):
+    shutil.copytree(hf, tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"]["rope_theta"] = 5e5
+    path.write_text(json.dumps(config))
+    (found,) = diff(hf, tmp_path / "other").differences
+    assert (found.name, found.kind) == ("rope_theta", "model")
+
+
+def test_one_side_that_does_not_say_what_it_is(hf, tmp_path):
+    convert(hf, tmp_path / "dcp", to="dcp")
+    (tmp_path / "dcp" / "titan_model.json").unlink()
+    (tmp_path / "dcp" / "titan_manifest.json").unlink()
+    assert diff(hf, tmp_path / "dcp").equal and diff(tmp_path / "dcp", hf).equal
+
+
+def test_names_as_stored(tmp_path):
+    for name, extra in (("a", {"only_a": torch.zeros(2)}), ("b", {"w": torch.ones(3, 2)})):
+        state = {"w": torch.ones(2, 3), "same": torch.arange(4), "v": torch.arange(3)} | extra
+        torch.save(state, tmp_path / f"{name}.pt")
+    report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert report.by == "names as stored" and report.num_equal == 2
+    assert {(d.name, d.kind) for d in report.differences} == {("w", "shape"), ("only_a", "only in A")}
+
+
+def test_sections(hf, tmp_path):
+    convert(hf, tmp_path / "dcp", to="dcp")
+    weights = {n: torch.zeros(t.shape) for n, t in _stock_shapes(tmp_path / "dcp").items()}
+
+    def save(name, **changes):
+        state = weights | {
+            "optimizer": {"state.norm.weight.exp_avg": torch.full((32,), changes.get("moment", 1.0))},
+            "train_state": {"step": changes.get("step", 3)},
+        }
+        dcp.save(state, checkpoint_id=str(tmp_path / name), no_dist=True)
+        write_model_info(tmp_path / name, read_model_info(hf))
+        return tmp_path / name
+
+    a = save("a")
+    assert diff(a, save("same")).equal
+    found = {d.name: d for d in diff(a, save("b", moment=1.5, step=4)).differences}
+    assert found.keys() == {"optimizer.state.norm.weight.exp_avg", "train_state.step"}
+    assert found["optimizer.state.norm.weight.exp_avg"].max_abs == 0.5
+    assert found["train_state.step"].detail == "3 in A, 4 in B"
+    reshard(a, tmp_path / "weights", drop=["optimizer", "train_state"])
+    report = diff(a, tmp_path / "weights")
+    assert report.equal and report.not_compared == {"optimizer": "only in A", "train_state": "only in A"}
+
+
+def _stock_shapes(folder):
+    metadata = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: torch.empty(entry.size) for name, entry in metadata.items()}
+
+
+def test_missing_input(hf, tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        diff(hf, tmp_path / "nowhere")

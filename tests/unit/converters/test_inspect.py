@@ -1,0 +1,100 @@
+"""converters/inspect.py: what transformers and torch wrote, told from headers; layers folded; nothing unpickled."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from converters.convert import convert
+from converters.errors import CheckpointError
+from converters.inspect import inspect_checkpoint, summarize_values
+from converters.layout import MeshShape
+from tests.tiny_llama import write_llama
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    model = write_llama(folder / "hf", num_hidden_layers=12)
+    convert(folder / "hf", folder / "dcp", to="dcp", mesh=MeshShape(dp_shard=2))
+    return folder, model
+
+
+def test_model_and_totals(folders):
+    folder, model = folders
+    for name, container, naming in (("hf", "safetensors", "hf"), ("dcp", "dcp", "native")):
+        found = inspect_checkpoint(folder / name)
+        assert (found.container, found.naming) == (container, naming)
+        assert found.num_parameters == sum(p.numel() for p in model.parameters())
+        assert found.num_bytes == 4 * found.num_parameters
+        assert found.model["num_layers"] == 12 and found.model["family"] == "llama3"
+        assert found.has_manifest == (name == "dcp")
+
+
+def test_layers_fold(folders):
+    lines = {line.name: line for line in inspect_checkpoint(folders[0] / "dcp").lines}
+    folded = lines["layers.{0..11}.attention.wk.weight"]
+    assert (folded.num_tensors, folded.shape, folded.num_chunks, folded.num_bytes) == (
+        12,
+        (16, 32),
+        24,
+        12 * 16 * 32 * 4,
+    )
+    assert len(lines) == 12
+    assert len(inspect_checkpoint(folders[0] / "dcp", fold=False).lines) == 9 * 12 + 3
+
+
+def test_gaps_and_odd_ones_are_told_apart(tmp_path):
+    state = {f"layers.{n}.w": torch.zeros(2, 2) for n in (0, 1, 2, 5)} | {"layers.7.w": torch.zeros(3)}
+    torch.save(state, tmp_path / "odd.pt")
+    lines = inspect_checkpoint(tmp_path / "odd.pt").lines
+    assert [(line.name, line.num_tensors) for line in lines] == [("layers.{0..2,5}.w", 4), ("layers.7.w", 1)]
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+def test_values_are_shown_and_pickles_never_run(tmp_path, capsys):
+    lr = {f"{fqn}.lr": 1e-3 for fqn in ("norm.weight", "output.weight")}
+    state = {
+        "norm.weight": torch.zeros(3),
+        "optimizer": {"param_groups": lr},
+        "train_state": {"step": 7},
+        "dataloader": {"dp_rank_0": pickle.dumps(Evil()), "odd": Evil()},
+    }
+    dcp.save(state, checkpoint_id=str(tmp_path / "step-7"), no_dist=True)
+    capsys.readouterr()
+    found = inspect_checkpoint(tmp_path / "step-7")
+    assert found.model is None and found.naming == "unknown"
+    assert found.values["train_state.step"] == 7
+    assert found.values["dataloader.odd"].endswith("bytes>")
+    assert summarize_values(found.values)["optimizer.param_groups.*.lr"] == 1e-3
+    assert "executed" not in capsys.readouterr().out
+    assert found.num_values == 5
+
+
+def test_everything_fits_into_json(folders):
+    json.dumps(inspect_checkpoint(folders[0] / "hf").to_json())
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        inspect_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="empty"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_safetensors_header_that_begins_like_a_pickle(tmp_path):
+    """A header of 640 bytes: the file's first bytes are 80 02, as of a bare pickle."""
+    path = tmp_path / "model.safetensors"
+    for padding in range(640):
+        save_file({"w": torch.zeros(2)}, path, metadata={"note": "x" * padding})
+        if path.read_bytes()[:2] == b"\x80\x02":
+            break
+    assert path.read_bytes()[:8] == (640).to_bytes(8, "little")
+    assert inspect_checkpoint(tmp_path).num_parameters == 2

@@ -1,0 +1,147 @@
+"""converters/verify.py: sound checkpoints of every kind pass; any flipped bit, cut or swap is found."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert
+from converters.errors import CheckpointError
+from converters.layout import MeshShape
+from converters.verify import verify
+from tests.tiny_llama import write_llama
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """One of each kind: ours (DCP, HF), and what transformers and stock torch write."""
+    folder = tmp_path_factory.mktemp("verify")
+    write_llama(folder / "theirs_hf")
+    convert(folder / "theirs_hf", folder / "ours_dcp", to="dcp", mesh=MeshShape(dp_shard=2, tp=2))
+    convert(folder / "ours_dcp", folder / "ours_hf", to="hf", shard_bytes=30_000)
+    state = {"a": torch.randn(9, 5), "n": {"b": torch.randn(7).bfloat16()}, "step": 3}
+    dcp.save(state, checkpoint_id=str(folder / "theirs_dcp"), no_dist=True)
+    (folder / "theirs_pt").mkdir()
+    torch.save(state, folder / "theirs_pt" / "model.pt")
+    return folder
+
+
+KINDS = ("ours_dcp", "ours_hf", "theirs_hf", "theirs_dcp", "theirs_pt")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sound_checkpoints_pass(sound, kind):
+    report = verify(sound / kind)
+    assert report.ok, report
+    outcomes = {check.name: check.outcome for check in report.checks}
+    assert outcomes["structure"] == outcomes["files"] == outcomes["values"] == "ok"
+    assert outcomes["names and shapes"] == ("not possible" if kind in ("theirs_dcp", "theirs_pt") else "ok")
+    assert verify(sound / kind, quick=True).ok
+
+
+@pytest.mark.parametrize("kind", ["ours_dcp", "ours_hf"])
+def test_any_flipped_bit_is_found(sound, kind, tmp_path):
+    """In any file of ours, the manifest included."""
+    shutil.copytree(sound / kind, tmp_path / "copy")
+    draw = random.Random(0)
+    files = sorted(p for p in (tmp_path / "copy").rglob("*") if p.is_file())
+    missed = []
+    for file in files:
+        good = file.read_bytes()
+        for _ in range(4):
+            place, bit = draw.randrange(len(good)), draw.randrange(8)
+            file.write_bytes(good[:place] + bytes([good[place] ^ (1 << bit)]) + good[place + 1 :])
+            if verify(tmp_path / "copy").ok:
+                missed.append((file.name, place, bit))
+        file.write_bytes(good)
+    assert missed == []
+    assert verify(tmp_path / "copy").ok
+
+
+@pytest.mark.parametrize("kind", ["theirs_dcp", "theirs_pt"])
+def test_flipped_data_of_stock_torch_is_found(sound, kind, tmp_path):
+    """Stock loaders take it silently: they never compare the CRC32 that torch.save wrote."""
+    shutil.copytree(sound / kind, tmp_path / "copy")
+    (file,) = [p for p in (tmp_path / "copy").iterdir() if p.suffix in (".distcp", ".pt")]
+    good = file.read_bytes()
+    state = torch.load(sound / "theirs_pt" / "model.pt")
+    place = good.index(state["a"].numpy().tobytes())
+    file.write_bytes(good[: place + 3] + bytes([good[place + 3] ^ 1]) + good[place + 4 :])
+    report = verify(tmp_path / "copy")
+    assert not report.ok
+    assert any("a at [0, 0]" in problem for check in report.checks for problem in check.problems)
+
+
+def test_a_swapped_tensor_is_found_by_name(sound, tmp_path):
+    """The same files with two tensors exchanged and every checksum of the container made anew."""
+    shutil.copytree(sound / "theirs_hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    ours = sound / "ours_hf"
+    shutil.copytree(ours, tmp_path / "copy")
+    (file,) = [p for p in (tmp_path / "copy").glob("*.safetensors") if "model.norm.weight" in load_file(p)]
+    content = load_file(file)
+    content["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(content, file, metadata={"format": "pt"})
+    report = verify(tmp_path / "copy")
+    assert not report.ok and any(file.name in p for check in report.checks for p in check.problems)
+
+
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "added"])
+def test_files_that_changed(sound, damage, tmp_path):
+    shutil.copytree(sound / "ours_dcp", tmp_path / "copy")
+    file = tmp_path / "copy" / "__1_0.distcp"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif damage == "emptied":
+        file.write_bytes(b"")
+    elif damage == "removed":
+        file.unlink()
+    else:
+        (tmp_path / "copy" / "assets" / "stranger.bin").write_bytes(b"x")
+    report = verify(tmp_path / "copy")
+    assert not report.ok
+    assert any(
+        name in text
+        for check in report.checks
+        for text in (check.detail, *check.problems)
+        for name in ("__1_0.distcp", "stranger.bin")
+    )
+
+
+def test_names_that_are_not_the_model_s(sound, tmp_path):
+    shutil.copytree(sound / "theirs_hf", tmp_path / "copy")
+    path = tmp_path / "copy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
+    report = verify(tmp_path / "copy")
+    (failed,) = [check for check in report.checks if check.outcome == "failed"]
+    assert failed.name == "names and shapes" and "missing     model.layers.2." in failed.detail
+
+
+def test_models_we_do_not_know_are_checked_as_files(sound, tmp_path):
+    shutil.copytree(sound / "theirs_hf", tmp_path / "copy")
+    path = tmp_path / "copy" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}))
+    report = verify(tmp_path / "copy")
+    assert report.ok and report.checks[1].outcome == "not possible"
+
+
+def test_values_that_are_no_numbers_are_told(sound, tmp_path):
+    shutil.copytree(sound / "theirs_hf", tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][:2] = torch.tensor([float("nan"), float("inf")])
+    save_file(tensors, file)
+    report = verify(tmp_path / "copy")
+    assert report.ok and report.non_finite == {"model.norm.weight": 2}
+
+
+def test_nothing_there_is_an_error_and_no_checkpoint_a_failure(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        verify(tmp_path / "nowhere")
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    report = verify(tmp_path)
+    assert not report.ok and "Git LFS pointer" in report.checks[0].detail
