@@ -21,9 +21,9 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
     seen = {"hidden": set(), "angles": set()}
 
     def look(module, args):
-        hidden, cos, _ = args
+        hidden, turns = args
         seen["hidden"].add(hidden.dtype)
-        seen["angles"].add(cos.dtype)
+        seen["angles"].add(turns.dtype)
 
     for part in model.parts:
         for layer in part.layers.values():
@@ -38,7 +38,8 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
 def test_what_is_bf16_and_what_is_not(pools, layout):
     for seen in pools[layout.world_size].run(dtypes, layout):
         assert seen["hidden"] == {torch.bfloat16}
-        assert seen["angles"] == seen["weights"] == seen["gradients"] == {torch.float32}
+        assert seen["angles"] == {torch.complex64}
+        assert seen["weights"] == seen["gradients"] == {torch.float32}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.name)
@@ -55,4 +56,4 @@ def test_weights_kept_in_bf16(pools):
     layout = Layout("fsdp 2", 2, {}, BF16 | {"dtype": "bfloat16"})
     seen = pools[2].run(dtypes, layout)[0]
     assert seen["weights"] == seen["gradients"] == seen["hidden"] == {torch.bfloat16}
-    assert seen["angles"] == {torch.float32}
+    assert seen["angles"] == {torch.complex64}

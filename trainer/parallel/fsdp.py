@@ -1,5 +1,7 @@
 """FSDP2: which modules are gathered together, in which dtypes, and when they are freed again."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +22,7 @@ def apply_fsdp(
     Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
     for norm and output, which backward needs again at once.
     """
-    # Inputs need no cast: embeddings come out in param_dtype. A cast would also round the fp32 rotary angles.
+    # Inputs need no cast: embeddings come out in param_dtype, and what else goes in keeps its precision.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
@@ -38,6 +40,8 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     model.tie()
 
+    # Under TP a module's output is a view of a DTensor. torch warns of writing into it in place, which no model here does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

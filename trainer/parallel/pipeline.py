@@ -27,7 +27,7 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Shapes of a microbatch on a rank: tokens [B, L], hidden states [B, L / tp, D] between stages, logits [B, L, V]."""
+    """What travels: tokens [B, L], hidden states [B, L / tp, D] between stages, logits [B, L, V] at the end."""
 
     size: int
     local_len: int  # L: context parallelism has already cut it

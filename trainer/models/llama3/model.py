@@ -40,11 +40,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=False)
         self.inner_attention: nn.Module = CausalAttention()
 
-    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLNH = self.inner_attention(rotate(q_BLNH, cos, sin), rotate(k_BLKH, cos, sin), v_BLKH)
+        out_BLNH = self.inner_attention(rotate(q_BLNH, turns), rotate(k_BLKH, turns), v_BLKH)
         return self.wo(out_BLNH.flatten(-2))
 
 
@@ -71,8 +71,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos=cos, sin=sin)
+    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), turns=turns)
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 
@@ -104,10 +104,10 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        cos, sin = self.rope(positions)
+        turns = self.rope(positions)
         h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
-            h_BLD = layer(h_BLD, cos, sin)
+            h_BLD = layer(h_BLD, turns)
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return self.output(h_BLD) if self.output is not None else h_BLD

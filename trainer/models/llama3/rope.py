@@ -32,7 +32,7 @@ def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryAngles(nn.Module):
-    """Positions → cosines and sines. Holds no buffer: nothing to save, and `.to(bfloat16)` has nothing to round."""
+    """Positions → rotations. Holds no buffer: nothing to save, and `.to(bfloat16)` has nothing to round."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -46,14 +46,19 @@ class RotaryAngles(nn.Module):
         self.frequencies_P = rope_frequencies(self.args).to(fn(self.frequencies_P).device)
         return self
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions [L] or [B, L] (any integers) → cos and sin, fp32 [..., L, 1, P], to meet [B, L, heads, P]."""
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions [L] or [B, L], any integers → turns cos + i·sin, complex64 [..., L, 1, P] to meet [B, L, heads, P].
+
+        Complex also because FSDP's mixed precision casts real inputs only.
+        """
         angles = (positions.to(torch.float32).unsqueeze(-1) * self.frequencies_P).unsqueeze(-2)
-        return angles.cos(), angles.sin()
+        return torch.complex(angles.cos(), angles.sin())
 
 
-def rotate(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … of each head, in fp32, and return x's dtype."""
-    even, odd = x_BLNH.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).type_as(x_BLNH)
+def rotate(x_BLNH: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the pairs (0, 1), (2, 3), … of each head, in fp32, and return x's dtype.
+
+    One complex product: written out in real numbers over strided pairs it takes ten times as long on a CPU.
+    """
+    pairs = torch.view_as_complex(x_BLNH.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).type_as(x_BLNH)
