@@ -24,7 +24,8 @@ _STATE_VERSION = 1
 class TokenLoader:
     """One rank's batches [global_batch_size / dp_degree, seq_len]. With a seed: shuffled, endless, resumable.
 
-    With seed None: in order, one pass, whole batches only, and every `iter` starts at the first: for validation.
+    With seed None, for validation: one pass of whole batches, the same with every `iter`, in a fixed order that mixes
+    the documents, so that the first few batches stand for all.
     Raises DataError where the split is too small for one batch, or holds a token id that it says it does not.
     """
 
@@ -57,7 +58,7 @@ class TokenLoader:
                 f"too few for one batch of {global_batch_size}",
                 hint="prepare more text, or take a smaller batch or seq_len",
             )
-        self._order = range(self.num_samples) if seed is None else _shuffled(self.num_samples, seed)
+        self._order = _shuffled(self.num_samples, seed or 0)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the present position on; the next one is read in a background thread while one is in use."""

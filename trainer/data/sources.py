@@ -17,6 +17,7 @@ _JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")  # C4's files are cal
 KNOWN = _TEXT + _JSON_LINES
 _IN_FOLDERS = tuple(ending for ending in KNOWN if ending != ".json")  # there it is mostly a config, not lines of text
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_GENERATED = {"encodings", "pydoc_data"}  # code page tables and a book: nothing like the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ def find_files(sources: Sequence[Path]) -> list[Path]:
 def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
     """The folder of the running Python's own modules, and at most `max_bytes` of their sources: text every machine has.
 
-    Tests are left out. Which files are taken is decided by a hash of their names: a fair and repeatable sample.
+    Tests and generated tables are left out. A hash of their names decides which files are taken: a repeatable sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in _walk(root, leave_out=_NO_SOURCES) if path.suffix == ".py" and _is_utf8(path)]
+    files = [
+        path for path in _walk(root, leave_out=_NO_SOURCES | _GENERATED) if path.suffix == ".py" and _is_utf8(path)
+    ]
     if not files:
         raise DataError(
             f"{root}: this Python has no sources of its standard library", tries=["titan data prepare FILES…"]

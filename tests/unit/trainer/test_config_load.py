@@ -1,5 +1,6 @@
 """Loading a config: origins and precedence, and every way of getting it wrong, told at once and before torch."""
 
+import re
 import subprocess
 import sys
 import time
@@ -210,6 +211,13 @@ def test_no_key_is_both_read_and_refused():
     assert not read & set(REFUSED)
     assert {key for key, _ in REFUSED_VALUES} <= read
     assert set(RENAMED.values()) <= read | set(REFUSED)
+
+
+def test_every_key_is_read_by_something_outside_of_the_config():
+    """A key that is taken and read by nothing would be a lie; it belongs in refused.py."""
+    sources = [path for package in ("trainer", "titan_tools") for path in (ROOT / package).rglob("*.py")]
+    code = "\n".join(path.read_text("utf-8") for path in sources if "config" not in path.parts)
+    assert [key for key in origins(Config()) if not re.search(rf"\.{key.split('.')[1]}\b", code)] == []
 
 
 def test_sections_that_can_be_left_out_are_those_of_a_checkpoint(tmp_path):
