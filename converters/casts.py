@@ -31,7 +31,7 @@ def cast(array: np.ndarray, dtype: str) -> tuple[np.ndarray, int]:
     """(values in `dtype`, rounded to nearest even; how many were finite and are not any more)."""
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(numpy_dtype(dtype))
-    return result, max(0, count_non_finite(result, dtype) - count_non_finite(array, _name(array)))
+    return result, max(0, count_non_finite(result, dtype) - count_non_finite(array, array.dtype.name))
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:
@@ -44,7 +44,3 @@ def count_non_finite(array: np.ndarray, dtype: str) -> int:
     if bits.max() < first:  # the usual case: one pass that numpy vectorises
         return 0
     return int(np.count_nonzero(bits >= first))
-
-
-def _name(array: np.ndarray) -> str:
-    return array.dtype.name

@@ -1,18 +1,16 @@
 """DCP's `.metadata`: read it with stand-in records, write it by emitting opcodes. torch is not imported either way."""
 
-import struct
 from typing import Any, NamedTuple
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.formats.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter
 from converters.formats.paths import checked_file_name
 from converters.formats.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
 from converters.formats.tensor_pickle import DTypeName
 
 _MAX_METADATA_BYTES = 8 << 30  # 10,000 ranks of a 405B write 6.7 GB
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 VERSION = "1.0.0"
 
 
@@ -67,15 +65,15 @@ class _Ignored(metaclass=Sealed):
 
 _STUBS: Stubs = {
     **PLAIN_STUBS,
-    (_METADATA, "Metadata"): _Metadata,
-    (_METADATA, "TensorStorageMetadata"): _Tensor,
-    (_METADATA, "BytesStorageMetadata"): _Bytes,
-    (_METADATA, "ChunkStorageMetadata"): _ChunkBox,
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Ignored,
-    (_METADATA, "StorageMeta"): _Ignored,
-    (_METADATA, "MetadataIndex"): _Index,
-    (_FILESYSTEM, "_StorageInfo"): _StorageInfo,
+    (METADATA_MODULE, "Metadata"): _Metadata,
+    (METADATA_MODULE, "TensorStorageMetadata"): _Tensor,
+    (METADATA_MODULE, "BytesStorageMetadata"): _Bytes,
+    (METADATA_MODULE, "ChunkStorageMetadata"): _ChunkBox,
+    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _Ignored,
+    (METADATA_MODULE, "StorageMeta"): _Ignored,
+    (METADATA_MODULE, "MetadataIndex"): _Index,
+    (FILESYSTEM_MODULE, "_StorageInfo"): _StorageInfo,
     # torch before 2.2 and OLMo-core: the same records under other names
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
@@ -190,9 +188,8 @@ def _dtype(properties: _Properties, fqn: str, what: str) -> str:
 
 def dump_metadata(catalog: Catalog) -> bytes:
     """The `.metadata` of a catalog whose chunks all carry `item`: protocol 4, version 1.0.0, no Path in it."""
-    out = _Emitter()
-    out.record(_METADATA, "Metadata")
-    out.mark()
+    out = MetadataEmitter()
+    out.record(METADATA_MODULE, "Metadata")
     out.text("state_dict_metadata")
     out.mapping()
     for entry in catalog.tensors.values():
@@ -200,7 +197,7 @@ def dump_metadata(catalog: Catalog) -> bytes:
         _emit_tensor(out, entry)
     for fqn in catalog.blobs:
         out.text(fqn)
-        out.record(_METADATA, "BytesStorageMetadata")
+        out.bare_record(METADATA_MODULE, "BytesStorageMetadata")
     out.end_mapping()
     out.text("planner_data")
     out.mapping()
@@ -220,25 +217,23 @@ def dump_metadata(catalog: Catalog) -> bytes:
     for name, value in (("storage_meta", None), ("version", VERSION)):
         out.text(name)
         out.none() if value is None else out.text(value)
-    out.end_state()
+    out.end_record()
     return out.finish()
 
 
-def _emit_tensor(out: "_Emitter", entry: TensorEntry) -> None:
-    out.record(_METADATA, "TensorStorageMetadata")
-    out.mark()
+def _emit_tensor(out: MetadataEmitter, entry: TensorEntry) -> None:
+    out.record(METADATA_MODULE, "TensorStorageMetadata")
     out.text("properties")
     out.properties(entry.dtype)
     out.text("size")
     out.size(entry.shape)
     out.text("chunks")
     out.list_of_boxes([chunk.box for chunk in entry.chunks])
-    out.end_state()
+    out.end_record()
 
 
-def _emit_place(out: "_Emitter", fqn: str, offsets, index, file: str, start: int, length: int) -> None:
-    out.record(_METADATA, "MetadataIndex")
-    out.mark()
+def _emit_place(out: MetadataEmitter, fqn: str, offsets, index, file: str, start: int, length: int) -> None:
+    out.record(METADATA_MODULE, "MetadataIndex")
     out.text("fqn")
     out.text(fqn)
     out.text("index")
@@ -246,116 +241,12 @@ def _emit_place(out: "_Emitter", fqn: str, offsets, index, file: str, start: int
     if offsets is not None:
         out.text("offset")
         out.size(offsets)
-    out.end_state()
-    out.record(_FILESYSTEM, "_StorageInfo")
-    out.mark()
+    out.end_record()
+    out.record(FILESYSTEM_MODULE, "_StorageInfo")
     out.text("relative_path")
     out.text(file)
     out.text("offset")
     out.integer(start)
     out.text("length")
     out.integer(length)
-    out.end_state()
-
-
-class _Emitter:
-    """Writes pickle opcodes. What repeats (names, classes, sizes) is put into the memo once and fetched afterwards."""
-
-    def __init__(self) -> None:
-        self._out = bytearray(b"\x80\x04")
-        self._memo: dict[Any, int] = {}
-
-    def _remembered(self, key: Any) -> bool:
-        number = self._memo.get(key)
-        if number is None:
-            return False
-        self._out += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
-        return True
-
-    def _remember(self, key: Any) -> None:
-        self._memo[key] = len(self._memo)
-        self._out += b"\x94"
-
-    def text(self, value: str) -> None:
-        if not self._remembered(value):
-            raw = value.encode("utf-8", "surrogatepass")
-            self._out += b"X" + struct.pack("<I", len(raw)) + raw
-            self._remember(value)
-
-    def integer(self, value: int) -> None:
-        if value < 256:
-            self._out += b"K%c" % value
-        elif value < 1 << 31:
-            self._out += b"J" + struct.pack("<i", value)
-        else:
-            self._out += b"\x8a\x09" + value.to_bytes(9, "little")
-
-    def none(self) -> None:
-        self._out += b"N"
-
-    def mark(self) -> None:
-        """Open the state dict of the record just made."""
-        self._out += b"}("
-
-    mapping = mark
-
-    def end_mapping(self) -> None:
-        self._out += b"u"
-
-    def end_state(self) -> None:
-        self._out += b"ub"
-
-    def symbol(self, module: str, name: str) -> None:
-        if not self._remembered((module, name)):
-            self.text(module)
-            self.text(name)
-            self._out += b"\x93"
-            self._remember((module, name))
-
-    def record(self, module: str, name: str) -> None:
-        self.symbol(module, name)
-        self._out += b")\x81"
-
-    def size(self, values: tuple[int, ...]) -> None:
-        key = ("size", values)
-        if not self._remembered(key):
-            self.symbol("torch", "Size")
-            self._out += b"("
-            for value in values:
-                self.integer(value)
-            self._out += b"t\x85R"
-            self._remember(key)
-
-    def properties(self, dtype: str) -> None:
-        key = ("properties", dtype)
-        if not self._remembered(key):
-            self.record(_METADATA, "TensorProperties")
-            self._out += b"("
-            self.symbol("torch", dtype)
-            self.symbol("torch.serialization", "_get_layout")
-            self.text("torch.strided")
-            self._out += b"\x85R\x89"
-            self.symbol(_METADATA, "_MEM_FORMAT_ENCODING")
-            self._out += b"K\x00\x85R\x89tb"
-            self._remember(key)
-
-    def list_of_boxes(self, boxes: list[Box]) -> None:
-        self._out += b"]("
-        for box in boxes:
-            self.record(_METADATA, "ChunkStorageMetadata")
-            self.mark()
-            self.text("offsets")
-            self.size(box.offsets)
-            self.text("sizes")
-            self.size(box.sizes)
-            self.end_state()
-        self._out += b"e"
-
-    def path(self, parts: tuple) -> None:
-        self._out += b"("
-        for part in parts:
-            self.integer(part) if type(part) is int else self.text(str(part))
-        self._out += b"t"
-
-    def finish(self) -> bytes:
-        return bytes(self._out + b".")
+    out.end_record()

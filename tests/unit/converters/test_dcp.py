@@ -94,6 +94,27 @@ def test_stock_dcp_loads_what_we_wrote(tmp_path, seed):
     assert everything["train"] == {"step": 17, "note": {"a": [1, b"x"]}}
 
 
+def test_flipped_bits_of_stock_items_are_found(tmp_path):
+    """torch's own loader takes them without a word."""
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(50)})
+    (path,) = folder.glob("*.distcp")
+    good = path.read_bytes()
+
+    def problems(at: int) -> list[str]:
+        broken = bytearray(good)
+        broken[at] ^= 16
+        path.write_bytes(broken)
+        with CatalogReader(open_checkpoint(folder)) as reader:
+            return reader.record_problems("w")
+
+    with CatalogReader(open_checkpoint(folder)) as reader:
+        assert reader.record_problems("w") == []
+        chunk = reader.located("w", reader.catalog.tensors["w"].chunks[0])
+    (problem,) = problems(chunk.byte_offset + 7)
+    assert problem.startswith("w at [0]")
+    assert raw(load_dcp(folder, {"w": torch.ones(50)})["w"]) != raw(torch.ones(50))
+
+
 def test_our_metadata_equals_torchs_field_by_field(tmp_path):
     state = {**state_dict(), "count": 5}
     folder = save_dcp(tmp_path / "stock", state)
