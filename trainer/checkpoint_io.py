@@ -4,10 +4,11 @@ The reader serves any TensorSource (a DCP, or a native view of a foreign format)
 items as `converters` does, with their true CRC32, and fsyncs them.
 """
 
+import dataclasses
 import io
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from converters.manifest import FileSum
 from converters.names import DCP_METADATA
 
 _BLOB_FILE = "__{rank}_1.distcp"  # plain values apart from the tensors: every rank reads them all
+_MAX_ITEM_BYTES = 256 << 20
 _READ_BLOCK_BYTES = 64 << 20  # a read's buffer, however large the shard it fills
 
 
@@ -169,6 +171,25 @@ class CheckpointWriter(StorageWriter):
         self.digests: dict[str, TensorDigest] = {}
         self._folder = folder
         self._rank = rank
+        self._sources: dict[tuple[str, torch.Size], tuple[WriteItem, Box]] = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Cut large tensors into row blocks: stock readers hold whole items, and so does the copy from a GPU."""
+        return dataclasses.replace(plan, items=[block for item in plan.items for block in self._cut(item)])
+
+    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+        if item.tensor_data is None:
+            yield item
+            return
+        whole = _box_of(item)
+        for block in row_blocks(whole, item.tensor_data.properties.dtype.itemsize, _MAX_ITEM_BYTES):
+            offsets = torch.Size(block.offsets)
+            self._sources[item.index.fqn, offsets] = item, whole
+            chunk = ChunkStorageMetadata(offsets, torch.Size(block.sizes))
+            index = dataclasses.replace(item.index, offset=offsets)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            kind = item.type if block == whole else WriteItemType.SHARD  # others must be the only ones of their name
+            yield dataclasses.replace(item, index=index, type=kind, tensor_data=data)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         blobs = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
@@ -183,9 +204,9 @@ class CheckpointWriter(StorageWriter):
 
     def _write_tensor(self, file: "_SyncedFile", item: WriteItem, planner: SavePlanner) -> WriteResult:
         assert item.tensor_data is not None
-        chunk, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        array = as_array(planner.resolve_data(item))
+        shape, box = tuple(item.tensor_data.size), _box_of(item)
+        source, whole = self._sources[item.index.fqn, item.tensor_data.chunk.offsets]
+        array = as_array(planner.resolve_data(source)[box.slices_within(whole)])
         dtype, raw = dtype_name(item.tensor_data.properties.dtype), array.reshape(-1).view(np.uint8).data
         start = file.size
         head, tail = item_shell(dtype, box.sizes, crc32(raw))
@@ -217,9 +238,6 @@ class CheckpointWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return plans
@@ -259,6 +277,11 @@ def _write_blob(file: _SyncedFile, item: WriteItem, planner: SavePlanner) -> Wri
     file.write(blob_item(planner.lookup_object(item.index)))
     written = _Written(item.index.fqn, file.name, (start, file.size - start))
     return WriteResult(index=item.index, size_in_bytes=file.size - start, storage_data=written)
+
+
+def _box_of(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
 
 
 def _holds_values(item: WriteItem) -> bool:

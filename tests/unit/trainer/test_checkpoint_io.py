@@ -79,11 +79,15 @@ def _load_ours(folder, wanted, group):
     return wanted
 
 
-def test_stock_dcp_reads_what_we_write(tmp_path, group):
+@pytest.mark.parametrize("item_bytes", [256 << 20, 40])
+def test_stock_dcp_reads_what_we_write(tmp_path, group, monkeypatch, item_bytes):
+    monkeypatch.setattr(checkpoint_io, "_MAX_ITEM_BYTES", item_bytes)
     write_step(tmp_path / "step-4", _state(), info=INFO, group=group)
     loaded = _blank(_state())
     dcp.load(loaded, checkpoint_id=str(tmp_path / "step-4"), process_group=group)
     _assert_equal(_flat(loaded), _flat(_state()))
+    chunks = open_checkpoint(tmp_path / "step-4").tensors["a.weight"].chunks
+    assert [c.box.sizes for c in chunks] == ([(6, 5)] if item_bytes > 40 else [(2, 5)] * 3)
 
 
 def test_we_read_what_we_write_and_the_manifest_agrees(tmp_path, group):
