@@ -1,0 +1,170 @@
+"""titan convert, reshard, inspect, diff, verify: exit codes, what goes to stdout, and bad input without a traceback."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_llama import write_llama
+from titan_tools import cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An HF folder, our DCP of it, and a DCP of another model."""
+    folder = tmp_path_factory.mktemp("commands")
+    write_llama(folder / "hf")
+    (folder / "other").mkdir()
+    shutil.copytree(folder / "hf", folder / "other", dirs_exist_ok=True)
+    tensors = load_file(folder / "hf" / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, folder / "other" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def titan(monkeypatch, capsys, folder):
+    """Run a command line as `titan` does, in the folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        capsys.readouterr()
+        code = cli.run()
+        out = capsys.readouterr()
+        assert "Traceback" not in out.err
+        return code, out.out, out.err
+
+    return run
+
+
+def test_there_and_back(titan, tmp_path):
+    code, out, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--for-mesh", "dp_shard=2,tp=2")
+    assert (code, err) == (0, "")
+    assert "wrote     21 tensors" in out and "tokenizer.json" in out
+    code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "pp", "--for-mesh", "pp=2")
+    assert code == 0 and "cut for mesh pp=2" in out
+    code, out, _ = titan("convert", "dcp-to-hf", tmp_path / "pp", tmp_path / "hf", "--shard-size", "30KB")
+    assert code == 0 and "(hf)" in out
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    for one in ("dcp", "pp", "hf"):
+        code, out, _ = titan("verify", tmp_path / one)
+        assert code == 0 and "all checks passed" in out
+        code, out, _ = titan("diff", "hf", tmp_path / one)
+        assert code == 0 and out.startswith("equal; 21 tensors")
+
+
+def test_every_result_is_one_json_object(titan, tmp_path):
+    for arguments, key in (
+        (("convert", "hf-to-dcp", "hf", tmp_path / "dcp"), "dropped"),
+        (("convert", "auto", "hf", tmp_path / "auto", "--to", "dcp", "--dry-run"), "dtypes"),
+        (("reshard", tmp_path / "dcp", tmp_path / "out"), "sections"),
+        (("inspect", tmp_path / "dcp"), "lines"),
+        (("verify", tmp_path / "dcp"), "ok"),
+        (("diff", "hf", tmp_path / "dcp"), "equal"),
+    ):
+        code, out, _ = titan(*arguments, "--json")
+        assert code == 0 and key in json.loads(out)
+    assert not (tmp_path / "auto").exists()
+
+
+def test_differences_exit_with_1(titan):
+    code, out, err = titan("diff", "hf", "other")
+    assert code == 1 and err == ""
+    assert "norm.weight" in out and "max |A-B|" in out and "1 differences; 20 tensors are equal" in out
+    code, out, _ = titan("diff", "hf", "other", "--json")
+    assert code == 1 and json.loads(out)["differences"][0]["max_abs"] == 1.0
+
+
+def test_failed_checks_exit_with_1(titan, tmp_path):
+    titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 16
+    file.write_bytes(data)
+    code, out, _ = titan("verify", tmp_path / "dcp")
+    assert code == 1 and "__0_0.distcp: its bytes have changed (CRC32)" in out and "FAILED" in out
+    code, out, _ = titan("verify", tmp_path / "dcp", "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
+    assert titan("verify", tmp_path / "dcp", "--quick")[0] == 0
+
+
+def test_inspect_prints_a_table(titan):
+    code, out, _ = titan("inspect", "hf")
+    assert code == 0
+    assert "model.layers.{0..1}.self_attn.q_proj.weight" in out and "[32, 32]" in out
+    assert "model: family llama3, dim 32" in out
+    assert len(titan("inspect", "hf", "--every")[1].splitlines()) > len(out.splitlines())
+
+
+def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")
+    names = dcp.FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata
+    state = {name: torch.zeros(entry.size) for name, entry in names.items()}
+    dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save(state | {"train_state": {"step": 3}}, checkpoint_id=str(tmp_path / "step-3"), no_dist=True)
+    code, out, _ = titan("convert", "dcp-to-hf", tmp_path / "step-3", tmp_path / "out", "--model-from", "hf")
+    assert code == 0 and "left out  train_state (1 entries): only the weights are converted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "hf-to-dcp", "nowhere", "out"], "no such file"),
+        (["convert", "dcp-to-hf", "hf", "out"], "not a DCP checkpoint"),
+        (["convert", "meta-to-dcp", "hf", "out"], "not an original Meta release"),
+        (["convert", "hf-to-dcp", "hf", "other"], "exists already"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "dpshard=2"], "did you mean dp_shard?"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "pp=8"], "pipeline stages"),
+        (["convert", "hf-to-dcp", "hf", "out", "--dtype", "int8"], "int8"),
+        (["convert", "hf-to-dcp", "hf", "out", "--shard-size", "big"], "is no size"),
+        (["convert", "auto", "hf", "out", "--to", "hf", "--for-mesh", "tp=2"], "no layout"),
+        (["convert", "auto", "hf", "out", "--to", "gguf"], "gguf"),
+        (["convert", "hf-to-dcp", "hf"], "Missing argument"),
+        (["reshard", "hf", "out"], "no DCP checkpoint"),
+        (["reshard", "hf", "out", "--drop", "weights"], "no section"),
+        (["diff", "hf", "nowhere"], "no such file"),
+        (["inspect", "hf/config.json"], "config.json"),
+        (["verify", "nowhere"], "no such file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(titan, folder, arguments, message):
+    before = sorted(p.name for p in folder.iterdir())
+    code, out, err = titan(*arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and message in err
+    assert sorted(p.name for p in folder.iterdir()) == before
+
+
+def test_sizes():
+    from converters.errors import ConfigError
+    from titan_tools.commands.convert import _parse_size
+
+    assert [_parse_size(text) for text in ("5GB", "1.5 MiB", "700", "2kb")] == [5 * 10**9, 1536 * 1024, 700, 2000]
+    for text in ("", "GB", "-1GB", "5XB", "1e9"):
+        with pytest.raises(ConfigError):
+            _parse_size(text)
+
+
+def test_no_command_here_loads_torch(folder, tmp_path):
+    """Speed and memory of a copy: a process that imports torch has spent two seconds and 190 MiB before it begins."""
+    lines = [
+        f"import sys; sys.path.insert(0, {str(Path(cli.__file__).parents[1])!r})",
+        "from titan_tools.cli import run",
+        f"dst = {str(tmp_path / 'dcp')!r}",
+        "for words in (['convert', 'hf-to-dcp', 'hf', dst], ['inspect', 'hf'], ['verify', dst], ['diff', 'hf', dst],",
+        "              ['reshard', dst, dst + '2']):",
+        "    sys.argv = ['titan', *words]",
+        "    assert run() == 0, words",
+        "assert not {'torch', 'transformers'} & sys.modules.keys()",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
