@@ -13,7 +13,7 @@ from titan_tools.infer.sampling import Sampling
 
 PROMPTS = [[BOS, 72, 101, 108], [BOS, *range(30, 80)]]
 SAMPLINGS = [Sampling(), Sampling(1.0, top_k=50, top_p=0.95, seed=11)]
-NUM_NEW = 48
+NUM_NEW = 24
 
 
 def say(folder, tp):
@@ -29,10 +29,10 @@ def say(folder, tp):
         for sampling in SAMPLINGS
     ]
     logits = []
-    cache = attach_cache(model.body, room=len(PROMPTS[1]) + 20)
+    cache = attach_cache(model.body, room=len(PROMPTS[1]) + 8)
     with torch.inference_mode():
         logits.append(last_logits(model, cache, torch.tensor([PROMPTS[1]]))[0])
-        for token in range(20):
+        for token in range(8):
             logits.append(last_logits(model, cache, torch.tensor([[token]]))[0])
     num_held = sum(p.numel() for p in model.body.parameters()) + model.head.weight.numel()
     return {"tokens": tokens, "logits": torch.stack(logits).tolist(), "num_held": num_held}

@@ -140,3 +140,24 @@ def test_bfloat16_reads_and_computes_in_bfloat16(tmp_path):
     exact = reference.float()(tokens).logits[0, -1]  # the same bf16 weights, computed in fp32
     theirs = reference.to(torch.bfloat16)(tokens).logits[0, -1].float()
     assert (ours - exact).abs().max() < 3 * (theirs - exact).abs().max()
+
+
+class Recorded:
+    """A source that counts the elements read from it."""
+
+    def __init__(self, source):
+        self.source, self.tensors, self.num_read = source, source.tensors, 0
+
+    def read(self, fqn, box):
+        self.num_read += box.num_elements
+        return self.source.read(fqn, box)
+
+
+@pytest.mark.parametrize("tp, rank", [(1, 0), (2, 1), (4, 0), (4, 3)])
+def test_a_rank_reads_only_what_it_holds(tmp_path, tp, rank):
+    write_llama(tmp_path, tie_word_embeddings=True)
+    with open_native(tmp_path) as weights:
+        source = Recorded(weights.source)
+        model = load_model(source, weights.info, dtype=torch.float32, device=CPU, tp=tp, rank=rank)
+    held = {id(p): p.numel() for p in [*model.body.parameters(), model.head.weight]}  # a tied one once
+    assert source.num_read == sum(held.values())
