@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -72,7 +73,10 @@ class ContextParallelAttention(nn.Module):
 def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     """Causal attention of C queries that are the last C of the E tokens whose keys are given."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
-    mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device).tril(num_keys - num_queries)
+    if q_BCNH.is_cuda:
+        mask_CE = causal_lower_right(num_queries, num_keys)  # a description: flash attention needs no C × E mask
+    else:
+        mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
     out_BNCH = F.scaled_dot_product_attention(
         q_BCNH.transpose(1, 2),
         k_BEKH.transpose(1, 2),

@@ -40,7 +40,7 @@ def apply_fsdp(
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
     model.tie()
 
-    # Under TP a module's output is a view of a DTensor. torch warns of writing into it in place, which no model here does.
+    # Under TP a module's output is a view of a DTensor; torch warns of writing into it in place, which nobody does.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
