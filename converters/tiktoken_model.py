@@ -127,11 +127,11 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
-_LETTERS = _byte_letters()
+BYTE_LETTERS = _byte_letters()
 
 
 def _spell(token: bytes) -> str:
-    return "".join(_LETTERS[byte] for byte in token)
+    return "".join(BYTE_LETTERS[byte] for byte in token)
 
 
 def _is_base64(text: bytes) -> bool:
