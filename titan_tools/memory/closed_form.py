@@ -179,6 +179,9 @@ class _Rank:
         self.kept_logits.pop(key, None)
         for group in groups:
             if "tok_embeddings" in group.name:
+                if self.run.mesh.tp > 1:  # DTensor makes it for the whole vocabulary, sums it over TP, and then cuts it
+                    whole = self.run.args.vocab_size * self.run.args.dim * self.run.compute_bytes
+                    yield self.instant("backward of the embedding", gradients=2 * whole)
                 self.whole_gradients = 0
                 yield self._reduce(group, "the embedding")
         self.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
