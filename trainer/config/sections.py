@@ -99,7 +99,7 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters, gradients and optimizer states."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype under FSDP; without FSDP the model computes in training.dtype."""
+    """Compute dtype in every layout: FSDP casts, also where it has nothing to shard."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype in which FSDP reduces gradients."""
     gc_freq: Positive = 50
