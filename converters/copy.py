@@ -2,8 +2,9 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -111,8 +112,9 @@ def copy_tensors(
     sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
     result = CopyResult([0] * len(target.slots))
     overflows: dict[str, int] = {}
-    try:
-        for unit in _in_parallel(run, _units(target), workers):
+    # Closed in this order, however it ends: first no thread writes any more, then the files go.
+    with closing(files), closing(_in_parallel(run, _units(target), workers)) as units:
+        for unit in units:
             for piece in unit.pieces:
                 pieces.setdefault(piece.slot, []).append(piece)
             if unit.digest is not None:
@@ -122,8 +124,6 @@ def copy_tensors(
                     counts[unit.fqn] = counts.get(unit.fqn, 0) + count
             if on_bytes:
                 on_bytes(unit.num_bytes)
-    finally:
-        files.close()
     if overflows:
         lost = [f"{fqn}: {count:,} values do not fit {casts[fqn]}" for fqn, count in overflows.items()]
         raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
@@ -186,7 +186,7 @@ def _join(slot: Slot, pieces: list[_Piece]) -> int:
     return crc
 
 
-def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Iterator[_Unit]:
+def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Generator[_Unit, None, None]:
     """Units as they are done, in order. Few are under way at a time, so that blocks do not pile up in memory."""
     if workers <= 1:
         yield from map(run, units)

@@ -16,6 +16,7 @@ from converters.read import CatalogReader
 from tests.unit.converters.evil import opened_by, pickles, torch_zip
 from tests.unit.converters.samples import save_dcp
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EVIL = list(pickles(Path("/nowhere")))
 
 
