@@ -74,9 +74,12 @@ def resolve(parallelism: Parallelism, world_size: int) -> ParallelDims:
                 f"{world_size} ranks cannot be shared out: the degrees but dp_shard multiply to {fixed}",
                 hint=f"world sizes near it that fit: {', '.join(map(str, near))}",
             )
+        shareable = world_size % fixed == 0
         raise ConfigError(
             f"the mesh needs {dims.world_size} ranks ({product}), but there are {world_size}",
-            hint="set parallelism.data_parallel_shard_degree = -1 to take the ranks that the other degrees leave",
+            hint=f"parallelism.data_parallel_shard_degree = {world_size // fixed} would fit, or -1: all that are left"
+            if shareable
+            else "",
             tries=[f"--nproc {dims.world_size}"],
         )
     return dims

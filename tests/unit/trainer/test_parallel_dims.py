@@ -47,6 +47,10 @@ def test_a_product_that_is_not_the_world_size():
     with pytest.raises(ConfigError, match=r"needs 6 ranks \(dp_shard 3 × tp 2\), but there are 8") as raised:
         resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 8)
     assert raised.value.tries == ("--nproc 6",)
+    assert "data_parallel_shard_degree = 4 would fit" in raised.value.hint
+    with pytest.raises(ConfigError) as raised:
+        resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 7)
+    assert raised.value.hint == ""  # no shard degree helps
 
 
 def test_a_layout_without_problems():
