@@ -29,11 +29,14 @@ def refuse_misfits(
     Stock DCP copies fp32 into bf16 without a word, and does not see keys that nobody asks for.
     """
 
+    saved_sections = {section_of(key) for key in (*tensors, *blobs)}
+
     def look() -> tuple[set[str], set[str]]:
         problems = set()
         for fqn, value in wanted.items():
-            problem = _misfit(value, tensors.get(fqn), fqn in blobs, may_cast=may_cast)
-            if problem:
+            if section_of(fqn) not in saved_sections:
+                problems.add(f"{section_of(fqn)}: the checkpoint has no such section")
+            elif problem := _misfit(value, tensors.get(fqn), fqn in blobs, may_cast=may_cast):
                 problems.add(f"{fqn}: {problem}")
         return set(wanted), problems
 

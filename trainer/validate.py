@@ -6,6 +6,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from converters.errors import ConfigError
 from trainer.build import TrainModel
 from trainer.config.sections import Validation as ValidationSection
 from trainer.data.datasets import open_dataset
@@ -29,8 +30,14 @@ class Validation:
             global_batch_size=settings.local_batch_size * batch.size(),
             dp_rank=batch.get_local_rank(),
             dp_degree=batch.size(),
-            seed=None,  # in order, one pass, the same number of batches on every rank
+            seed=None,  # one pass, the same batches every time, as many on every rank
         )
+        if settings.steps > self._loader.num_batches:
+            raise ConfigError(
+                f"validation.steps = {settings.steps}, but the held-out part has {self._loader.num_batches} batches"
+                f" of {settings.local_batch_size * batch.size()} samples",
+                tries=[f"--validation.steps {self._loader.num_batches}", "--validation.steps -1, for all there are"],
+            )
 
     def run(self) -> dict[str, float]:
         """Loss per token in nats, and perplexity; equal on all ranks."""

@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -24,7 +25,10 @@ from trainer.config.sections import (
     Optimizer,
     Training,
 )
-from trainer.data.batch import Batch
+from trainer.config.sections import Validation as ValidationSection
+from trainer.data.batch import IGNORED, Batch
+from trainer.data.index import HELD_OUT, open_index
+from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.lr_schedule import LRSchedule
 from trainer.mesh import make_meshes
@@ -32,7 +36,9 @@ from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
 from trainer.signals import StopRequest
+from trainer.step import TrainStep
 from trainer.train import lr_curve, train, train_loader
+from trainer.validate import Validation
 
 SEQ_LEN = 32
 
@@ -65,6 +71,9 @@ def make_config(data: Path, dump: Path, *, flavor: str = "debug_gqa", steps: int
         ),
         checkpoint=Checkpoint(enable=True, interval=2, keep_latest_k=0),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
+        validation=ValidationSection(
+            dataset="tokens", dataset_path=str(data), local_batch_size=4, seq_len=SEQ_LEN, freq=2, steps=2
+        ),
     )
     return replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in sections.items()})
 
@@ -160,3 +169,55 @@ def clip_twice(config: Config, max_norm: float) -> dict[str, float]:
         copies=model.tied_copies(),
     )
     return {"torch": expected, "ours": clip().item(), "after": whole_norm()}
+
+
+def gradients_by_microbatch(config: Config) -> dict[int, tuple[float, float, list[torch.Tensor]]]:
+    """Case: loss, norm and gradients of one step, by samples per microbatch; some targets are nothing to learn."""
+    state, _ = _run_state(config, _ranks())
+    state.model.initialize(0)
+    batch = next(iter(state.loader))
+    targets = batch.targets.clone()
+    targets[0, 3:] = IGNORED  # a mean of means would show
+    found = {}
+    for size in (1, 2, 4):
+        step = TrainStep(state.model, state.model.meshes, max_norm=1e9, local_batch_size=size)
+        result = step.compute_gradients(Batch(batch.tokens, targets), stop_requested=False)
+        found[size] = result.loss, result.grad_norm, [p.grad.clone() for p in state.model.named_parameters().values()]
+        assert result.num_valid_tokens == int((targets != IGNORED).sum()) and not result.stop_requested
+        state.optimizer.zero_grad()
+    return found
+
+
+def validate(config: Config) -> list[dict[str, float]]:
+    """Case: the held-out loss twice, with a step of training data in between."""
+    state, _ = _run_state(config, _ranks())
+    state.model.initialize(0)
+    validation = Validation(state.model, config.validation, state.model.meshes)
+    batches = iter(state.loader)
+    first, _, second = validation.run(), next(batches), validation.run()
+    assert all(module.training for part in state.model.parts for module in part.modules())
+    assert state.loader.state_dict()["consumed_samples"] == config.training.global_batch_size
+    return [first, second]
+
+
+def held_out_loss(config: Config, num_samples: int) -> float:
+    """Case, one rank: the mean loss of the first held-out samples, one by one, by torch's own cross-entropy."""
+    state, _ = _run_state(config, _ranks())
+    state.model.initialize(0)
+    index = open_index(config.training.dataset_path)
+    keys = {"seq_len": SEQ_LEN, "global_batch_size": 1, "dp_rank": 0, "dp_degree": 1}
+    losses = []
+    for batch in islice(TokenLoader(index, HELD_OUT, seed=None, **keys), num_samples):
+        with torch.no_grad():
+            logits = state.model.parts[0](batch.tokens, torch.arange(SEQ_LEN))
+        losses.append(torch.nn.functional.cross_entropy(logits[0], batch.targets[0]).item())
+    return sum(losses) / num_samples
+
+
+def too_many_validation_steps(config: Config) -> str:
+    """Case: the error of asking for more held-out batches than there are."""
+    try:
+        validate(config)
+    except TitanError as error:
+        return error.message
+    return ""

@@ -7,6 +7,7 @@ import pytest
 from converters.convert import convert
 from converters.manifest import check_files, read_manifest
 from tests.dist import runs
+from trainer.seed import seed
 
 FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}  # accumulates twice
 TP2 = {"parallelism": {"tensor_parallel_degree": 2}}
@@ -172,6 +173,45 @@ def test_initial_weights_may_lie_in_another_format(pools, data, whole_runs, tmp_
         assert pools[2].run(runs.run, config) == ["", ""]
         losses.append(runs.read_losses(tmp_path / kind))
     assert losses[0] == losses[1] and losses[0][1] < runs.read_losses(step.parents[1])[1]
+
+
+def test_a_seed_checkpoint_begins_the_run_that_the_config_begins(pools, data, whole_runs, tmp_path):
+    seed(runs.make_config(data, tmp_path, parallelism={"tensor_parallel_degree": 2}), tmp_path / "seed")
+    checkpoint = {"initial_load_path": str(tmp_path / "seed")}
+    config = runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2)
+    assert pools[2].run(runs.run, config) == ["", ""]
+    assert runs.read_losses(tmp_path) == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))
+
+
+def test_initial_weights_that_are_damaged_or_elsewhere_are_refused(pools, data, tmp_path):
+    seed(runs.make_config(data, tmp_path), tmp_path / "seed")
+    _flip_a_bit(tmp_path / "seed")
+    checkpoint = {"initial_load_path": str(tmp_path / "seed")}
+    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("seed is damaged" in t and "__0_0.distcp: its bytes have changed" in t for t in told)
+    (tmp_path / "seed" / "titan_manifest.json").unlink()  # as other tools leave it: each item has its CRC32 still
+    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("seed is damaged" in t and "its bytes have changed (CRC32)" in t for t in told)
+    checkpoint = {"initial_load_path": str(tmp_path / "nowhere")}
+    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("nowhere: no such file or folder" in t for t in told)
+
+
+def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools, data, whole_runs, tmp_path):
+    seed(runs.make_config(data, tmp_path), tmp_path / "seed")
+    (tmp_path / "seed" / "titan_model.json").unlink()  # torchtitan's checkpoints have none
+    (tmp_path / "seed" / "titan_manifest.json").unlink()
+    checkpoint = {"initial_load_path": str(tmp_path / "seed"), "load_only": True}
+    config = runs.make_config(data, tmp_path, steps=1, checkpoint=checkpoint, **FSDP2)
+    assert pools[2].run(runs.run, config) == ["", ""]
+    assert runs.read_losses(tmp_path)[1] == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))[1]
+
+
+def test_a_model_only_last_step_says_what_it_lacks(pools, data, tmp_path):
+    last = {"last_save_model_only": True, "keep_latest_k": 2}
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=3, checkpoint=last, **FSDP2)) == ["", ""]
+    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2))
+    assert all("train_state: the checkpoint has no such section" in t and "exclude_from_loading" in t for t in told)
 
 
 def test_a_whole_state_may_be_the_start_of_another_run(pools, data, whole_runs, tmp_path):

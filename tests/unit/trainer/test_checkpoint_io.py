@@ -157,13 +157,15 @@ def test_all_misfits_are_told_at_once(tmp_path, group):
         "rows.weight": torch.zeros(2, 7),
         "new.weight": torch.zeros(1),
         "lr_scheduler.last_epoch": 0,
+        "train_state.steps": 0,
     }
     with pytest.raises(CheckpointError) as failure:
         refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=False)
     told = failure.value.message
     assert "a.weight: shape [6, 5] in the checkpoint, [6, 4] in the model" in told
     assert "b.weight: dtype bfloat16 in the checkpoint, float32 in the model" in told
-    assert "new.weight: missing" in told and "lr_scheduler.last_epoch: missing" in told
+    assert "new.weight: missing" in told and "train_state.steps: missing" in told
+    assert "lr_scheduler: the checkpoint has no such section" in told
     assert "empty: the model has no such tensor" in told
     assert "rows.weight" not in told and "optimizer" not in told and "rng" not in told
 

@@ -1,0 +1,91 @@
+"""Seed checkpoints: stock DCP reads them, values depend on the seed alone, files are those of the mesh; torch-free."""
+
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from converters.catalog import Box
+from converters.errors import CheckpointError, ConfigError
+from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.layout import MeshShape, local_box
+from converters.manifest import check_files, read_manifest
+from converters.model_info import ModelInfo, read_model_info
+from converters.open import open_checkpoint
+from trainer.config.load import load_config
+from trainer.config.sections import Config, Debug, Model, Parallelism, Training
+from trainer.init import InitialWeights
+from trainer.seed import seed
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64), debug=Debug(seed=3))
+
+
+def _cut(**degrees):
+    return replace(CONFIG, parallelism=Parallelism(**degrees))
+
+
+def test_stock_dcp_reads_the_first_weights(tmp_path):
+    report = seed(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2), tmp_path / "seed")
+    weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=3)
+    loaded = {fqn: torch.zeros(info.shape) for fqn, info in weights.tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, checkpoint_id=str(tmp_path / "seed"))
+    for fqn, tensor in loaded.items():
+        expected = torch.from_numpy(weights.read(fqn, Box.whole(tuple(tensor.shape))))
+        assert torch.equal(tensor, expected), fqn
+    assert report.num_parameters == LLAMA3.num_parameters(FLAVORS["debug_gqa"])
+    assert read_model_info(tmp_path / "seed").args == FLAVORS["debug_gqa"]
+    assert check_files(tmp_path / "seed") == []
+
+
+def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(tmp_path):
+    seed(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2), tmp_path / "seed")
+    catalog, mesh = open_checkpoint(tmp_path / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
+    assert sorted({c.file for t in catalog.tensors.values() for c in t.chunks}) == [f"__{r}_0.distcp" for r in range(8)]
+    for parameter in LLAMA3.parameters(FLAVORS["debug_gqa"]):
+        boxes = {chunk.box for chunk in catalog.tensors[parameter.fqn].chunks}
+        assert boxes == {local_box(parameter, mesh, rank) for rank in range(8)}
+
+
+def test_values_depend_on_the_seed_and_not_on_the_mesh(tmp_path):
+    for name, config in (
+        ("one", CONFIG),
+        ("cut", _cut(tensor_parallel_degree=4, pipeline_parallel_degree=2)),
+        ("other", replace(CONFIG, debug=Debug(seed=4))),
+        ("half", replace(CONFIG, training=Training(seq_len=64, dtype="bfloat16"))),
+    ):
+        seed(config, tmp_path / name)
+    sums = {name: read_manifest(tmp_path / name).tensors for name in ("one", "cut", "other", "half")}
+    assert sums["one"] == sums["cut"]
+    assert sums["one"]["output.weight"] != sums["other"]["output.weight"]
+    assert {t.dtype for t in sums["half"].values()} == {"bfloat16"}
+
+
+def test_a_layout_that_cannot_be_and_a_folder_that_is_there_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 3"):
+        seed(_cut(tensor_parallel_degree=3), tmp_path / "seed")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CheckpointError, match="exists already"):
+        seed(CONFIG, tmp_path / "taken")
+    assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+    seed(CONFIG, tmp_path / "taken", overwrite=True)
+    assert check_files(tmp_path / "taken") == []
+
+
+def test_presets_can_be_seeded_without_torch(tmp_path):
+    assert load_config("debug").parallelism.pipeline_parallel_degree == 2
+    code = f"""
+import sys
+from titan_tools.cli import run
+sys.argv = ["titan", "seed", "debug", {str(tmp_path / "seed")!r}, "--json"]
+assert run() == 0 and "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert done.returncode == 0 and len(list((tmp_path / "seed").glob("*.distcp"))) == 8
