@@ -51,14 +51,19 @@ def execute(
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise."""
     require_room(dst, target)
-    with staged(dst, overwrite=overwrite) as folder:
-        data_bytes = sum(slot.box.num_elements * itemsize(slot.dtype) for slot in target.slots)
-        with progress(data_bytes, "copying") as advance:
-            copied = copy_tensors(source, target, folder, casts=casts, native_rows=native_rows, on_bytes=advance)
-        files = target.finish(folder, copied.crc32)
-        other_files = write_small_files(folder)
-        tensors = {n: TensorSum(info.dtype, info.shape, copied.digests[n]) for n, info in target.tensors.items()}
-        write_manifest(folder, tensors=tensors, files=files)
+    try:
+        with staged(dst, overwrite=overwrite) as folder:
+            data_bytes = sum(slot.box.num_elements * itemsize(slot.dtype) for slot in target.slots)
+            with progress(data_bytes, "copying") as advance:
+                copied = copy_tensors(source, target, folder, casts=casts, native_rows=native_rows, on_bytes=advance)
+            files = target.finish(folder, copied.crc32)
+            other_files = write_small_files(folder)
+            tensors = {n: TensorSum(info.dtype, info.shape, copied.digests[n]) for n, info in target.tensors.items()}
+            write_manifest(folder, tensors=tensors, files=files)
+    except OSError as error:  # the disk filled up or went away; what was written is removed already
+        raise CheckpointError(
+            f"cannot write {dst}: {error.strerror or error}", hint="nothing of it was left behind"
+        ) from error
     return Execution(copied.non_finite, other_files)
 
 

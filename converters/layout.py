@@ -4,7 +4,7 @@ Tests hold this equal to real DTensor placements (FSDP over TP on one dim is tor
 split of torchtitan, so that a checkpoint cut here is read by a job of that mesh chunk by chunk, nothing twice.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import islice
@@ -208,8 +208,3 @@ def row_blocks(box: Box, element_bytes: int, max_bytes: int) -> Iterator[Box]:
     for start in range(0, box.sizes[0], rows):
         size = min(rows, box.sizes[0] - start)
         yield Box((box.offsets[0] + start, *box.offsets[1:]), (size, *box.sizes[1:]))
-
-
-def boxes_cover(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether boxes that do not overlap fill the tensor: their volumes add up."""
-    return sum(box.num_elements for box in boxes) == prod(shape)

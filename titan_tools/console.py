@@ -36,6 +36,13 @@ def tell_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TiB"
 
 
+def count(number: int, what: str) -> str:
+    """`1 file`, `2 files`, `1,000 entries`."""
+    if number != 1:
+        what = what[:-1] + "ies" if what.endswith("y") else what + "s"
+    return f"{number:,} {what}"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
     cells = [[str(cell) for cell in row] for row in rows]

@@ -232,24 +232,24 @@ def _parse_size(text: str) -> int:
 
 
 def _print(report) -> None:
-    from titan_tools.console import tell_bytes
+    from titan_tools.console import count, tell_bytes
 
-    verb = "would write" if report.dry_run else "wrote"
+    verb = "to write" if report.dry_run else "wrote"
     dtypes = ", ".join(report.dtypes)
     print(f"{report.source} ({report.source_format}) to {report.destination} ({report.to})")
     print(f"  model     {report.model}")
     print(
-        f"  {verb:<9} {report.num_tensors} tensors, {tell_bytes(report.num_bytes)} of {dtypes} in "
-        f"{report.num_files} files, {report.secs:.1f} s"
+        f"  {verb:<9} {count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)} of {dtypes} in "
+        f"{count(report.num_files, 'file')}, {report.secs:.1f} s"
     )
     if report.num_cast:
-        print(f"  cast      {report.num_cast} tensors")
+        print(f"  cast      {count(report.num_cast, 'tensor')}")
     if report.other_files:
         print(f"  with      {', '.join(report.other_files)}")
     for name, reason in report.dropped.items():
         print(f"  dropped   {name}: {reason}")
     if report.left_out:
-        sections = ", ".join(f"{section} ({count} entries)" for section, count in report.left_out.items())
-        print(f"  left out  {sections}: only the weights are converted; `titan reshard` keeps everything")
-    for name, count in report.non_finite.items():
-        print(f"  beware    {name} holds {count} values that are NaN or infinite")
+        sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
+        print(f"  left out  {sections} ({entries}): only weights are converted; `titan reshard` keeps it")
+    for name, number in report.non_finite.items():
+        print(f"  beware    {name} holds {count(number, 'value')} that are NaN or infinite")

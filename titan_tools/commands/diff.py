@@ -27,7 +27,7 @@ def diff(
       titan diff step-1000 step-1000-fsdp8 --json
     """
     from converters.diff import diff as compare
-    from titan_tools.console import print_json, progress, table
+    from titan_tools.console import count, print_json, progress, table
 
     report = compare(a, b, model_from=model_from, progress=progress)
     if as_json:
@@ -39,10 +39,11 @@ def diff(
                 for d in report.differences
             ]
             table(("name", "differs in", "max |A-B|", "relative", "detail"), rows)
-        for section, where in report.not_compared.items():
-            print(f"not compared: {section}, {where}")
-        verdict = f"{len(report.differences)} differences" if report.differences else "equal"
-        print(f"{verdict}; {report.num_equal} tensors are equal bit for bit (matched by {report.by})")
+        for where in dict.fromkeys(report.not_compared.values()):
+            sections = (section for section, place in report.not_compared.items() if place == where)
+            print(f"not compared, being {where}: {', '.join(sections)}")
+        verdict = count(len(report.differences), "difference") if report.differences else "equal"
+        print(f"{verdict}; {count(report.num_equal, 'tensor')} equal bit for bit (matched by {report.by})")
     if not report.equal:
         raise typer.Exit(1)
 

@@ -19,7 +19,7 @@ def inspect(
       titan inspect Llama-3.2-1B --every --json
     """
     from converters.inspect import inspect_checkpoint, summarize_values
-    from titan_tools.console import print_json, table, tell_bytes
+    from titan_tools.console import count, print_json, table, tell_bytes
 
     found = inspect_checkpoint(checkpoint, fold=not every)
     if as_json:
@@ -31,7 +31,7 @@ def inspect(
         print("model: " + ", ".join(f"{key} {value}" for key, value in found.model.items()))
     else:
         print("model: nothing here says what it is (titan_model.json, config.json or params.json would)")
-    print(f"{found.num_parameters:,} parameters; {tell_bytes(found.num_bytes)} in {found.num_files} files\n")
+    print(f"{found.num_parameters:,} parameters; {tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}\n")
     for section in dict.fromkeys(line.section for line in found.lines):
         rows = [
             (line.name, line.dtype, list(line.shape), line.num_tensors, line.num_chunks, tell_bytes(line.num_bytes))

@@ -51,7 +51,7 @@ def reshard(
     """
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
-    from titan_tools.console import print_json, progress, tell_bytes
+    from titan_tools.console import count, print_json, progress, tell_bytes
 
     report = reshard_checkpoint(
         src,
@@ -67,18 +67,18 @@ def reshard(
     if as_json:
         print_json(report.to_json())
         return
-    verb = "would write" if report.dry_run else "wrote"
+    verb = "to write" if report.dry_run else "wrote"
     print(f"{report.source} to {report.destination}, cut for mesh {report.mesh}")
     print(
-        f"  {verb:<9} {report.num_tensors} tensors and {report.num_blobs} other entries, "
-        f"{tell_bytes(report.num_bytes)} in {report.num_files} files, {report.secs:.1f} s"
+        f"  {verb:<9} {count(report.num_tensors, 'tensor')} and {count(report.num_blobs, 'value')}, "
+        f"{tell_bytes(report.num_bytes)} in {count(report.num_files, 'file')}, {report.secs:.1f} s"
     )
-    print(f"  sections  {', '.join(f'{section} ({count})' for section, count in report.sections.items())}")
+    print(f"  sections  {', '.join(f'{section} ({number:,})' for section, number in report.sections.items())}")
     if report.num_cast:
-        print(f"  cast      {report.num_cast} tensors; now {', '.join(report.dtypes)}")
+        print(f"  cast      {count(report.num_cast, 'tensor')}; now {', '.join(report.dtypes)}")
     if report.dropped_sections:
-        dropped = ", ".join(f"{section} ({count} entries)" for section, count in report.dropped_sections.items())
-        print(f"  left out  {dropped}, as asked")
+        entries = count(sum(report.dropped_sections.values()), "entry")
+        print(f"  left out  {', '.join(report.dropped_sections)} ({entries}), as asked")
     for name, reason in report.dropped.items():
         print(f"  dropped   {name}: {reason}")
     for remark in report.remarks:

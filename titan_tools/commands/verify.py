@@ -22,7 +22,7 @@ def verify(
       titan verify Llama-3.2-1B --quick --json
     """
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import print_json, progress, tell_bytes
+    from titan_tools.console import count, print_json, progress, tell_bytes
 
     report = verify_checkpoint(checkpoint, quick=quick, progress=progress)
     if as_json:
@@ -32,9 +32,9 @@ def verify(
             print(f"{check.outcome:<12}  {check.name}: {check.detail}")
             for problem in check.problems:
                 print(f"              {problem}")
-        for name, count in report.non_finite.items():
-            print(f"note          {name} holds {count} values that are NaN or infinite")
+        for name, number in report.non_finite.items():
+            print(f"note          {name} holds {count(number, 'value')} that are NaN or infinite")
         verdict = "all checks passed" if report.ok else "FAILED"
-        print(f"{report.path}: {verdict} ({report.num_tensors} tensors, {tell_bytes(report.num_bytes)})")
+        print(f"{report.path}: {verdict} ({count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)})")
     if not report.ok:
         raise typer.Exit(1)

@@ -1,6 +1,8 @@
 """converters/convert.py against transformers, stock dcp.load and torch.save; there and back; what is refused."""
 
+import base64
 import json
+import shutil
 import tracemalloc
 from dataclasses import asdict
 
@@ -219,6 +221,52 @@ def test_meta_release_to_dcp_and_on_to_hf(tmp_path):
     assert (args.ffn_hidden, args.vocab_size, args.head_dim, args.rope_scaling.factor) == (90, 301, 8, 8.0)
     convert(tmp_path / "dcp", tmp_path / "hf2", to="hf")
     assert_same(load_file(tmp_path / "hf2" / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_a_lone_tiktoken_file_becomes_a_tokenizer_for_transformers(tmp_path):
+    model = write_llama(tmp_path / "hf")
+    write_meta(tmp_path / "meta", model)
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "meta" / "tokenizer.model").write_text(ranks)
+    convert(tmp_path / "meta", tmp_path / "dcp", to="dcp")
+    report = convert(tmp_path / "dcp", tmp_path / "out", to="hf")
+    assert {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "generation_config.json"} <= {
+        *report.other_files
+    }
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("aß") == [256, *"aß".encode()]
+    config = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert config.bos_token_id == 256 and config.eos_token_id == tokenizer.convert_tokens_to_ids(
+        ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+    )
+
+
+def test_links_are_followed(hf, tmp_path):
+    """Hugging Face's cache holds links into a folder of blobs."""
+    (tmp_path / "snapshot").mkdir()
+    for file in hf.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    convert(tmp_path / "snapshot", tmp_path / "dcp", to="dcp")
+    assert (tmp_path / "dcp" / "assets" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
+    assert not any(p.is_symlink() for p in (tmp_path / "dcp").rglob("*"))
+
+
+def test_a_full_disk_is_told_before_anything_is_written(hf, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(CheckpointError, match="are free on that disk"):
+        convert(hf, tmp_path / "dcp", to="dcp")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_on_the_way_leaves_nothing(hf, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("converters.execute.write_manifest", fail)
+    with pytest.raises(CheckpointError, match="cannot write .*dcp: No space left"):
+        convert(hf, tmp_path / "dcp", to="dcp")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_training_checkpoint_gives_its_weights_only(hf, tmp_path):
