@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import NumericalFault, Preempted
+from trainer.agree import on_first
 from trainer.build import build
 from trainer.checkpoint import Checkpoints, Progress, RunState
 from trainer.chosen_model import chosen_model
@@ -16,6 +17,7 @@ from trainer.config.sections import Checkpoint, Config, Debug, Training
 from trainer.data.datasets import open_dataset
 from trainer.data.index import TRAIN
 from trainer.data.loader import TokenLoader
+from trainer.dump_folder import make_dump_folder
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import Meshes, make_meshes
 from trainer.metrics import note
@@ -44,7 +46,8 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     """The whole run, once the ranks know each other."""
     set_determinism(config.debug)
     announce(config)
-    training, settings = config.training, config.checkpoint
+    training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
+    on_first(ranks.agreement, lambda: make_dump_folder(dump_folder))
 
     # Build
     info = chosen_model(config.model)
@@ -60,7 +63,7 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     validation = Validation(model, config.validation, meshes) if config.validation.enable else None
 
     # Load
-    checkpoints = Checkpoints(Path(config.job.dump_folder) / settings.folder, settings, info, group=ranks.agreement)
+    checkpoints = Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement)
     load(config, state, checkpoints)
     if progress.step >= training.steps:
         note(f"step {progress.step} of {training.steps} is done already: nothing to do")
@@ -97,6 +100,7 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
         if is_first:
             set_train_timeout(meshes, config.comm.train_timeout_seconds)
             is_first = False
+    gc.enable()
     report.close()
 
 

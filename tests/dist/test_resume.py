@@ -207,6 +207,12 @@ def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools,
     assert runs.read_losses(tmp_path)[1] == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))[1]
 
 
+def test_a_dump_folder_that_cannot_be_is_told_before_the_first_step(pools, data, tmp_path):
+    (tmp_path / "file").touch()
+    told = pools[2].run(runs.run, runs.make_config(data, tmp_path / "file", **FSDP2))
+    assert all(t.startswith("ConfigError: job.dump_folder = ") and "File exists" in t for t in told)
+
+
 def test_a_model_only_last_step_says_what_it_lacks(pools, data, tmp_path):
     last = {"last_save_model_only": True, "keep_latest_k": 2}
     assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=3, checkpoint=last, **FSDP2)) == ["", ""]

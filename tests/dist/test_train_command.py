@@ -79,8 +79,9 @@ def config(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     path = folder / "job.toml"
     path.write_text(CONFIG.replace("DUMP", str(folder)).replace("DATA", str(data)).replace("STEPS", "12"))
-    code, out, err = _run("train", path)
+    code, out, err = _run("train", path, "--metrics.enable_tensorboard", "--metrics.save_tb_folder", "scalars")
     assert code == 0, err
+    assert len(list((folder / "scalars").glob("events.*"))) == 1
     assert [line.split()[1] for line in out.splitlines()] == [str(step) for step in range(1, 13)]
     return path
 
