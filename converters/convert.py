@@ -18,6 +18,7 @@ from converters.open import open_checkpoint
 from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
 from converters.weights import native_weights
 
+_COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"))  # source and target of `titan convert A-to-B`
 _CONTAINERS_OF = {"dcp": ("dcp",), "hf": ("safetensors", "torch"), "meta": ("meta",)}
 _CALLED = {"dcp": "a DCP checkpoint", "hf": "a Hugging Face checkpoint", "meta": "an original Meta release"}
 _CALLED_CONTAINER = {
@@ -132,8 +133,5 @@ def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, 
     command = f"titan convert {found}-to-{to} {src} {dst}" if found != to else f"titan reshard {src} {dst}"
     raise CheckpointError(
         f"{src} is {_CALLED_CONTAINER[catalog.container]}, not {_CALLED[source]}",
-        tries=[command] if (found, to) in COMMANDS or found == to == "dcp" else [],
+        tries=[command] if (found, to) in _COMMANDS or found == to == "dcp" else [],
     )
-
-
-COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"))  # source and target of `titan convert A-to-B`

@@ -29,7 +29,7 @@ _NUM_RELEASED_RANKS = 128000
 def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
     """The special tokens of a lone tokenizer.model, in the order of their ids from `num_ranks` on.
 
-    Meta's releases have 256, the first two reserved ones among the named; small tokenizers have the named ones in a row.
+    Meta's releases have 256, the first two reserved ones among the named; small ones have the named ones in a row.
     """
     first_reserved = 2 if num_ranks == _NUM_RELEASED_RANKS else 0
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(max(0, vocab_size - num_ranks))]

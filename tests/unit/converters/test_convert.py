@@ -241,6 +241,16 @@ def test_a_lone_tiktoken_file_becomes_a_tokenizer_for_transformers(tmp_path):
     )
 
 
+def test_torch_files_with_hf_names(hf, tmp_path):
+    (tmp_path / "bin").mkdir()
+    torch.save(load_file(hf / "model.safetensors"), tmp_path / "bin" / "pytorch_model.bin")
+    shutil.copy(hf / "config.json", tmp_path / "bin")
+    for src in ("bin", "bin/pytorch_model.bin"):
+        convert(tmp_path / src, tmp_path / "dcp", to="dcp", source="hf", overwrite=True)
+        expected = by_hand(load_file(hf / "model.safetensors"))
+        assert_same(load_stock(tmp_path / "dcp", expected), expected)
+
+
 def test_links_are_followed(hf, tmp_path):
     """Hugging Face's cache holds links into a folder of blobs."""
     (tmp_path / "snapshot").mkdir()
