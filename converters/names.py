@@ -27,7 +27,8 @@ TRAIN_STATE = "train_state"
 RNG = "rng"
 SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
 
-# Folders of a run
+# Files and folders of a run
+METRICS_FILE = "metrics.jsonl"
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose

@@ -1,0 +1,66 @@
+"""A run's folder at a glance: which records count, what a torn line means, and the picture."""
+
+import json
+import struct
+
+import pytest
+
+from converters.errors import CheckpointError
+from titan_tools.run_folder import draw_loss_curve, is_run_folder, summarize_run
+
+
+def write_metrics(folder, *records, tail=""):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + tail)
+    return folder
+
+
+def test_the_later_record_of_a_step_counts(tmp_path):
+    run = summarize_run(
+        write_metrics(
+            tmp_path,
+            {"step": 1, "loss": 9.0},
+            {"step": 2, "loss": 8.0},
+            {"step": 2, "validation_loss": 7.5, "validation_unigram_entropy": 6.3},
+            {"step": 2, "loss": 7.0},
+        )
+    )
+    assert run.loss == ((1, 9.0), (2, 7.0))
+    assert run.held_out_loss == ((2, 7.5),)
+    assert run.unigram_entropy == 6.3
+
+
+def test_a_line_cut_by_a_kill_is_passed_over(tmp_path):
+    assert summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}, tail='{"step": 2, "lo')).loss == ((1, 9.0),)
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", "hello", '{"loss": 1.0}', '{"step": "x"}'])
+def test_a_file_of_something_else_is_refused_with_its_line(tmp_path, line):
+    write_metrics(tmp_path, {"step": 1, "loss": 9.0}, tail=line + "\n")
+    with pytest.raises(CheckpointError, match="metrics.jsonl:2"):
+        summarize_run(tmp_path)
+
+
+def test_saved_steps_are_listed_with_what_is_wrong(tmp_path):
+    write_metrics(tmp_path, {"step": 1, "loss": 9.0})
+    for name in ("step-10", "step-9", "old-step-9-bak"):
+        (tmp_path / "checkpoint" / name).mkdir(parents=True)
+    steps = summarize_run(tmp_path).steps
+    assert [s.step for s in steps] == [9, 10]
+    assert all(s.problem for s in steps)
+
+
+def test_the_curve_is_a_png(tmp_path):
+    run = summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}))
+    draw_loss_curve(run, tmp_path / "loss.png")
+    head = (tmp_path / "loss.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", head[16:24]) == (960, 540)
+
+
+def test_nothing_to_draw_and_nowhere_to_draw(tmp_path):
+    with pytest.raises(CheckpointError, match="no loss"):
+        draw_loss_curve(summarize_run(write_metrics(tmp_path)), tmp_path / "loss.png")
+    run = summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        draw_loss_curve(run, tmp_path / "no" / "loss.png")
+    assert is_run_folder(tmp_path) and not is_run_folder(tmp_path / "no")
