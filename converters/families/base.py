@@ -64,7 +64,9 @@ class Family:
     namings: Mapping[str, Naming]
     args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs]
     hf_config: Callable[[ModelArgs], dict[str, Any]]  # without token ids and dtype, which the caller knows
-    args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs]  # (params.json, shapes)
+    args_from_meta_params: Callable[
+        [Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs
+    ]  # (params.json, shapes)
     meta_params: Callable[[ModelArgs], dict[str, Any]]
     hf_architectures: tuple[str, ...]  # config.json's `architectures` that this family reads
 

@@ -97,7 +97,8 @@ TITAN_QKV_LINEAR = Naming(  # torchtitan's newest layout
     rules=tuple(
         Rule(
             r.native,
-            r.foreign.replace("attention.w", "attention.qkv_linear.w") if ".wo." not in r.foreign and "attention.w" in r.foreign
+            r.foreign.replace("attention.w", "attention.qkv_linear.w")
+            if ".wo." not in r.foreign and "attention.w" in r.foreign
             else r.foreign.replace("output.weight", "lm_head.weight"),
         )
         for r in _UNCHANGED
