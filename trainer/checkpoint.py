@@ -15,7 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.catalog import Catalog, TensorSource
+from converters.commit import require_space
 from converters.errors import CheckpointError, list_offenders
+from converters.families.registry import get_family
 from converters.manifest import check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import (
@@ -112,6 +114,8 @@ class Checkpoints:
             problem = self.damage(path)
             if not problem:
                 self.last_good_step = step
+                if newer := [s for s in steps if s > step and s not in self._damaged]:
+                    note(f"WARNING: newer steps stay in {self.folder} and come first at the next start: {newer}")
                 return path
             self._damaged.add(step)
             problems.append(f"{path.name}: {problem}")
@@ -169,8 +173,9 @@ class Checkpoints:
                 note(f"not loaded from {path}: {section}")
                 continue
             wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
-        if RNG not in excluded and not self._has_rng_of_each_rank(catalog.tensors):
-            wanted = {key: value for key, value in wanted.items() if section_of(key) != RNG}
+        has_rng = self._has_rng_of_each_rank(catalog.tensors)
+        # and of a device that was not there then there is no state
+        wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
         with CatalogReader(catalog) as reader:
             loaded = self._load(wanted, reader, catalog.blobs, reader.read_blob, path=path, may_cast=False)
         sections: dict[str, dict[str, Any]] = {}
@@ -201,6 +206,7 @@ class Checkpoints:
 
     def save(self, step: int, state: RunState, *, model_only: bool = False) -> Path:
         """Write a step, whole or not at all, then let go of those beyond keep_latest_k."""
+        self.require_room(state.model, model_only=model_only)
         destination = step_folder(self.folder, step)
         nested = dict(state.model.state_dict()) | ({} if model_only else state.sections())
         write_step(destination, nested, info=self._info, group=self._group)
@@ -210,6 +216,13 @@ class Checkpoints:
         if keep:
             on_first(self._group, lambda: retire(self.folder, keep=keep, damaged=self._damaged))
         return destination
+
+    def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
+        """Raise CheckpointError where the disk has no room for a checkpoint: the weights, and two moments of each."""
+        itemsize = next(iter(model.named_parameters().values())).itemsize
+        num_parameters = get_family(self._info.family).num_parameters(self._info.args)
+        num_bytes = num_parameters * itemsize * (1 if model_only else 3)
+        on_first(self._group, lambda: require_space(self.folder, num_bytes))
 
     def _refuse_other_model(self, found: ModelInfo, path: Path) -> None:
         """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""

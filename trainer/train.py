@@ -65,6 +65,8 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     # Load
     checkpoints = Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement)
     load(config, state, checkpoints)
+    if settings.enable and not settings.load_only:
+        checkpoints.require_room(model)  # told now, and not at the first save
     if progress.step >= training.steps:
         note(f"step {progress.step} of {training.steps} is done already: nothing to do")
 
@@ -186,5 +188,7 @@ def numerical_fault(step: int, result: StepResult, checkpoints: Checkpoints) -> 
 
 def preempted(step: int, checkpoints: Checkpoints) -> Preempted:
     if checkpoints.last_good_step != step:
-        return Preempted(f"stopped on request after step {step}; nothing was saved: checkpoint.enable is off")
+        return Preempted(
+            f"stopped on request after step {step}; nothing was saved: checkpoint.enable or load_only forbids saving"
+        )
     return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to go on"])

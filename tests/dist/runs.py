@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -95,6 +96,16 @@ def run(config: Config, request: StopRequest | None = None) -> str:
     except TitanError as error:
         return f"{type(error).__name__}: {error.message} | {error.hint}"
     return ""
+
+
+def run_on_a_full_disk(config: Config) -> str:
+    """Case: a run where the disk has a kilobyte left."""
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=1024)
+    try:
+        return run(config)
+    finally:
+        shutil.disk_usage = usage
 
 
 def run_until_asked_to_stop(config: Config) -> str:

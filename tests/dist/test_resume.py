@@ -213,6 +213,12 @@ def test_a_dump_folder_that_cannot_be_is_told_before_the_first_step(pools, data,
     assert all(t.startswith("ConfigError: job.dump_folder = ") and "File exists" in t for t in told)
 
 
+def test_a_disk_without_room_is_told_before_the_first_step(pools, data, tmp_path):
+    told = pools[2].run(runs.run_on_a_full_disk, runs.make_config(data, tmp_path, **FSDP2))
+    assert all(t.startswith("CheckpointError") and "needs 0.01 GiB, 0.00 GiB are free" in t for t in told)
+    assert not list(tmp_path.glob("**/step-*")) and not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_a_model_only_last_step_says_what_it_lacks(pools, data, tmp_path):
     last = {"last_save_model_only": True, "keep_latest_k": 2}
     assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=3, checkpoint=last, **FSDP2)) == ["", ""]
