@@ -52,7 +52,7 @@ def itemsize(dtype: str) -> int:
 
 @cache
 def numpy_dtype(dtype: str) -> np.dtype:
-    """The numpy dtype of `dtype`; bfloat16 and float8 come from ml_dtypes. Raises CheckpointError for an unknown name."""
+    """The numpy dtype of `dtype` (bfloat16, float8: of ml_dtypes). Raises CheckpointError for an unknown name."""
     if dtype not in DTYPES:
         raise CheckpointError(f"unknown element type {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
     if dtype == "bfloat16" or dtype.startswith("float8"):

@@ -1,7 +1,7 @@
 """The errors a user can cause, and how they are told.
 
-Every message says what is wrong and where; `hint` says why or what to look at, `tries` are commands or values that would work.
-The command line prints them as `error:` / `hint:` / `try:` lines and exits with `exit_code`.
+Every message says what is wrong and where; `hint` says why or what to look at, `tries` are commands or values that
+would work. The command line prints them as `error:` / `hint:` / `try:` lines and exits with `exit_code`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How one name and tensor becomes another: rename, permute, drop. Each op has an inverse; tables are typed once, one way."""
+"""How one name and tensor becomes another: rename, permute, drop. Tables are typed once, one way; each op inverts."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class RopeHalves:
-    """Rows of q or k, within each head: native interleaved pairs (0,1)(2,3)… ⇄ foreign halves (0,h/2)(1,h/2+1)….
+    """Rows of q or k in each head: native interleaved pairs (0,1)(2,3)… ⇄ foreign halves (0,h/2)(1,h/2+1)….
 
     Reading native row `2*i + j` of a head takes foreign row `j * head_dim/2 + i`. `heads` names the ModelArgs field
     that counts the heads of this weight (k has fewer than q under GQA).
@@ -25,7 +25,7 @@ Op = Same | RopeHalves
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`native` ⇄ `foreign`, both with `{n}` where the layer number stands; `op` turns foreign values into native ones."""
+    """`native` ⇄ `foreign`, `{n}` standing for the layer number; `op` turns foreign values into native ones."""
 
     native: str
     foreign: str

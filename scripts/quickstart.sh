@@ -37,7 +37,7 @@ run "verify the way back"       titan verify back
 run "compare the two"           titan diff hf back
 run "to Meta's format"          titan convert dcp-to-meta "$trained" meta
 run "from Meta's format"        titan convert meta-to-dcp meta from-meta
-run "compare again"             titan diff hf from-meta
+run "compare them too"          titan diff hf from-meta
 run "does this run fit?"        titan estimate-memory debug.toml
 run "does Llama 3 8B?"          titan estimate-memory llama3_8b --world-size 8
 run "does Llama 3 70B?"         titan estimate-memory llama3_70b --world-size 256

@@ -27,6 +27,7 @@ Exit codes:
     2  wrong usage or input, or not covered; nothing was done
     3  an error of titan's own
     4  training stopped by a numerical fault
+    5  too close to call (estimate-memory)
    75  stopped on request after saving; start again to go on
   130  interrupted"""
 

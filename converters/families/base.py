@@ -38,7 +38,7 @@ class ModelArgs:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the unsharded model. `tp_dim` is the dim that tensor parallelism shards, None where it replicates."""
+    """One parameter of the unsharded model. `tp_dim`: the dim that tensor parallelism shards, None: replicated."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. Instances are module constants in `converters/families/<family>.py`, found through registry.py."""
+    """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py."""
 
     name: str
     flavors: Mapping[str, ModelArgs]
