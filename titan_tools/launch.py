@@ -21,6 +21,7 @@ from typing import Any
 from converters.errors import TitanError
 
 _STARTED_BY_US = "TITAN_LAUNCH"  # set for ranks whose parent tells their errors
+_AGENT_PATIENCE_SECS = 25  # a little less than the agent waits before it kills
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent gives each rank a file of its own to say why it died
 
 
@@ -138,20 +139,28 @@ def _signals_passed_on(agent: Any) -> Iterator[None]:
 
 
 def _tell_first_failure(failures: dict[int, Any]) -> int:
-    """Raise the failure that came first. A killed rank goes before ranks that failed because it was gone."""
-    for rank, failure in sorted(failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            name = signal.Signals(-failure.exitcode).name
-            hint = "SIGKILL is what the kernel sends when memory runs out" if name == "SIGKILL" else ""
-            raise RankFailure(f"rank {rank} was ended by {name}", exit_code=3, hint=hint)
+    """Raise the failure that the others followed from; an exit code without a word is returned.
+
+    When a rank fails the agent ends the others with SIGTERM, and with SIGKILL those that are stuck for 30 seconds more:
+    neither is news.
+    """
     told = {rank: f.error_file_data["titan"] for rank, f in failures.items() if "titan" in f.error_file_data}
-    if not told:
-        return next(iter(failures.values())).exitcode or 3
-    rank = min(told, key=lambda r: told[r]["secs"])
-    error = told[rank]
-    if error["traceback"]:
-        print(f"rank {rank}:\n{error['traceback']}", file=sys.stderr, flush=True)
-    raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
+    first = min(told, key=lambda rank: told[rank]["secs"], default=None)
+    ended = {rank: signal.Signals(-f.exitcode) for rank, f in failures.items() if f.exitcode < 0}
+    for rank, number in sorted(ended.items()):
+        by_agent = first is not None and failures[rank].timestamp - told[first]["secs"] > _AGENT_PATIENCE_SECS
+        if number not in (signal.SIGTERM, signal.SIGUSR1) and not by_agent:
+            hint = "SIGKILL is what the kernel sends when memory runs out" if number == signal.SIGKILL else ""
+            raise RankFailure(f"rank {rank} was ended by {number.name}", exit_code=3, hint=hint)
+    if first is not None:
+        error = told[first]
+        if error["traceback"]:
+            print(f"rank {first}:\n{error['traceback']}", file=sys.stderr, flush=True)
+        raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
+    codes = [f.exitcode for f in failures.values() if f.exitcode > 0]
+    if not codes:  # a request to stop that came before any rank could listen
+        raise RankFailure("stopped on request while starting: there was nothing to save yet", exit_code=75)
+    return codes[0]
 
 
 @contextmanager

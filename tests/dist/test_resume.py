@@ -1,10 +1,16 @@
 """Runs that stop and go on: bit-equal in one layout, the same numbers in another, and never from damaged weights."""
 
 import shutil
+import warnings
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from converters.catalog import Box
 from converters.convert import convert
+from converters.digest import TensorDigest
+from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.manifest import check_files, read_manifest
 from tests.dist import runs
 from trainer.seed import seed
@@ -63,6 +69,27 @@ def test_going_on_in_the_same_layout_is_bit_equal(pools, data, whole_runs, tmp_p
     resumed = tmp_path / "checkpoint" / "step-4"
     assert _digests(resumed) == _digests(whole / "checkpoint" / "step-4")
     assert check_files(resumed) == []
+
+
+@pytest.mark.parametrize(("flavor", "name"), [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2")])
+def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor, name):
+    step = whole_runs(flavor, name) / "checkpoint" / "step-4"
+    sums = read_manifest(step).tensors
+    loaded = {fqn: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for fqn, s in sums.items()}
+    loaded |= {"train_state.step": 0, "lr_scheduler.last_epoch": 0, "optimizer.param_groups.norm.weight.betas": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group here
+        dcp.load(loaded, checkpoint_id=str(step))
+    assert loaded["train_state.step"] == loaded["lr_scheduler.last_epoch"] == 4
+    assert loaded["optimizer.param_groups.norm.weight.betas"] == (0.9, 0.95)
+    for fqn, expected in sums.items():
+        digest = TensorDigest(expected.dtype, expected.shape)
+        digest.update(Box.whole(expected.shape), loaded[fqn].numpy())
+        assert digest.hexdigest() == expected.digest, fqn
+    parameters = {p.fqn for p in LLAMA3.parameters(FLAVORS[flavor])}
+    assert {fqn for fqn in sums if fqn.startswith("optimizer.state.")} == {
+        f"optimizer.state.{fqn}.{kind}" for fqn in parameters for kind in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2", "cp2"])

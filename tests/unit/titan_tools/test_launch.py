@@ -114,6 +114,12 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
+def test_a_request_that_comes_before_ranks_listen_is_a_stop_too(run):
+    with pytest.raises(RankFailure, match="stopped on request while starting") as failure:
+        run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)")
+    assert failure.value.exit_code == 75
+
+
 def test_a_killed_rank_is_named_with_its_signal(run, capfd):
     with pytest.raises(RankFailure, match="rank 1 was ended by SIGKILL") as failure:
         run("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
