@@ -156,41 +156,77 @@ def _check_local(
     return offset + _LOCAL.size + name_len + extra_len
 
 
-def zip_shell(
-    before: Sequence[tuple[str, bytes]], name: str, size: int, crc: int, *, align: int = 64
-) -> tuple[bytes, bytes]:
+@dataclass(frozen=True, slots=True)
+class ZipEntry:
+    """An entry to be written. `data` is None where somebody else writes its `size` bytes, whose CRC32 is `crc32`."""
+
+    name: str
+    size: int
+    crc32: int
+    data: bytes | None = None
+
+
+def small_entry(name: str, data: bytes) -> ZipEntry:
+    """An entry whose data is at hand."""
+    return ZipEntry(name, len(data), crc32(data), data)
+
+
+def zip_shell(before: Sequence[tuple[str, bytes]], name: str, size: int, crc: int) -> tuple[bytes, bytes]:
     """(head, tail) such that head + `size` bytes of data with CRC32 `crc` + tail is a stored zip.
 
-    `before` are small entries; the data of the last one, `name`, starts at a multiple of `align`.
-    The lengths of head and tail do not depend on `crc`, so the data can be written first and the shell afterwards.
+    `before` are small entries; the data of the last one, `name`, is aligned. See `zip_pieces`.
     """
-    head = bytearray()
-    central = bytearray()
-    entries = [(entry, len(data), crc32(data), data) for entry, data in before] + [(name, size, crc, None)]
-    for entry, length, entry_crc, data in entries:
-        offset = len(head)
-        raw = entry.encode()
-        big = length >= _BIG
-        wide = struct.pack("<2H2Q", 1, 16, length, length) if big else b""
-        narrow = _BIG if big else length
-        version = 45 if big else 20
-        extra = wide
-        if data is None:
-            room = -(offset + _LOCAL.size + len(raw) + len(wide)) % align
+    entries = [small_entry(entry, data) for entry, data in before]
+    (_, head), (_, tail) = zip_pieces([*entries, ZipEntry(name, size, crc)])
+    return head, tail
+
+
+def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[int, bytes]]:
+    """(offset, bytes) of everything in a stored zip but the data that somebody else writes, which lies in the gaps.
+
+    One piece before each such data, which starts at a multiple of `align`, and one after the last. Offsets and lengths
+    do not depend on any CRC32, so the data can be written first and the pieces afterwards.
+    """
+    pieces: list[tuple[int, bytes]] = []
+    piece, start, central = bytearray(), 0, bytearray()
+    for entry in entries:
+        offset = start + len(piece)
+        raw = entry.name.encode()
+        big = entry.size >= _BIG
+        wide = struct.pack("<2Q", entry.size, entry.size) if big else b""
+        narrow = _BIG if big else entry.size
+        extra = _wide_field(wide)
+        if entry.data is None:
+            room = -(offset + _LOCAL.size + len(raw) + len(extra)) % align
             if room:  # torch's own way to align: a field named FB; an extra field takes at least 4 bytes
                 room += align if room < 4 else 0
                 extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-        common = (version, _UTF8, 0, 0, 0, entry_crc, narrow, narrow, len(raw))
-        head += _LOCAL.pack(b"PK\x03\x04", *common, len(extra)) + raw + extra
-        head += data or b""
-        central += _CENTRAL.pack(b"PK\x01\x02", version, *common, len(wide), 0, 0, 0, 0, offset) + raw + wide
-    directory_offset = len(head) + size
-    num_entries = len(entries)
-    end64 = _END64.pack(
-        b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, num_entries, num_entries, len(central), directory_offset
-    )
-    locator = _LOCATOR64.pack(b"PK\x06\x07", 0, directory_offset + len(central), 1)
-    end = _END.pack(
-        b"PK\x05\x06", 0, 0, num_entries, num_entries, len(central), min(directory_offset, _BIG), 0
-    )  # fmt: skip
-    return bytes(head), bytes(central + end64 + locator + end)
+        far = offset >= _BIG  # only the directory says where an entry begins
+        central_extra = _wide_field(wide + (struct.pack("<Q", offset) if far else b""))
+        version = 45 if big or far else 20
+        common = (version, _UTF8, 0, 0, 0, entry.crc32, narrow, narrow, len(raw))
+        piece += _LOCAL.pack(b"PK\x03\x04", *common, len(extra)) + raw + extra
+        central += _CENTRAL.pack(
+            b"PK\x01\x02", version, *common, len(central_extra), 0, 0, 0, 0, min(offset, _BIG)
+        )  # fmt: skip
+        central += raw + central_extra
+        if entry.data is None:
+            pieces.append((start, bytes(piece)))
+            piece, start = bytearray(), start + len(piece) + entry.size
+        else:
+            piece += entry.data
+    directory = _directory(bytes(central), start + len(piece), len(entries))
+    return [*pieces, (start, bytes(piece) + directory)]
+
+
+def _wide_field(values: bytes) -> bytes:
+    """The zip64 extra field, where there is anything to put into it."""
+    return struct.pack("<2H", 1, len(values)) + values if values else b""
+
+
+def _directory(central: bytes, offset: int, count: int) -> bytes:
+    end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, 45, 45, 0, 0, count, count, len(central), offset)
+    locator = _LOCATOR64.pack(b"PK\x06\x07", 0, offset + len(central), 1)
+    narrow = min(count, 0xFFFF)
+    end = _END.pack(b"PK\x05\x06", 0, 0, narrow, narrow, len(central), min(offset, _BIG), 0)
+    return central + end64 + locator + end

@@ -49,7 +49,7 @@ class Target:
 def joined(segments: Iterable[Segment]) -> FileSum:
     """Size and CRC32 of a file from its segments. They must follow each other without a gap."""
     size = crc = 0
-    for segment in sorted(segments, key=lambda s: s.byte_offset):
+    for segment in sorted(segments, key=lambda s: (s.byte_offset, s.length)):  # an empty one before what follows it
         assert segment.byte_offset == size, f"a gap in an output file at byte {size}"
         crc = join_crc32(crc, segment.crc32, segment.length)
         size += segment.length

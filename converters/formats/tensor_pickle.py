@@ -1,10 +1,12 @@
 """What torch pickles for a tensor: read it as a reference into a storage, and write it, both without torch."""
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from converters.catalog import TensorInfo
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
 from converters.errors import CheckpointError
 from converters.formats.safe_pickle import PLAIN_STUBS, PlainDict, Sealed, Stubs, safe_load
@@ -115,6 +117,16 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def dump_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` of torch.save for a contiguous tensor that owns its storage `0`, in the opcodes torch emits."""
+    return b"\x80\x02" + _tensor(dtype, shape, "0") + b"."
+
+
+def dump_tensors(tensors: Mapping[str, TensorInfo], keys: Mapping[str, str]) -> bytes:
+    """The `data.pkl` of torch.save for a flat dict of contiguous tensors. `keys`: name → its storage."""
+    items = [_text(name) + _tensor(info.dtype, info.shape, keys[name]) for name, info in tensors.items()]
+    return b"\x80\x02}(" + b"".join(items) + b"u."
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
     known = DTYPES.get(dtype)
     if known is None:
         raise CheckpointError(f"unknown element type {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
@@ -122,12 +134,12 @@ def dump_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     typed = bool(known.torch_storage)
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n" if typed else b"ctorch._utils\n_rebuild_tensor_v3\n"
     storage = f"ctorch\n{known.torch_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
-    persistent_id = b"(" + _text("storage") + storage.encode() + _text("0") + _text("cpu")
+    persistent_id = b"(" + _text("storage") + storage.encode() + _text(key) + _text("cpu")
     persistent_id += _integer(count if typed else count * known.itemsize) + b"tQ"
     layout = _integer(0) + _integers(shape) + _integers(row_major(shape))
     hooks = b"\x89ccollections\nOrderedDict\n)R"  # requires_grad=False, no hooks
     dtype_argument = b"" if typed else f"ctorch\n{dtype}\n".encode()
-    return b"\x80\x02" + rebuild + b"(" + persistent_id + layout + hooks + dtype_argument + b"tR."
+    return rebuild + b"(" + persistent_id + layout + hooks + dtype_argument + b"tR"
 
 
 def _text(value: str) -> bytes:
