@@ -45,7 +45,7 @@ def count(number: int, what: str) -> str:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     widths = (
         [max(map(len, column)) for column in zip(columns, *cells, strict=True)] if cells else [len(c) for c in columns]
     )

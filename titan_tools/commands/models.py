@@ -22,7 +22,7 @@ def models(
     if as_json:
         print_json({"families": listed})
         return
-    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "vocabulary", "tied", "commands")
+    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "vocabulary", "tied")
     rows = [
         (
             family["family"],
@@ -34,9 +34,11 @@ def models(
             flavor["kv_heads"],
             flavor["vocab_size"],
             "yes" if flavor["tied"] else "no",
-            ", ".join(family["commands"]),
         )
         for family in listed
         for flavor in family["flavors"]
     ]
     table(columns, rows)
+    print()
+    for family in listed:
+        print(f"{family['family']} is taken by {', '.join(family['commands'])}; names: {', '.join(family['namings'])}")
