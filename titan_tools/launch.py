@@ -192,8 +192,10 @@ def _leave_message(error: BaseException) -> int:
     now = time.time()
     ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "traceback": trace}
     theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}
-    if path := os.environ.get(_ERROR_FILE):
-        Path(path).write_text(json.dumps({"message": theirs, "titan": ours}))
+    try:
+        Path(os.environ[_ERROR_FILE]).write_text(json.dumps({"message": theirs, "titan": ours}))
+    except (KeyError, OSError):  # nowhere to leave it: better told twice than not at all
+        print(f"error: {text}\n{trace}", file=sys.stderr)
     return exit_code
 
 
