@@ -4,21 +4,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from converters.assets import write_assets, write_tokenizer_for_hf
 from converters.catalog import Catalog
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.layout import MeshShape
-from converters.model_info import ModelInfo, write_hf_config, write_model_info
-from converters.names import ASSETS_FOLDER
+from converters.model_info import ModelInfo, write_hf_config, write_meta_params, write_model_info
+from converters.names import ASSETS_FOLDER, HF_CONFIG, META_PARAMS, MODEL_INFO
 from converters.open import open_checkpoint
 from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
 from converters.weights import native_weights
 
-_COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"))  # source and target of `titan convert A-to-B`
+_COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"), ("dcp", "meta"))  # `titan convert A-to-B`
 _CONTAINERS_OF = {"dcp": ("dcp",), "hf": ("safetensors", "torch"), "meta": ("meta",)}
 _CALLED = {"dcp": "a DCP checkpoint", "hf": "a Hugging Face checkpoint", "meta": "an original Meta release"}
 _CALLED_CONTAINER = {
@@ -73,6 +73,8 @@ def convert(
     `source`: what `src` is expected to be (dcp, hf, meta); another kind is an error that names the right command.
     `dtype` casts every floating tensor. A `dry_run` stops when everything is planned and checked.
     """
+    if to not in get_args(Format):
+        raise UnsupportedError(f"there is no format {to!r} to write", hint=f"known: {', '.join(get_args(Format))}")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     check_places(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
@@ -118,11 +120,15 @@ def _write_small_files(folder: Path, info: ModelInfo, plan: ConversionPlan, to: 
         write_model_info(folder, info)
         return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
     written = write_assets(folder, info.assets, info.token_ids)
+    if to == "meta":
+        write_meta_params(folder, info)
+        write_model_info(folder, info)  # params.json cannot say the context length, nor that the output is tied
+        return [META_PARAMS, MODEL_INFO, *written]
     written += write_tokenizer_for_hf(
         folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
     )
     write_hf_config(folder, info, dtype=next(iter(count_dtypes(plan.target.tensors))))
-    return ["config.json", *written]
+    return [HF_CONFIG, *written]
 
 
 def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, to: str) -> None:
@@ -130,8 +136,10 @@ def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, 
     if source is None or catalog.container in _CONTAINERS_OF[source]:
         return
     found = next((kind for kind, containers in _CONTAINERS_OF.items() if catalog.container in containers), "")
-    command = f"titan convert {found}-to-{to} {src} {dst}" if found != to else f"titan reshard {src} {dst}"
-    raise CheckpointError(
-        f"{src} is {_CALLED_CONTAINER[catalog.container]}, not {_CALLED[source]}",
-        tries=[command] if (found, to) in _COMMANDS or found == to == "dcp" else [],
-    )
+    if found == to:
+        tries = [f"titan reshard {src} {dst}"] if to == "dcp" else []
+    elif (found, to) in _COMMANDS:
+        tries = [f"titan convert {found}-to-{to} {src} {dst}"]
+    else:
+        tries = [f"titan convert auto {src} {dst} --to {to}"]
+    raise CheckpointError(f"{src} is {_CALLED_CONTAINER[catalog.container]}, not {_CALLED[source]}", tries=tries)

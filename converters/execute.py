@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from converters.catalog import TensorSource
@@ -53,7 +54,7 @@ def execute(
     require_room(dst, target)
     try:
         with staged(dst, overwrite=overwrite) as folder:
-            data_bytes = sum(slot.box.num_elements * itemsize(slot.dtype) for slot in target.slots)
+            data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
             with progress(data_bytes, "copying") as advance:
                 copied = copy_tensors(source, target, folder, casts=casts, native_rows=native_rows, on_bytes=advance)
             files = target.finish(folder, copied.crc32)

@@ -13,12 +13,13 @@ from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
 from converters.formats.target import Target
+from converters.formats.torch_write import plan_torch
 from converters.layout import MeshShape, boxes_for_any_mesh, boxes_for_mesh
-from converters.names import section_of
+from converters.names import META_SHARD, section_of
 from converters.view import View, foreign_view
 from converters.weights import NativeWeights
 
-Format = Literal["dcp", "hf"]
+Format = Literal["dcp", "hf", "meta"]
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
 
 
@@ -41,6 +42,10 @@ def plan_conversion(
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     if to == "hf":
         return ConversionPlan(view, plan_safetensors(tensors, shard_bytes=shard_bytes), casts)
+    if to == "meta":
+        family.meta_params(args)  # where params.json cannot say what the model is, this raises now, not after the copy
+        file, shared = META_SHARD.format(index=0), _second_names(view.ledger.used)
+        return ConversionPlan(view, plan_torch(tensors, file=file, shared=shared), casts)
     if mesh is None:
         files = boxes_for_any_mesh(tensors, file_bytes=shard_bytes)
     else:
@@ -48,6 +53,12 @@ def plan_conversion(
             family.parameters(args), mesh, itemsizes={n: itemsize(info.dtype) for n, info in tensors.items()}
         )
     return ConversionPlan(view, plan_dcp(tensors, files), casts)
+
+
+def _second_names(used: Mapping[str, str]) -> dict[str, str]:
+    """Target names whose source an earlier target name has too, with that name: the output of a tied model."""
+    first: dict[str, str] = {}
+    return {name: first[source] for name, source in used.items() if first.setdefault(source, name) != name}
 
 
 def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None) -> dict[str, str]:

@@ -122,11 +122,14 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     family, args = get_family(info.family), info.args
     rules = {rule.native: rule for rule in naming.rules}
     ledger, tensors, row_orders = Ledger(), {}, {}
-    for parameter in family.parameters(args):
-        rule = rules[_with_placeholder(parameter.fqn)]
-        name = _with_number(rule.foreign, parameter.fqn)
-        ledger.used[name] = parameter.fqn
-        tensors[name] = native.tensors[parameter.fqn]
+    natives = {parameter.fqn: parameter.fqn for parameter in family.parameters(args)}
+    if args.tied and naming.repeats_tied:
+        natives[OUTPUT] = EMBEDDING
+    for fqn, held in natives.items():
+        rule = rules[_with_placeholder(fqn)]
+        name = _with_number(rule.foreign, fqn)
+        ledger.used[name] = held
+        tensors[name] = native.tensors[held]
         order = _native_row_order(rule.op, args)
         if order is not None:
             row_orders[name] = np.argsort(order)

@@ -52,6 +52,7 @@ class Naming:
     name: str  # "hf" | "meta" | "torchtune" | "titan_model_prefix" | "titan_qkv_linear"
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...] = ()
+    repeats_tied: bool = False  # a tied model's output weight is there again, beside the embedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,9 @@ _UNCHANGED = tuple(
     Rule(f"{name}.weight", f"{name}.weight")
     for name in ("tok_embeddings", *(_L + w for w in _WITHIN_LAYER + _FEED_FORWARD + _NORMS), "norm", "output")
 )
-META = Naming("meta", rules=_UNCHANGED, drops=(Drop("rope.freqs", "recomputed from rope_theta"),))
+META = Naming(  # torchtune, too, wants a tied model's output.weight, and drops it
+    "meta", rules=_UNCHANGED, drops=(Drop("rope.freqs", "recomputed from rope_theta"),), repeats_tied=True
+)
 
 TITAN_MODEL_PREFIX = Naming(  # torchtitan before its TOML-era flat layout
     "titan_model_prefix",

@@ -165,12 +165,19 @@ def _ffn_hidden(params: Mapping[str, Any]) -> int:
 def meta_params(args: ModelArgs) -> dict[str, Any]:
     """params.json's content. Meta's code computes the feed-forward width, so a multiplier is chosen that gives it back.
 
-    Raises UnsupportedError where Meta's formula cannot give this width or head size.
+    Raises UnsupportedError where Meta's code would build another model: it knows one formula and one kind of scaling.
+    No max_seq_len: Meta's loader passes its own beside these, and Python refuses an argument that is given twice.
     """
     if args.head_dim * args.num_heads != args.dim:
         raise UnsupportedError(
             f"params.json cannot say head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",
             hint="Meta's code takes dim / n_heads",
+        )
+    scaling = args.rope_scaling
+    if scaling is not None and scaling != RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor):
+        raise UnsupportedError(
+            f"params.json cannot say {scaling}",
+            hint="Meta's code takes low_freq_factor 1 and original_max_position_embeddings 8192",
         )
     params: dict[str, Any] = {
         "dim": args.dim,
@@ -180,14 +187,13 @@ def meta_params(args: ModelArgs) -> dict[str, Any]:
         "vocab_size": args.vocab_size,
         "norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "use_scaled_rope": args.rope_scaling is not None,
-        "max_seq_len": args.max_seq_len,
+        "use_scaled_rope": scaling is not None,
         **_ffn_formula(args),
     }
-    if args.rope_scaling is not None:
+    if scaling is not None:
         # Keys of Meta's later releases; its Llama 3 code ignores them, readers that know better do not
-        params["rope_scaling_factor"] = args.rope_scaling.factor
-        params["rope_high_freq_factor"] = args.rope_scaling.high_freq_factor
+        params["rope_scaling_factor"] = scaling.factor
+        params["rope_high_freq_factor"] = scaling.high_freq_factor
     return params
 
 

@@ -33,6 +33,8 @@ class Segment:
 class Target:
     """An output to be written. Fill every slot, then call `finish` with the slots' CRC32s (in the order of `slots`).
 
+    Slots cover every tensor exactly once; one whose data another tensor's slot holds (tied weights) has none.
+
     `finish` writes everything that is not tensor data and returns size and CRC32 of every file it knows.
     """
 

@@ -16,6 +16,7 @@ convert_app = typer.Typer(
 class _Format(StrEnum):
     dcp = "dcp"
     hf = "hf"
+    meta = "meta"
 
 
 _Source = Annotated[Path, typer.Argument(help="A checkpoint folder or file; it is never changed.", show_default=False)]
@@ -31,7 +32,10 @@ _ForMesh = Annotated[
         show_default=False,
     ),
 ]
-_ShardSize = Annotated[str, typer.Option(metavar="SIZE", help="Most bytes in a file, such as 5GB or 500MB.")]
+_ShardSize = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most bytes in a file, such as 5GB or 500MB. Default: 5GB.", show_default=False),
+]
 _ModelFrom = Annotated[
     Path | None,
     typer.Option(
@@ -51,7 +55,7 @@ def hf_to_dcp(
     dst: _Destination,
     for_mesh: _ForMesh = None,
     dtype: _DType = None,
-    shard_size: _ShardSize = "5GB",
+    shard_size: _ShardSize = None,
     dry_run: _DryRun = False,
     overwrite: _Overwrite = False,
     as_json: _Json = False,
@@ -82,7 +86,7 @@ def dcp_to_hf(
     src: _Source,
     dst: _Destination,
     dtype: _DType = None,
-    shard_size: _ShardSize = "5GB",
+    shard_size: _ShardSize = None,
     model_from: _ModelFrom = None,
     dry_run: _DryRun = False,
     overwrite: _Overwrite = False,
@@ -115,7 +119,7 @@ def meta_to_dcp(
     dst: _Destination,
     for_mesh: _ForMesh = None,
     dtype: _DType = None,
-    shard_size: _ShardSize = "5GB",
+    shard_size: _ShardSize = None,
     dry_run: _DryRun = False,
     overwrite: _Overwrite = False,
     as_json: _Json = False,
@@ -141,6 +145,36 @@ def meta_to_dcp(
     )
 
 
+@convert_app.command("dcp-to-meta")
+def dcp_to_meta(
+    src: _Source,
+    dst: _Destination,
+    dtype: _DType = None,
+    model_from: _ModelFrom = None,
+    dry_run: _DryRun = False,
+    overwrite: _Overwrite = False,
+    as_json: _Json = False,
+) -> None:
+    """DCP to Meta's original format in one file (consolidated.00.pth, params.json), which torchtune opens too.
+
+    \b
+    Examples:
+      titan convert dcp-to-meta outputs/checkpoint/step-1000 my-model
+      titan convert dcp-to-meta llama-8b-dcp my-model --dtype bfloat16
+    """
+    _run(
+        src,
+        dst,
+        to="meta",
+        source="dcp",
+        model_from=model_from,
+        dtype=dtype,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        as_json=as_json,
+    )
+
+
 @convert_app.command("auto")
 def auto(
     src: _Source,
@@ -148,13 +182,13 @@ def auto(
     to: Annotated[_Format, typer.Option(help="The format to write.", show_default=False)],
     for_mesh: _ForMesh = None,
     dtype: _DType = None,
-    shard_size: _ShardSize = "5GB",
+    shard_size: _ShardSize = None,
     model_from: _ModelFrom = None,
     dry_run: _DryRun = False,
     overwrite: _Overwrite = False,
     as_json: _Json = False,
 ) -> None:
-    """Whatever SRC is, to DCP or Hugging Face. Also reads torch files and torchtitan's other layouts.
+    """Whatever SRC is, to DCP, Hugging Face or Meta. Also reads torch files and torchtitan's other layouts.
 
     \b
     Examples:
@@ -185,7 +219,7 @@ def _run(
     for_mesh: str | None = None,
     model_from: Path | None = None,
     dtype: str | None,
-    shard_size: str,
+    shard_size: str | None = None,
     dry_run: bool,
     overwrite: bool,
     as_json: bool,
@@ -193,11 +227,16 @@ def _run(
     """What every command here does, with one difference: what SRC must be."""
     from converters.convert import convert
     from converters.errors import ConfigError
+    from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
     from converters.layout import MeshShape
     from titan_tools.console import print_json, progress
 
     if for_mesh and to != "dcp":
         raise ConfigError(f"--for-mesh cuts a DCP output; {to} has no layout")
+    if shard_size is not None and for_mesh:
+        raise ConfigError("--for-mesh settles the files, one for each rank; --shard-size has no say beside it")
+    if shard_size is not None and to == "meta":
+        raise ConfigError("--shard-size cuts an output in files; Meta's format is written as one file")
     report = convert(
         src,
         dst,
@@ -205,7 +244,7 @@ def _run(
         source=source,
         dtype=dtype,
         mesh=MeshShape.parse(for_mesh) if for_mesh else None,
-        shard_bytes=_parse_size(shard_size),
+        shard_bytes=DEFAULT_SHARD_BYTES if shard_size is None else _parse_size(shard_size),
         model_from=model_from,
         overwrite=overwrite,
         dry_run=dry_run,

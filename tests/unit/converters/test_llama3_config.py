@@ -143,7 +143,9 @@ def test_llama_3_0_has_no_scaling():
 
 @pytest.mark.parametrize("name", [*FLAVORS, "odd"])
 def test_meta_round_trip(name):
-    args = replace(ALL[name], head_dim=ALL[name].dim // ALL[name].num_heads)
+    # The head size and the context length are what Meta's code takes or is told by its user
+    length = 131072 if ALL[name].rope_scaling else 8192
+    args = replace(ALL[name], head_dim=ALL[name].dim // ALL[name].num_heads, max_seq_len=length)
     shapes = {p.fqn: p.shape for p in LLAMA3.parameters(args)}
     params = LLAMA3.meta_params(args)
     assert LLAMA3.args_from_meta_params(params, shapes) == args
@@ -160,5 +162,8 @@ def test_every_width_has_a_formula():
 def test_meta_cannot_say_everything():
     with pytest.raises(UnsupportedError, match="head_dim 32"):
         LLAMA3.meta_params(ODD)
+    for scaling in (RopeScaling(low_freq_factor=2.0), RopeScaling(original_max_position_embeddings=64)):
+        with pytest.raises(UnsupportedError, match="params.json cannot say RopeScaling"):
+            LLAMA3.meta_params(replace(FLAVORS["8B"], rope_scaling=scaling))
     with pytest.raises(CheckpointError, match="n_heads"):
         LLAMA3.args_from_meta_params({"dim": 64, "n_layers": 2}, {})
