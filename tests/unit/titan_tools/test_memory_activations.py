@@ -89,7 +89,7 @@ class FusedNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         scaled = grad * weight
         inner = (scaled * x).mean(-1, keepdim=True) * inverse.square()
-        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).flatten(0, -2).sum(0), None
+        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).sum((0, 1)), None
 
 
 def shape(args: ModelArgs, mode: str, **changes) -> RunShape:

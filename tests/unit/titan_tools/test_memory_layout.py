@@ -103,7 +103,6 @@ def fsdp_groups(part: torch.nn.Module) -> list[int]:
     """Elements of each parameter group that FSDP2 made, each once."""
     groups = {}
     for module in part.modules():
-        if isinstance(module, FSDPModule):
-            for group in fully_shard.state(module)._fsdp_param_groups:
-                groups[id(group)] = sum(p._orig_size.numel() for p in group.fsdp_params)
+        if isinstance(module, FSDPModule) and (group := fully_shard.state(module)._fsdp_param_group):
+            groups[id(group)] = sum(p._orig_size.numel() for p in group.fsdp_params)
     return list(groups.values())
