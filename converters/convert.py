@@ -135,7 +135,8 @@ def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, 
     """Raise CheckpointError where `src` is not what the command's name says."""
     if source is None or catalog.container in _CONTAINERS_OF[source]:
         return
-    found = next((kind for kind, containers in _CONTAINERS_OF.items() if catalog.container in containers), "")
+    # "" for a torch file, which may hold anybody's names
+    found = next((kind for kind, containers in _CONTAINERS_OF.items() if catalog.container == containers[0]), "")
     if found == to:
         tries = [f"titan reshard {src} {dst}"] if to == "dcp" else []
     elif (found, to) in _COMMANDS:

@@ -16,9 +16,10 @@ from titan_tools import cli
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An HF folder, our DCP of it, and a DCP of another model."""
+    """hf/, other/ with one weight changed, and plain/: a model without RoPE scaling, which Meta's format can hold."""
     folder = tmp_path_factory.mktemp("commands")
     write_llama(folder / "hf")
+    write_llama(folder / "plain", rope_scaling=None)
     (folder / "other").mkdir()
     shutil.copytree(folder / "hf", folder / "other", dirs_exist_ok=True)
     tensors = load_file(folder / "hf" / "model.safetensors")
@@ -94,6 +95,18 @@ def test_failed_checks_exit_with_1(titan, tmp_path):
     assert titan("verify", tmp_path / "dcp", "--quick")[0] == 0
 
 
+def test_to_meta_and_back(titan, tmp_path):
+    titan("convert", "hf-to-dcp", "plain", tmp_path / "dcp")
+    code, out, err = titan("convert", "dcp-to-meta", tmp_path / "dcp", tmp_path / "meta")
+    assert (code, err) == (0, "")
+    assert "(meta)" in out and "in 1 file" in out and "params.json" in out
+    assert titan("convert", "auto", "plain", tmp_path / "at_once", "--to", "meta", "--json")[0] == 0
+    assert titan("convert", "meta-to-dcp", tmp_path / "meta", tmp_path / "back")[0] == 0
+    for one in ("meta", "at_once", "back"):
+        assert titan("verify", tmp_path / one)[0] == 0
+        assert titan("diff", "plain", tmp_path / one)[1].startswith("equal; 21 tensors")
+
+
 def test_inspect_prints_a_table(titan):
     code, out, _ = titan("inspect", "hf")
     assert code == 0
@@ -127,6 +140,10 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["convert", "hf-to-dcp", "hf", "out", "--shard-size", "big"], "is no size"),
         (["convert", "auto", "hf", "out", "--to", "hf", "--for-mesh", "tp=2"], "no layout"),
         (["convert", "auto", "hf", "out", "--to", "gguf"], "gguf"),
+        (["convert", "auto", "plain", "out", "--to", "meta", "--shard-size", "1GB"], "one file"),
+        (["convert", "auto", "hf", "out", "--to", "meta"], "params.json cannot say RopeScaling"),
+        (["convert", "dcp-to-meta", "plain", "out"], "titan convert auto plain out --to meta"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=2", "--shard-size", "1GB"], "no say beside it"),
         (["convert", "hf-to-dcp", "hf"], "Missing argument"),
         (["reshard", "hf", "out"], "no DCP checkpoint"),
         (["reshard", "hf", "out", "--drop", "weights"], "no section"),
@@ -161,7 +178,8 @@ def test_no_command_here_loads_torch(folder, tmp_path):
         "from titan_tools.cli import run",
         f"dst = {str(tmp_path / 'dcp')!r}",
         "for words in (['convert', 'hf-to-dcp', 'hf', dst], ['inspect', 'hf'], ['verify', dst], ['diff', 'hf', dst],",
-        "              ['reshard', dst, dst + '2']):",
+        "              ['reshard', dst, dst + '2'], ['convert', 'hf-to-dcp', 'plain', dst + '3'],",
+        "              ['convert', 'dcp-to-meta', dst + '3', dst + '4']):",
         "    sys.argv = ['titan', *words]",
         "    assert run() == 0, words",
         "assert not {'torch', 'transformers'} & sys.modules.keys()",
