@@ -40,8 +40,13 @@ class MeshShape:
 
     @property
     def fsdp(self) -> int:
-        """Parameters are sharded over dp_shard × cp."""
+        """Ranks that parameters are sharded over: context parallelism shards them too."""
         return self.dp_shard * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> "MeshShape":
         """Where `rank` stands on each axis, from 0."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from converters.families.base import ModelArgs, Parameter
 from converters.families.registry import get_family
-from converters.layout import local_box
+from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
@@ -30,7 +30,7 @@ from trainer.parallel.fsdp import apply_fsdp, reshard_policy
 from trainer.parallel.pipeline import LossSum, Microbatch, Pipeline, keep_modules
 from trainer.parallel.tensor import apply_tp
 from trainer.parallel.tied import TiedCopies
-from trainer.parallel_dims import ParallelDims, check_layout
+from trainer.parallel_dims import check_layout
 from trainer.stages import split_model
 
 
@@ -118,7 +118,7 @@ class TrainModel:
         weights = InitialWeights(ModelInfo(self.family, self.args), seed=seed)
         native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
         for fqn, parameter in self._parameters.items():
-            box = local_box(native[fqn], self.meshes.dims.mesh_shape, dist.get_rank())
+            box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             assert tuple(local.shape) == (box.sizes if box else (0, *local.shape[1:])), (fqn, local.shape, box)
             if box is not None:
@@ -130,7 +130,7 @@ def _native_name(module_name: str, args: ModelArgs) -> str:
     return "tok_embeddings.weight" if args.tied and module_name == "output.weight" else module_name
 
 
-def build(config: Config, args: ModelArgs, dims: ParallelDims, meshes: Meshes, device: torch.device) -> TrainModel:
+def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, device: torch.device) -> TrainModel:
     """The model as this rank trains it, in real memory on `device`, its values not yet set.
 
     Raises ConfigError with every problem of the layout.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.parallel_dims import ParallelDims
+from converters.layout import MeshShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Meshes:
     `parameters` is the grid [pp, dp_replicate, fsdp, tp]: DTensors of one parameter live on slices of it.
     """
 
-    dims: ParallelDims
+    dims: MeshShape
     device_type: str
     parameters: DeviceMesh
     data: DeviceMesh
@@ -37,7 +37,7 @@ class Meshes:
         return self.parameters["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else self.parameters["fsdp"]
 
 
-def make_meshes(dims: ParallelDims, device_type: str) -> Meshes:
+def make_meshes(dims: MeshShape, device_type: str) -> Meshes:
     """The meshes of this rank. The default process group must exist and have dims.world_size ranks."""
 
     def grid(**axes: int) -> DeviceMesh:

@@ -3,8 +3,8 @@
 Every problem of a layout is told at once, each with the nearest choices that would do.
 """
 
-from dataclasses import asdict, dataclass
-from math import gcd, prod
+from dataclasses import asdict
+from math import gcd
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
@@ -13,39 +13,9 @@ from trainer.config.sections import Config, Parallelism
 from trainer.stages import stage_problems
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelDims:
-    """Degrees of the mesh, outermost axis first; rank order is row-major in this order, as in torchtitan."""
-
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return prod(asdict(self).values())
-
-    @property
-    def fsdp(self) -> int:
-        """Ranks that parameters are sharded over: context parallelism shards them too."""
-        return self.dp_shard * self.cp
-
-    @property
-    def batch(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def mesh_shape(self) -> MeshShape:
-        """The same degrees as `converters` spells them."""
-        return MeshShape(**asdict(self))
-
-    @property
-    def sequence_divisor(self) -> int:
-        """What divides a sequence length: sequence parallelism cuts it tp times, head-tail sharding 2·cp times."""
-        return self.tp * (2 * self.cp if self.cp > 1 else 1)
+def sequence_divisor(dims: MeshShape) -> int:
+    """What divides a sequence length: sequence parallelism cuts it tp times, head-tail sharding 2·cp times."""
+    return dims.tp * (2 * dims.cp if dims.cp > 1 else 1)
 
 
 def required_world_size(parallelism: Parallelism) -> int:
@@ -53,13 +23,13 @@ def required_world_size(parallelism: Parallelism) -> int:
     return _fixed_degrees(parallelism) * max(parallelism.data_parallel_shard_degree, 1)
 
 
-def resolve(parallelism: Parallelism, world_size: int) -> ParallelDims:
+def resolve(parallelism: Parallelism, world_size: int) -> MeshShape:
     """The degrees for `world_size` ranks. Raises ConfigError where their product cannot be that number."""
     fixed = _fixed_degrees(parallelism)
     dp_shard = parallelism.data_parallel_shard_degree
     if dp_shard == -1:
         dp_shard = world_size // fixed
-    dims = ParallelDims(
+    dims = MeshShape(
         pp=parallelism.pipeline_parallel_degree,
         dp_replicate=parallelism.data_parallel_replicate_degree,
         dp_shard=dp_shard,
@@ -94,14 +64,14 @@ def _fixed_degrees(parallelism: Parallelism) -> int:
     )
 
 
-def check_layout(config: Config, args: ModelArgs, dims: ParallelDims) -> None:
+def check_layout(config: Config, args: ModelArgs, dims: MeshShape) -> None:
     """Raise ConfigError with every problem of the layout."""
     problems = layout_problems(config, args, dims)
     if problems:
         raise ConfigError(f"this layout cannot run {config.model.flavor!r}:" + list_offenders(problems))
 
 
-def layout_problems(config: Config, args: ModelArgs, dims: ParallelDims) -> list[str]:
+def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
     """Everything about degrees, model and batch that does not fit, with the nearest choices that would."""
     return [
         *_tensor_problems(args, dims.tp),
@@ -129,11 +99,11 @@ def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
     ]
 
 
-def _sequence_problems(config: Config, dims: ParallelDims) -> list[str]:
+def _sequence_problems(config: Config, dims: MeshShape) -> list[str]:
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len
-    divisor = dims.sequence_divisor
+    divisor = sequence_divisor(dims)
     why = "tp × 2·cp" if dims.cp > 1 else "tp"
     return [
         f"{key} = {length} is not a multiple of {divisor} ({why}); nearest: {nearest_multiples(length, divisor)}"
@@ -142,7 +112,7 @@ def _sequence_problems(config: Config, dims: ParallelDims) -> list[str]:
     ]
 
 
-def _batch_problems(config: Config, dims: ParallelDims) -> list[str]:
+def _batch_problems(config: Config, dims: MeshShape) -> list[str]:
     total, step = config.training.global_batch_size, config.training.local_batch_size * dims.batch
     if total == -1 or total % step == 0:
         return []

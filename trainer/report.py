@@ -63,13 +63,15 @@ class Report:
         self._log.say(step_line(progress.step, scalars, eta_secs=eta_secs))
         self._log.write(progress.step, scalars)
 
-    def validation(self, step: int, scalars: dict[str, float]) -> None:
+    def validation(self, step: int, scalars: dict[str, float | None]) -> None:
+        """Tell of the held-out loss, whenever there is one."""
         if self._is_silent:
             return
-        self._log.say(
-            f"step {step:>6}  held-out loss {scalars['validation_loss']:.4f}"
-            f"  perplexity {scalars['validation_perplexity']:.2f}"
-        )
+        loss, perplexity = scalars["validation_loss"], scalars["validation_perplexity"]
+        line = f"step {step:>6}  held-out loss {loss:.4f}  perplexity {perplexity:.2f}"
+        if (entropy := scalars["validation_unigram_entropy"]) is not None:
+            line += f"  unigram entropy {entropy:.4f}"
+        self._log.say(line)
         self._log.write(step, scalars)
 
     @contextmanager

@@ -55,7 +55,7 @@ def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progre
     parameters = family.parameters(info.args)
     files = boxes_for_mesh(
         parameters,
-        dims.mesh_shape,
+        dims,
         itemsizes={p.fqn: itemsize(dtype) for p in parameters},
         stages=split_model(config.parallelism, info.args.num_layers, dims.pp).modules,
     )
@@ -78,7 +78,7 @@ def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progre
         destination=str(dst),
         model=f"{config.model.name} {config.model.flavor}",
         seed=number,
-        mesh=str(dims.mesh_shape),
+        mesh=str(dims),
         dtype=dtype,
         num_parameters=family.num_parameters(info.args),
         num_tensors=len(target.tensors),

@@ -22,6 +22,7 @@ class Validation:
         batch, dims = meshes["batch"], meshes.dims
         source = open_dataset(settings.dataset, settings.dataset_path, vocab_size=model.args.vocab_size)
         self._model, self._dims = model, dims
+        self._unigram_entropy = source.unigram_entropy
         self._num_batches = None if settings.steps == -1 else settings.steps
         self._loader = TokenLoader(
             source,
@@ -39,8 +40,8 @@ class Validation:
                 tries=[f"--validation.steps {self._loader.num_batches}", "--validation.steps -1, for all there are"],
             )
 
-    def run(self) -> dict[str, float]:
-        """Loss per token in nats, and perplexity; equal on all ranks."""
+    def run(self) -> dict[str, float | None]:
+        """Loss per token in nats, perplexity, and the unigram entropy to hold it against; equal on all ranks."""
         for part in self._model.parts:
             part.eval()
         sums = torch.zeros(2, dtype=torch.float64)  # loss, tokens
@@ -54,4 +55,8 @@ class Validation:
         loss_sum, num_tokens = sums.tolist()
         # tp ranks hold the same share of the loss; all ranks but those of a batch group count the same tokens
         loss = (loss_sum / self._dims.tp) / (num_tokens / (self._dims.world_size // self._dims.batch))
-        return {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700.0))}
+        return {
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, 700.0)),
+            "validation_unigram_entropy": self._unigram_entropy,
+        }

@@ -62,7 +62,7 @@ def check(
     if as_json:
         print_json({"config": config, "world_size": dims.world_size, "not_read": unread(loaded)})
         return
-    print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims.mesh_shape})")
+    print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims})")
     for line in unread(loaded):
         note(f"not read: {line}")
 

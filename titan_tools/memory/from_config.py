@@ -3,9 +3,10 @@
 from converters.dtypes import itemsize
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.families.registry import get_family
+from converters.layout import MeshShape
 from titan_tools.memory.run_shape import Recompute, RunShape
 from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.parallel_dims import ParallelDims, layout_problems, required_world_size, resolve
+from trainer.parallel_dims import layout_problems, required_world_size, resolve
 from trainer.stages import split_model
 
 COVERED_FAMILIES = ("llama3",)  # activations.py is written for their block
@@ -29,16 +30,16 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
             hint="a guess would be worse than none",
         )
     training, parallelism = config.training, config.parallelism
-    mesh, reshard = dims.mesh_shape, parallelism.fsdp_reshard_after_forward
-    microbatch = parallelism.pipeline_parallel_microbatch_size if mesh.pp > 1 else training.local_batch_size
+    reshard = parallelism.fsdp_reshard_after_forward
+    microbatch = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else training.local_batch_size
     per_pass = training.local_batch_size * dims.batch
     return RunShape(
         family=get_family(config.model.name),
         args=args,
-        mesh=mesh,
+        mesh=dims,
         # as in trainer/build.py
-        uses_fsdp=mesh.fsdp * mesh.dp_replicate > 1 or training.mixed_precision_param != training.dtype,
-        stages=split_model(parallelism, args.num_layers, mesh.pp).modules,
+        uses_fsdp=dims.fsdp * dims.dp_replicate > 1 or training.mixed_precision_param != training.dtype,
+        stages=split_model(parallelism, args.num_layers, dims.pp).modules,
         schedule=parallelism.pipeline_parallel_schedule,
         microbatch_size=microbatch,
         num_microbatches=training.local_batch_size // microbatch,
@@ -48,9 +49,9 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         compute_bytes=itemsize(training.mixed_precision_param),
         recompute=_recompute(config.activation_checkpoint),
         optimizer=config.optimizer.implementation,
-        reshard_after_forward={"default": mesh.pp == 1, "always": True, "never": False}[reshard],
+        reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
-        loss_parallel=mesh.tp > 1 and not parallelism.disable_loss_parallel,
+        loss_parallel=dims.tp > 1 and not parallelism.disable_loss_parallel,
         validation_samples=_validation_samples(config, microbatch),
         validation_seq_len=config.validation.seq_len,
     )
@@ -67,7 +68,7 @@ def uncovered_by_estimate(config: Config) -> list[str]:
     return reasons
 
 
-def _degrees(config: Config, world_size: int | None) -> tuple[ParallelDims, list[str], list[str]]:
+def _degrees(config: Config, world_size: int | None) -> tuple[MeshShape, list[str], list[str]]:
     """The degrees, or near ones and why they are not what was asked for, with what to try."""
     parallelism = config.parallelism
     needed = required_world_size(parallelism)

@@ -14,6 +14,7 @@ class TokenSource(Protocol):
 
     fingerprint: str
     vocab_size: int  # every id is below it
+    unigram_entropy: float | None  # of the held-out ids, nats per token; None where nobody measured it
 
     def tokens(self, split: str) -> np.ndarray: ...
 

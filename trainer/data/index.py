@@ -43,6 +43,11 @@ class TokenIndex:
     vocab_size: int
     summary: Mapping[str, Any]
 
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Of the held-out part, nats per token: what a model that knows only how frequent tokens are would pay."""
+        return self.summary.get("unigram", {}).get("unigram_entropy")
+
     def tokens(self, split: str) -> np.ndarray:
         """All token ids of a split, memory-mapped."""
         return _map(self.folder / tokens_file(split))

@@ -4,10 +4,10 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from converters.layout import MeshShape
 from trainer.mesh import make_meshes
-from trainer.parallel_dims import ParallelDims
 
-DIMS = ParallelDims(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+DIMS = MeshShape(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
 
 
 @pytest.fixture

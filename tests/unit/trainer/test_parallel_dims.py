@@ -8,7 +8,7 @@ from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Model, Parallelism, Training, Validation
-from trainer.parallel_dims import ParallelDims, check_layout, layout_problems, required_world_size, resolve
+from trainer.parallel_dims import check_layout, layout_problems, required_world_size, resolve, sequence_divisor
 
 GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048
 
@@ -23,17 +23,16 @@ def problems(parallelism: dict, *, world_size: int, training: dict | None = None
 
 def test_the_shard_degree_takes_what_is_left():
     degrees = Parallelism(tensor_parallel_degree=2, pipeline_parallel_degree=2)
-    assert resolve(degrees, 8) == ParallelDims(pp=2, dp_shard=2, tp=2)
+    assert resolve(degrees, 8) == MeshShape(pp=2, dp_shard=2, tp=2)
     assert required_world_size(degrees) == 4
     assert required_world_size(replace(degrees, data_parallel_shard_degree=3)) == 12
 
 
 def test_degrees_that_data_and_parameters_see():
-    dims = ParallelDims(dp_replicate=2, dp_shard=3, cp=4, tp=5)
+    dims = MeshShape(dp_replicate=2, dp_shard=3, cp=4, tp=5)
     assert (dims.batch, dims.fsdp, dims.world_size) == (6, 12, 120)
-    assert dims.mesh_shape == MeshShape(dp_replicate=2, dp_shard=3, cp=4, tp=5)
-    assert dims.sequence_divisor == 40
-    assert ParallelDims(tp=5).sequence_divisor == 5  # without context parallelism nothing is cut head and tail
+    assert sequence_divisor(dims) == 40
+    assert sequence_divisor(MeshShape(tp=5)) == 5  # without context parallelism nothing is cut head and tail
 
 
 @pytest.mark.parametrize("world_size", [3, 9])
@@ -55,7 +54,7 @@ def test_a_product_that_is_not_the_world_size():
 
 def test_a_layout_without_problems():
     assert problems({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, world_size=8) == []
-    check_layout(Config(), FLAVORS["debugmodel"], ParallelDims(dp_shard=2))
+    check_layout(Config(), FLAVORS["debugmodel"], MeshShape(dp_shard=2))
 
 
 def test_tensor_degree_names_what_it_does_not_divide_and_what_would():
