@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
 # The whole path on one laptop: data, seed, 4D training, reshard, resume, convert, check, estimate, generate.
-# Each line that starts with `run` is a command that you can type yourself. Everything lands in ./quickstart.
+# Each line that starts with `run` is a command that you can type yourself.
+# Usage: quickstart.sh [FOLDER], which is ./quickstart when not given, and made anew each time.
 set -euo pipefail
+out=$(realpath -m "${1:-$(dirname "$0")/../quickstart}")
 source "$(dirname "$0")/setup.sh"
 
-out=quickstart
 if [ -e "$out" ]; then
-    [ -e "$out/.made-by-quickstart" ] || { echo "error: ./$out exists and is not a quickstart's; move it away" >&2; exit 2; }
+    [ -e "$out/.made-by-quickstart" ] || { echo "error: $out exists and is not a quickstart's; move it away" >&2; exit 2; }
     rm -rf "$out"
 fi
-mkdir "$out" && touch "$out/.made-by-quickstart" && cd "$out"
+home=$PWD
+mkdir -p "$out" && touch "$out/.made-by-quickstart" && cd "$out"
 
 steps=()
 started=$SECONDS
+exec 3>&1 # where a command is shown, also when its output goes to a file
 run() { # run TITLE COMMAND…: show the command, run it, remember how long it took
     local title=$1 begin=$SECONDS; shift
-    printf '\n── %s\n$ %s\n' "$title" "$*"
+    printf '\n── %s\n$ %s\n' "$title" "$*" >&3
     "$@"
     steps+=("$(printf '%4ds  %s' $((SECONDS - begin)) "$title")")
 }
@@ -42,23 +45,25 @@ run "does this run fit?"        titan estimate-memory debug.toml
 run "does Llama 3 8B?"          titan estimate-memory llama3_8b --world-size 8
 run "does Llama 3 70B?"         titan estimate-memory llama3_70b --world-size 256
 run "does Llama 3 405B?"        titan estimate-memory llama3_405b --world-size 512
-prompt=$'def __init__(self'
-run "what does it say (DCP)?"   titan infer "$trained" --tp 2 --prompt "$prompt" --max-new-tokens 40 --json | tee from_dcp.json
-run "the same from the HF folder" titan infer hf --tp 2 --prompt "$prompt" --max-new-tokens 40 --json | tee from_hf.json
+say=(--tp 2 --prompt "def __init__(self" --max-new-tokens 40)
+run "what does it say? (DCP)"   titan infer "$trained" "${say[@]}" > from_dcp.txt
+cat from_dcp.txt
+run "what does the export say?" titan infer hf "${say[@]}" > from_hf.txt
+cmp from_dcp.txt from_hf.txt && echo "the same"
 run "the loss curve"            titan inspect outputs/debug --loss-curve loss.png
 
 printf '\n── done in %ds\n' $((SECONDS - started))
 printf '%s\n' "${steps[@]}"
 cat <<SUMMARY
 
-made in ./$out
+made in $out
   data/                      token index and tokenizer
   seed/                      seed checkpoint, cut for the first mesh
   outputs/debug/             the run: checkpoints, metrics.jsonl, TensorBoard
   hf/                        the trained model for transformers
   loss.png                   the loss curve
 
-try next, from ./$out with the environment active (source ../.venv/bin/activate)
+try next, in that folder and the environment (cd $out; source $home/.venv/bin/activate)
   titan inspect $trained
   titan infer hf --prompt "import " --temperature 0.8
   titan config show debug.toml

@@ -1,0 +1,52 @@
+"""The quickstart as a newcomer runs it: every command of the walk, and what it promises at the end."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from titan_tools.run_folder import summarize_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("walk") / "quickstart"
+    start = time.monotonic()
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "quickstart.sh", folder], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return folder, done, time.monotonic() - start
+
+
+def test_it_ends_with_a_summary(quickstart):
+    _, done, secs = quickstart
+    assert "made in" in done.stdout and "try next" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr and "Warning" not in done.stdout + done.stderr
+    print(f"quickstart took {secs:.0f} s")
+
+
+def test_the_model_has_learnt_more_than_token_frequencies(quickstart):
+    run = summarize_run(quickstart[0] / "outputs" / "debug")
+    first_part = dict(run.held_out_loss)[100]  # FSDP 2 x TP 2 x PP 2 ends here
+    assert first_part <= run.unigram_entropy - 0.5
+    assert run.held_out_loss[-1][1] < first_part  # and FSDP 2 x CP 2 goes on from there
+    assert (quickstart[0] / "loss.png").stat().st_size > 5000
+
+
+def test_transformers_opens_the_export_and_says_the_same(quickstart):
+    folder, _, _ = quickstart
+    said = (folder / "from_hf.txt").read_text()
+    assert said == (folder / "from_dcp.txt").read_text() and said.strip()
+    model, loading = AutoModelForCausalLM.from_pretrained(folder / "hf", output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    prompt = tokenizer("def __init__(self", return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    text = tokenizer.decode(out[0, prompt.input_ids.shape[1] :], skip_special_tokens=True)
+    assert text == said.removesuffix("\n")
+    assert GenerationConfig.from_pretrained(folder / "hf").eos_token_id == tokenizer.eos_token_id
