@@ -77,6 +77,7 @@ class Pool:
 def _serve(rank: int, size: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -92,6 +93,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             result = case(*args)
             dist.barrier()
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # what DTensor remembers of a mesh names its groups, which are gone now
             pipe.send((False, result))
         except BaseException:  # the session that asked must hear of it, whatever it is
             pipe.send((True, traceback.format_exc()))
