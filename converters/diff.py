@@ -16,7 +16,7 @@ from converters.execute import Progress, no_progress
 from converters.families.base import Naming
 from converters.families.registry import get_family
 from converters.formats.dcp_item import read_blob_item
-from converters.model_info import ModelInfo, read_model_info
+from converters.model_info import ModelInfo, says_model
 from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
@@ -100,7 +100,7 @@ def diff(
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     catalogs = [open_checkpoint(a), open_checkpoint(b)]
     places = [Path(model_from) if model_from else catalog.root for catalog in catalogs]
-    says = [_says_model(place, catalog) for place, catalog in zip(places, catalogs, strict=True)]
+    says = [says_model(place) for place in places]
     if any(says):
         places = [place if said else places[says.index(True)] for place, said in zip(places, says, strict=True)]
     sides = []
@@ -115,16 +115,6 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
             _Side(catalog, weights, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
         )
     return sides[0], sides[1]
-
-
-def _says_model(place: Path, catalog: Catalog) -> bool:
-    try:
-        read_model_info(place, model_part(catalog))
-    except CheckpointError as error:
-        if "says what model this is" in error.message:
-            return False
-        raise
-    return True
 
 
 def _section(catalog: Catalog, name: str) -> str:

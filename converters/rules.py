@@ -1,7 +1,6 @@
 """How one name and tensor becomes another: rename, permute, drop. Tables are typed once, one way; each op inverts."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,11 +12,9 @@ class Same:
 class RopeHalves:
     """Rows of q or k in each head: native interleaved pairs (0,1)(2,3)… ⇄ foreign halves (0,h/2)(1,h/2+1)….
 
-    Reading native row `2*i + j` of a head takes foreign row `j * head_dim/2 + i`. `heads` names the ModelArgs field
-    that counts the heads of this weight (k has fewer than q under GQA).
+    Reading native row `2*i + j` of a head takes foreign row `j * head_dim/2 + i`. A head is head_dim rows, so
+    that k, which has fewer of them under GQA, cannot be taken for q.
     """
-
-    heads: Literal["num_heads", "num_kv_heads"]
 
 
 Op = Same | RopeHalves

@@ -16,6 +16,7 @@ from converters.families.registry import get_family
 from converters.formats.dcp_item import checked_record
 from converters.formats.stored_zip import read_zip
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
+from converters.model_info import says_model
 from converters.open import open_checkpoint
 from converters.read import BLOCK_BYTES, CatalogReader
 from converters.view import foreign_view
@@ -94,9 +95,7 @@ def _check_model(catalog: Catalog) -> tuple[Check, RowNumbers | None]:
     except UnsupportedError as error:
         return Check(name, "not possible", error.message), None
     except CheckpointError as error:
-        if "says what model this is" in error.message:
-            return Check(name, "not possible", error.message), None
-        return Check(name, "failed", error.message), None
+        return Check(name, "failed" if says_model(catalog.root) else "not possible", error.message), None
 
 
 def _check_files(catalog: Catalog, manifest: Manifest | None) -> Check:

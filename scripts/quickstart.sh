@@ -49,7 +49,8 @@ say=(--tp 2 --prompt "def __init__(self" --max-new-tokens 40)
 run "what does it say? (DCP)"   titan infer "$trained" "${say[@]}" > from_dcp.txt
 cat from_dcp.txt
 run "what does the export say?" titan infer hf "${say[@]}" > from_hf.txt
-cmp from_dcp.txt from_hf.txt && echo "the same"
+cmp from_dcp.txt from_hf.txt
+echo "the same"
 run "the loss curve"            titan inspect outputs/debug --loss-curve loss.png
 
 printf '\n── done in %ds\n' $((SECONDS - started))

@@ -63,8 +63,8 @@ HF = Naming(
     "hf",
     rules=(
         Rule("tok_embeddings.weight", "model.embed_tokens.weight"),
-        Rule(_L + "attention.wq.weight", "model.layers.{n}.self_attn.q_proj.weight", RopeHalves("num_heads")),
-        Rule(_L + "attention.wk.weight", "model.layers.{n}.self_attn.k_proj.weight", RopeHalves("num_kv_heads")),
+        Rule(_L + "attention.wq.weight", "model.layers.{n}.self_attn.q_proj.weight", RopeHalves()),
+        Rule(_L + "attention.wk.weight", "model.layers.{n}.self_attn.k_proj.weight", RopeHalves()),
         Rule(_L + "attention.wv.weight", "model.layers.{n}.self_attn.v_proj.weight"),
         Rule(_L + "attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
         Rule(_L + "feed_forward.w1.weight", "model.layers.{n}.mlp.gate_proj.weight"),
