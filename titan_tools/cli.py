@@ -1,8 +1,11 @@
 """The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
 
+import errno
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -31,17 +34,42 @@ Exit codes:
    75  stopped on request after saving; start again to go on
   130  interrupted"""
 
+PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended; 1 would read as a failed check
+_ABOUT_THE_MACHINE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EMFILE, errno.ENFILE, errno.ESTALE,
+}  # fmt: skip
+
 app = typer.Typer(
     name="titan",
     help=f"Move, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
 
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # --section.key VALUE, read by the config
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"titan {version('titan-tools')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_titan(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
 
 app.command("train", context_settings=_TAKES_OVERRIDES)(train)
 app.command("infer")(infer)
@@ -59,31 +87,60 @@ app.command("models")(models)
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    sys.exit(run())
+    code = run()
+    try:
+        sys.stdout.flush()
+    except OSError:  # told by `run` already, or the reader has gone; Python would complain once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(code)
 
 
 def run() -> int:
     """Run the command of sys.argv; the one place where errors become lines on stderr."""
+    if sys.stdout is None:  # started with a closed standard output
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
     try:
         _refuse_foreign_packages()
-        return app(standalone_mode=False) or 0
+        code = app(prog_name="titan", standalone_mode=False) or 0
+        sys.stdout.flush()
+        return code
     except TitanError as error:
         _tell(error.message, hint=error.hint, tries=error.tries)
         return error.exit_code
     except typer.TyperException as error:  # unknown command or option, missing argument, bad value
-        command = getattr(getattr(error, "ctx", None), "command_path", "titan")
-        _tell(error.format_message(), tries=[f"{command} --help"])
+        return _tell_usage(error)
+    except (typer.Abort, KeyboardInterrupt):
+        _tell("interrupted")
+        return 130
+    except (
+        BrokenPipeError,
+        SystemExit,
+    ):  # `titan … | head`: the reader has enough; Typer makes the second of the first
+        return PIPE_CLOSED
+    except OSError as error:  # a place that cannot be read or written, met where nobody expected it
+        if error.errno not in _ABOUT_THE_MACHINE:
+            return _tell_fault(error)
+        _tell(f"{error.filename or 'standard output'}: {error.strerror}")
         return 2
-    except typer.Abort:
-        return 130
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:
-        import traceback
+        return _tell_fault(error)
 
-        traceback.print_exc()
-        _tell(f"{type(error).__name__}: {error}", hint="this is a fault of titan; the lines above say where")
-        return 3
+
+def _tell_usage(error: typer.TyperException) -> int:
+    if "NoArgsIsHelp" in type(error).__name__:  # `titan`, `titan convert`: the message is the help page
+        print(error.format_message(), file=sys.stderr)
+        return 2
+    command = getattr(getattr(error, "ctx", None), "command_path", "titan")
+    _tell(error.format_message(), tries=[f"{command} --help"])
+    return 2
+
+
+def _tell_fault(error: Exception) -> int:
+    import traceback
+
+    traceback.print_exception(error)
+    _tell(f"{type(error).__name__}: {error}", hint="this is a fault of titan; the lines above say where")
+    return 3
 
 
 def _tell(message: str, *, hint: str = "", tries: tuple[str, ...] | list[str] = ()) -> None:

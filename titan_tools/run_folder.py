@@ -1,6 +1,7 @@
 """A run's folder at a glance: its checkpoints, how the loss went, and the loss curve as a picture. Torch-free."""
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,11 @@ def draw_loss_curve(run: RunSummary, picture: Path) -> None:
         axes.axhline(run.unigram_entropy, label="unigram entropy", color="grey", linestyle="--")
     axes.grid(alpha=0.3)
     axes.legend()
+    unfinished = picture.with_name(f".{picture.name}.tmp")  # a full disk must not cost a picture that is there
     try:
-        figure.savefig(picture, dpi=120, format="png")
+        figure.savefig(unfinished, dpi=120, format="png")
+        unfinished.replace(picture)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         raise CheckpointError(f"{picture}: cannot be written ({error.strerror})") from error

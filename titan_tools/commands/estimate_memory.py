@@ -7,7 +7,9 @@ import typer
 
 def estimate_memory(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(help="TOML config, the one `titan train` takes, or a preset's name.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A TOML file, the one `titan train` takes, or a preset's name.")
+    ],
     world_size: Annotated[
         int | None, typer.Option(min=1, help="Ranks of the run; needed where the config takes all there are.")
     ] = None,

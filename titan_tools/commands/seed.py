@@ -17,8 +17,8 @@ def seed(
 
     \b
     Examples:
-        titan seed debug seed
-        titan seed llama3_8b seed-8b --parallelism.tensor_parallel_degree 8 --debug.seed 1
+      titan seed debug seed
+      titan seed llama3_8b seed-8b --parallelism.tensor_parallel_degree 8 --debug.seed 1
 
     The same weights that `titan train` begins with by itself, for any mesh; start from them with
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE.

@@ -17,8 +17,8 @@ def train(
 
     \b
     Examples:
-        titan train debug --training.dataset_path data
-        titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
+      titan train debug --training.dataset_path data
+      titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
 
     Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
     that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.

@@ -28,11 +28,16 @@ def write_preset(name: str, out: Path) -> None:
             tries=[f"titan config init {match}" for match in near],
         )
     try:
-        with out.open("x", encoding="utf-8") as file:  # x: never over a file that somebody has edited
-            file.write(preset.read_text("utf-8"))
+        file = out.open("x", encoding="utf-8")  # x: never over a file that somebody has edited
     except FileExistsError:
         raise ConfigError(f"{out} exists already", tries=[f"titan config init {name} ANOTHER.toml"]) from None
     except OSError as error:
+        raise ConfigError(f"{out}: {error.strerror}") from None
+    try:
+        with file:
+            file.write(preset.read_text("utf-8"))
+    except OSError as error:  # a full disk; what is there of the file would be in the way of the next try
+        out.unlink()
         raise ConfigError(f"{out}: {error.strerror}") from None
 
 

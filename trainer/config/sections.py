@@ -13,12 +13,14 @@ from trainer.config.types import Number, Pattern
 
 Count = Annotated[int, Number(low=0)]
 Positive = Annotated[int, Number(low=1)]
+SeqLen = Annotated[int, Number(low=1, high=2**27)]  # beyond any model; a slip of the finger is told, not allocated
+Folder = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
 AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 stands for "as many as there are"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    dump_folder: str = "./outputs"
+    dump_folder: Folder = "./outputs"
     """Folder that everything a run writes lies under; relative to the working folder."""
     description: str = "default job"
     """One line that names the run in its log."""
@@ -32,7 +34,7 @@ class Metrics:
     """Steps between two log lines."""
     enable_tensorboard: bool = False
     """Write TensorBoard scalars from the rank that logs."""
-    save_tb_folder: str = "tb"
+    save_tb_folder: Folder = "tb"
     """Folder for them, under job.dump_folder."""
     disable_color_printing: bool = False
     """Plain log lines also on a terminal."""
@@ -90,7 +92,7 @@ class Training:
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: AllOr = -1
     """Samples per step over all ranks; -1 = local_batch_size × data-parallel degree, larger = gradient accumulation."""
-    seq_len: Positive = 2048
+    seq_len: SeqLen = 2048
     """Tokens per sample."""
     max_norm: Annotated[float, Number(above=0)] = 1.0
     """Gradients are scaled down to this norm."""
@@ -140,7 +142,7 @@ class Parallelism:
 class Checkpoint:
     enable: bool = False
     """Save and load checkpoints."""
-    folder: str = "checkpoint"
+    folder: Folder = "checkpoint"
     """Folder of the step folders, under job.dump_folder."""
     interval: Positive = 500
     """Steps between two checkpoints."""
@@ -188,7 +190,7 @@ class Validation:
     """Where the data lies; for `tokens` the index folder."""
     local_batch_size: Positive = 8
     """Samples per forward pass of one data-parallel rank."""
-    seq_len: Positive = 2048
+    seq_len: SeqLen = 2048
     """Tokens per sample."""
     freq: Positive = 10
     """Steps between two validations."""

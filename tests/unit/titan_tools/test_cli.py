@@ -109,3 +109,27 @@ def test_somebody_elses_trainer_package_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, "models"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2
     assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout
+
+
+def test_help_has_a_short_form_and_there_is_a_version():
+    assert titan("-h").stdout == titan("--help").stdout
+    assert titan("--version").stdout.startswith("titan ")
+
+
+@pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)
+def test_a_bare_group_shows_its_help_and_no_error(group):
+    done = titan(*group)
+    assert done.returncode == 2 and "Usage: titan" in done.stderr and "error:" not in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_failed_check():
+    shell = f"{shlex.join([*TITAN, 'models', '--json'])} | true; exit ${{PIPESTATUS[0]}}"
+    codes = {subprocess.run(["bash", "-c", shell], capture_output=True, timeout=60).returncode for _ in range(3)}
+    assert codes <= {0, 141}
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*TITAN, "models"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: standard output: No space left on device"]
