@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from titan_tools.console import count
 from titan_tools.memory.closed_form import PARTS, Instant
 from titan_tools.memory.constants import GIB
 from titan_tools.memory.estimate import Estimate
@@ -30,8 +31,9 @@ def headline(found: Estimate) -> str:
     run = found.run
     size = run.family.num_parameters(run.args)
     return (
-        f"{run.family.name}, {size:,} parameters, on {run.mesh.world_size} ranks ({run.mesh});"
-        f" sequence {run.seq_len}, {run.num_microbatches * run.num_accumulated} forward(s) of {run.microbatch_size}"
+        f"{run.family.name}, {size:,} parameters, on {count(run.mesh.world_size, 'rank')} ({run.mesh});"
+        f" sequence {run.seq_len}, a step of {count(run.num_microbatches * run.num_accumulated, 'forward')},"
+        f" {count(run.microbatch_size, 'sample')} each"
     )
 
 
