@@ -32,6 +32,7 @@ METRICS_FILE = "metrics.jsonl"
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
+RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; held, by the kernel, as long as the run lives
 ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
 
 

@@ -100,7 +100,8 @@ class Checkpoints:
 
         def look() -> list[int]:
             refuse_foreign(self.folder)
-            sweep(self.folder)
+            if not self._settings.load_only:  # then the folder is somebody else's, who may be saving to it
+                sweep(self.folder)
             return list_steps(self.folder)
 
         steps = on_first(self._group, look)
@@ -214,7 +215,7 @@ class Checkpoints:
         self.last_good_step = step
         keep = self._settings.keep_latest_k
         if keep:
-            on_first(self._group, lambda: retire(self.folder, keep=keep, damaged=self._damaged))
+            on_first(self._group, lambda: retire(self.folder, keep=keep, newest=step, damaged=self._damaged))
         return destination
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:

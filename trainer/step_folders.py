@@ -8,7 +8,7 @@ from pathlib import Path
 from converters.commit import sweep_staging
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import check_sizes
-from converters.names import ASIDE_PREFIX, DCP_METADATA, MANIFEST, STEP_FOLDER, TEMPORARY_PREFIX, step_of
+from converters.names import ASIDE_PREFIX, DCP_METADATA, MANIFEST, RUN_LOCK, STEP_FOLDER, TEMPORARY_PREFIX, step_of
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -29,19 +29,29 @@ def list_steps(folder: Path) -> list[int]:
 def sweep(folder: Path) -> None:
     """Clear what killed saves and removals left: a step that was being replaced comes back, the rest goes."""
     if folder.is_dir():
-        for aside in folder.glob(f"{ASIDE_PREFIX}*"):
+        for aside in _steps_aside(folder):
             step = folder / aside.name.removeprefix(ASIDE_PREFIX)
             shutil.rmtree(aside) if step.exists() else aside.rename(step)
         sweep_staging(folder)
 
 
+def _steps_aside(folder: Path) -> list[Path]:
+    """Steps that a save was replacing: a kill between its two renames leaves such a one alone."""
+    aside = folder.glob(f"{ASIDE_PREFIX}*")
+    return [path for path in aside if step_of(path.name.removeprefix(ASIDE_PREFIX)) is not None]
+
+
 def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds things but no step: starting afresh there would hide a mistake."""
+    """Raise CheckpointError where the folder holds things but no step: starting afresh there would hide a mistake.
+
+    Called before anything is swept: what lies in a folder of somebody else is not ours to clear.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
-    if not folder.is_dir() or list_steps(folder):
+    if not folder.is_dir() or list_steps(folder) or _steps_aside(folder):
         return
-    found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(TEMPORARY_PREFIX))
+    ours = (TEMPORARY_PREFIX, RUN_LOCK)
+    found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(ours))
     if found:
         raise CheckpointError(
             f"{folder} holds no checkpoint of a run, but other things:" + list_offenders(found, most=5),
@@ -63,13 +73,14 @@ def size_problem(path: Path) -> str:
         return error.message
 
 
-def retire(folder: Path, *, keep: int, damaged: Collection[int] = ()) -> list[int]:
-    """Remove the oldest whole steps beyond the newest `keep`; returns which.
+def retire(folder: Path, *, keep: int, newest: int, damaged: Collection[int] = ()) -> list[int]:
+    """Remove the oldest whole steps beyond `newest`, the one just saved, and the `keep - 1` before it; returns which.
 
-    Steps that are `damaged`, or not whole, neither count nor are touched: a whole one is never given up for them.
+    Later steps, left where a run went back to an earlier one, are not this run's: they neither count nor are touched.
+    Nor do steps that are `damaged`, or not whole: a whole one is never given up for them.
     """
-    whole = [s for s in list_steps(folder) if s not in damaged and not size_problem(step_folder(folder, s))]
-    removed = whole[keep:]
+    before = [step for step in list_steps(folder) if step < newest and step not in damaged]
+    removed = [step for step in before if not size_problem(step_folder(folder, step))][keep - 1 :]
     for step in reversed(removed):
         # Out of its name first: a removal that is cut off leaves something to sweep, not half a checkpoint.
         doomed = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"

@@ -6,6 +6,7 @@ import pytest
 
 from converters.errors import CheckpointError
 from converters.manifest import write_manifest
+from converters.names import RUN_LOCK
 from trainer.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 
 
@@ -34,9 +35,11 @@ def test_a_folder_of_other_things_is_refused(tmp_path):
     refuse_foreign(tmp_path / "absent")
     refuse_foreign(tmp_path)  # empty: a run that was killed before its first checkpoint
     (tmp_path / ".tmp-abc").mkdir()
+    (tmp_path / RUN_LOCK).touch()
     refuse_foreign(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match="model.safetensors"):
+    (tmp_path / ".old-thesis").mkdir()
+    with pytest.raises(CheckpointError, match=r"\.old-thesis\n.*model.safetensors"):
         refuse_foreign(tmp_path)
     _make_step(tmp_path, 1)
     refuse_foreign(tmp_path)
@@ -65,9 +68,18 @@ def test_the_oldest_go_and_a_damaged_one_never_costs_a_whole_one(tmp_path):
     for step in (1, 2, 3, 4, 5):
         _make_step(tmp_path, step)
     (tmp_path / "step-5" / "__0_0.distcp").write_bytes(b"")  # cut off
-    assert retire(tmp_path, keep=2, damaged={4}) == [1]  # 4 has a flipped bit, as a check has found
-    assert list_steps(tmp_path) == [5, 4, 3, 2]
-    assert retire(tmp_path, keep=2, damaged={4}) == []
+    _make_step(tmp_path, 6)
+    assert retire(tmp_path, keep=3, newest=6, damaged={4}) == [1]  # 4 has a flipped bit, as a check has found
+    assert list_steps(tmp_path) == [6, 5, 4, 3, 2]
+    assert retire(tmp_path, keep=3, newest=6, damaged={4}) == []
+
+
+def test_after_going_back_the_step_just_saved_stays_and_later_ones_are_not_touched(tmp_path):
+    for step in (2, 4, 6, 8):
+        _make_step(tmp_path, step)
+    assert retire(tmp_path, keep=2, newest=4) == []
+    assert retire(tmp_path, keep=1, newest=4) == [2]
+    assert list_steps(tmp_path) == [8, 6, 4]
 
 
 def test_a_removal_that_is_cut_off_leaves_no_half_step(tmp_path, monkeypatch):
@@ -75,7 +87,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_step(tmp_path, monkeypatch):
         _make_step(tmp_path, step)
     monkeypatch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        retire(tmp_path, keep=2)
+        retire(tmp_path, keep=2, newest=3)
     monkeypatch.undo()
     assert list_steps(tmp_path) == [3, 2]
     sweep(tmp_path)
@@ -85,6 +97,7 @@ def test_a_removal_that_is_cut_off_leaves_no_half_step(tmp_path, monkeypatch):
 def test_sweeping_brings_back_a_step_that_was_being_replaced(tmp_path):
     _make_step(tmp_path, 1).rename(tmp_path / ".old-step-1")
     (tmp_path / ".tmp-new").mkdir()
+    refuse_foreign(tmp_path)  # it is the only step of this run, and no stranger
     sweep(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
     assert size_problem(tmp_path / "step-1") == ""
