@@ -71,7 +71,11 @@ def new_staging(dst: Path, identifier: str) -> Path:
 
 
 def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
-    """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there."""
+    """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there.
+
+    Once the new one is in place nothing is an error any more: of an old one that cannot be deleted the rest stays, as
+    `.tmp-<id>` or `.old-<name>`, and whoever sweeps the parent next tries again.
+    """
     fsync_folder(staging)
     parent = dst.absolute().parent
     check_destination(dst, overwrite=overwrite, marks=marks)
@@ -81,7 +85,7 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
         return
     if _renameat2(staging, dst, _RENAME_EXCHANGE):
         _fsync(parent)
-        shutil.rmtree(staging)  # now the old one
+        shutil.rmtree(staging, ignore_errors=True)  # now the old one
         return
     aside = aside_of(dst)
     if aside.exists():
@@ -89,7 +93,7 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
     os.rename(dst, aside)
     os.rename(staging, dst)
     _fsync(parent)
-    shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def aside_of(dst: Path) -> Path:

@@ -74,6 +74,23 @@ def test_overwrite_replaces(tmp_path, kernel):
     assert (tmp_path / "out/sub/file").read_text() == "new"
 
 
+def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new(tmp_path, kernel, monkeypatch):
+    fill(tmp_path / "out", "old")
+
+    def stubborn(path, **options):
+        if "sub" in str(path):
+            raise OSError("busy")
+        return unlink(path, **options)
+
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", stubborn)
+    monkeypatch.setattr(os, "rmdir", stubborn)
+    with staged(tmp_path / "out", overwrite=True) as folder:
+        (folder / ".metadata").write_text("new")
+    assert names(tmp_path / "out") == [".metadata"]
+    assert len(names(tmp_path)) == 2  # and the rest of the old one
+
+
 def test_a_failed_overwrite_keeps_the_old(tmp_path, kernel):
     fill(tmp_path / "out", "old")
     with pytest.raises(ValueError), staged(tmp_path / "out", overwrite=True) as folder:  # noqa: PT011
