@@ -2,6 +2,7 @@
 
 import gc
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.report import Report
+from trainer.run_lock import only_run
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.validate import Validation
@@ -43,11 +45,20 @@ def main(config: Config) -> None:
 
 
 def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
-    """The whole run, once the ranks know each other."""
+    """The whole run, once the ranks know each other: the only one that saves to its folder."""
     set_determinism(config.debug)
     announce(config)
-    training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
+    settings, dump_folder = config.checkpoint, Path(config.job.dump_folder)
     on_first(ranks.agreement, lambda: make_dump_folder(dump_folder))
+    with ExitStack() as held:  # by rank 0, for all
+        if settings.enable and not settings.load_only:
+            on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
+        train_alone(config, ranks, stop)
+
+
+def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
+    """Build, load, train."""
+    training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
 
     # Build
     info = chosen_model(config.model)
@@ -116,7 +127,8 @@ def set_determinism(debug: Debug) -> None:
 
 def announce(config: Config) -> None:
     """Say what is about to run, on how many ranks, and, if asked, under which settings."""
-    note(f"{config.job.description}: {config.model.name} {config.model.flavor} on {dist.get_world_size()} ranks")
+    ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
+    note(f"{config.job.description}: {config.model.name} {config.model.flavor} on {ranks}")
     if config.job.print_config:
         for key, setting in origins(config).items():
             note(f"  {key} = {setting.value!r}  ({setting.origin})")
