@@ -16,6 +16,7 @@ from converters.model_info import ModelInfo, write_hf_config, write_meta_params,
 from converters.names import ASSETS_FOLDER, HF_CONFIG, META_PARAMS, MODEL_INFO
 from converters.open import open_checkpoint
 from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
+from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import native_weights
 
 _COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"), ("dcp", "meta"))  # `titan convert A-to-B`
@@ -46,6 +47,7 @@ class ConvertReport:
     dropped: Mapping[str, str]  # source tensor → reason
     left_out: Mapping[str, int]  # section → entries
     non_finite: Mapping[str, int]  # tensor → values that are NaN or infinite
+    remarks: tuple[str, ...]
     other_files: tuple[str, ...]  # tokenizer, configs
     secs: float
     dry_run: bool
@@ -81,6 +83,7 @@ def convert(
     _require_source(src, dst, catalog, source, to)
     with native_weights(catalog, model_from=model_from) as weights:
         plan = plan_conversion(weights, to=to, dtype=dtype, mesh=mesh, shard_bytes=shard_bytes)
+        vouched = vouched_for(catalog, plan.stored)
         require_room(dst, plan.target)
         done = Execution({}, [])
         if not dry_run:
@@ -91,6 +94,7 @@ def convert(
                 casts=plan.casts,
                 write_small_files=lambda folder: _write_small_files(folder, weights.info, plan, to),
                 native_rows=plan.view.native_rows if to != "dcp" else None,
+                vouched=vouched,
                 overwrite=overwrite,
                 progress=progress,
             )
@@ -108,6 +112,7 @@ def convert(
         dropped=weights.source.ledger.dropped,
         left_out=sections_left_out(catalog),
         non_finite=done.non_finite,
+        remarks=tuple(filter(None, [unchecked_remark(catalog, vouched)])),
         other_files=tuple(done.other_files),
         secs=time.monotonic() - started,
         dry_run=dry_run,

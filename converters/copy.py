@@ -55,6 +55,7 @@ class _Unit:
     boxes: list[Box]
     pieces: list[_Piece] = field(default_factory=list)
     digest: TensorDigest | None = None
+    source_digest: TensorDigest | None = None
     non_finite: int = 0
     overflows: int = 0
     num_bytes: int = 0
@@ -69,12 +70,14 @@ def copy_tensors(
     workers: int = DEFAULT_WORKERS,
     digests: bool = True,
     native_rows: RowNumbers | None = None,
+    check_source: Callable[[dict[str, str]], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> CopyResult:
     """Copy every slot of `target` out of `source` into files of `folder`; `target.finish(folder, crc32s)` comes next.
 
     `casts` (FQN → dtype) are the only changes of type that are allowed; a finite value that becomes infinite is an
-    error, told with all tensors it happened in. Memory: 8 MiB blocks, a few per worker. `on_bytes` hears of each block.
+    error, told with all tensors it happened in. `check_source` is given the digests of what was read, before any cast,
+    and raises where they are not what they should be. Memory: 8 MiB blocks, a few per worker. `on_bytes` hears of each.
     """
     casts = casts or {}
     _check_match(source, target, casts)
@@ -82,24 +85,33 @@ def copy_tensors(
     for number, slot in enumerate(target.slots):
         by_tensor[slot.fqn].append(number)
     indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
+    changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
     files = OpenFiles(folder, flags=_CREATE)
     _create_empty(folder, target)
 
     def run(unit: _Unit) -> _Unit:
         fqn = unit.fqn
         info = target.tensors[fqn]
-        if digests:
+        if digests or check_source:
             unit.digest = TensorDigest(info.dtype, info.shape)
+        if check_source and fqn in changed:
+            unit.source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
+
+        def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
+            rows = digest.row_numbers(box)
+            digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+
         for box in unit.boxes:
             array = source.read(fqn, box)
-            if fqn in casts and casts[fqn] != source.tensors[fqn].dtype:
+            if unit.source_digest is not None:
+                add(unit.source_digest, box, array)
+            if fqn in changed:
                 array, overflows = cast(array, casts[fqn])
                 unit.overflows += overflows
             array = np.ascontiguousarray(array)
             unit.non_finite += count_non_finite(array, info.dtype)
             if unit.digest is not None:
-                rows = unit.digest.row_numbers(box)
-                unit.digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+                add(unit.digest, box, array)
             for position in indexes[fqn].touching(box):
                 number = by_tensor[fqn][position]
                 common = target.slots[number].box.intersect(box)
@@ -110,6 +122,7 @@ def copy_tensors(
 
     pieces: dict[int, list[_Piece]] = {}
     sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
+    source_sums = {fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in changed}
     result = CopyResult([0] * len(target.slots))
     overflows: dict[str, int] = {}
     # Closed in this order, however it ends: first no thread writes any more, then the files go.
@@ -119,11 +132,15 @@ def copy_tensors(
                 pieces.setdefault(piece.slot, []).append(piece)
             if unit.digest is not None:
                 sums[unit.fqn].combine(unit.digest)
+            if unit.source_digest is not None:
+                source_sums[unit.fqn].combine(unit.source_digest)
             for counts, count in ((result.non_finite, unit.non_finite), (overflows, unit.overflows)):
                 if count:
                     counts[unit.fqn] = counts.get(unit.fqn, 0) + count
             if on_bytes:
                 on_bytes(unit.num_bytes)
+    if check_source:  # first of all: damaged values overflow, too
+        check_source({fqn: digest.hexdigest() for fqn, digest in (sums | source_sums).items()})
     if overflows:
         lost = [f"{fqn}: {count:,} values do not fit {casts[fqn]}" for fqn, count in overflows.items()]
         raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")

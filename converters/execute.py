@@ -13,6 +13,7 @@ from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 from converters.formats.target import Target
 from converters.manifest import TensorSum, write_manifest
+from converters.source_check import Vouched
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
 _SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
@@ -47,16 +48,28 @@ def execute(
     casts: Mapping[str, str],
     write_small_files: Callable[[Path], list[str]],
     native_rows: RowNumbers | None = None,
+    vouched: Vouched | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> Execution:
-    """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise."""
+    """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise.
+
+    `vouched`: what the values must be as they are read; another value is an error, and nothing is written.
+    """
     require_room(dst, target)
     try:
         with staged(dst, overwrite=overwrite) as folder:
             data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
             with progress(data_bytes, "copying") as advance:
-                copied = copy_tensors(source, target, folder, casts=casts, native_rows=native_rows, on_bytes=advance)
+                copied = copy_tensors(
+                    source,
+                    target,
+                    folder,
+                    casts=casts,
+                    native_rows=native_rows,
+                    check_source=vouched.check if vouched else None,
+                    on_bytes=advance,
+                )
             files = target.finish(folder, copied.crc32)
             other_files = write_small_files(folder)
             tensors = {n: TensorSum(info.dtype, info.shape, copied.digests[n]) for n, info in target.tensors.items()}

@@ -30,6 +30,7 @@ class ConversionPlan:
     view: View
     target: Target
     casts: Mapping[str, str]
+    stored: Mapping[str, str]  # target name → the source's own name
 
 
 def plan_conversion(
@@ -38,21 +39,23 @@ def plan_conversion(
     """Plan writing `weights` as `to`. `mesh` and `shard_bytes` say how a DCP and a safetensors output are cut."""
     family, args = get_family(weights.info.family), weights.info.args
     view = weights.source if to == "dcp" else foreign_view(weights.source, weights.info, family.namings[to])
+    native = weights.source.ledger.used
+    stored = native if view is weights.source else {name: native[held] for name, held in view.ledger.used.items()}
     casts = find_casts(view.tensors, dtype)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     if to == "hf":
-        return ConversionPlan(view, plan_safetensors(tensors, shard_bytes=shard_bytes), casts)
+        return ConversionPlan(view, plan_safetensors(tensors, shard_bytes=shard_bytes), casts, stored)
     if to == "meta":
         family.meta_params(args)  # where params.json cannot say what the model is, this raises now, not after the copy
         file, shared = META_SHARD.format(index=0), _second_names(view.ledger.used)
-        return ConversionPlan(view, plan_torch(tensors, file=file, shared=shared), casts)
+        return ConversionPlan(view, plan_torch(tensors, file=file, shared=shared), casts, stored)
     if mesh is None:
         files = boxes_for_any_mesh(tensors, file_bytes=shard_bytes)
     else:
         files = boxes_for_mesh(
             family.parameters(args), mesh, itemsizes={n: itemsize(info.dtype) for n, info in tensors.items()}
         )
-    return ConversionPlan(view, plan_dcp(tensors, files), casts)
+    return ConversionPlan(view, plan_dcp(tensors, files), casts, stored)
 
 
 def _second_names(used: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from converters.box_index import BoxIndex
 from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
 from converters.dtypes import itemsize, numpy_dtype
 from converters.errors import CheckpointError
-from converters.formats.dcp_item import read_item
+from converters.formats.dcp_item import checked_record, read_item
+from converters.formats.stored_zip import read_zip
 from converters.open_files import OpenFiles
 
 BLOCK_BYTES = 8 << 20
@@ -100,6 +101,20 @@ class CatalogReader:
         with self._files.use(blob.file) as descriptor:
             _read_into(descriptor, blob.byte_offset, memoryview(data), f"{self.catalog.root / blob.file}: {fqn}")
         return bytes(data)
+
+    def blob_problems(self, fqn: str) -> list[str]:
+        """Compare the CRC32 of each record of a non-tensor item with its bytes; what it pickles is not looked at."""
+        data = self.read_blob(fqn)
+
+        def read_at(offset: int, length: int) -> bytes:
+            return data[offset : offset + length]
+
+        try:
+            for record in read_zip(read_at, len(data), what=fqn).values():
+                checked_record(read_at, record, what=fqn)
+        except CheckpointError as error:
+            return [error.message]
+        return []
 
     def record_problems(self, fqn: str) -> list[str]:
         """Compare the CRC32 that each chunk's record carries with its bytes: torch stores it and never looks.

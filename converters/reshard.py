@@ -23,6 +23,7 @@ from converters.names import DATALOADER, DCP_METADATA, MODEL_INFO, OPTIMIZER, RN
 from converters.open import open_checkpoint
 from converters.plan import count_dtypes, find_casts
 from converters.read import CatalogReader
+from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.weights import native_weights
 
 # Tensors that every rank needs whole (step counters, RNG states) lie together, not in some rank's large file
@@ -90,6 +91,10 @@ def reshard(
             )
         parameters = get_family(weights.info.family).parameters(weights.info.args)
         _check_optimizer(kept, parameters)
+        vouched = vouched_for(
+            catalog, {name: name for name in kept.tensors if name not in weights.source.ledger.dropped}
+        )
+        check_blobs(reader)
         casts = find_casts(weights.source.tensors, dtype)
         others = {n: i for n, i in reader.tensors.items() if section_of(n) != "model"}
         tensors = {
@@ -116,6 +121,7 @@ def reshard(
                 source=reader,
                 target=target,
                 casts=casts,
+                vouched=vouched,
                 write_small_files=write_small_files,
                 overwrite=overwrite,
                 progress=progress,
@@ -133,7 +139,7 @@ def reshard(
         sections=_count_sections(kept),
         dropped_sections={s: n for s, n in _count_sections(catalog).items() if s in drop},
         dropped=weights.source.ledger.dropped,
-        remarks=tuple(_remarks(kept)),
+        remarks=(*_remarks(kept), *filter(None, [unchecked_remark(catalog, vouched)])),
         other_files=tuple(done.other_files),
         secs=time.monotonic() - started,
         dry_run=dry_run,

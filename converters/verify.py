@@ -13,8 +13,6 @@ from converters.dtypes import itemsize
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
 from converters.families.registry import get_family
-from converters.formats.dcp_item import checked_record
-from converters.formats.stored_zip import read_zip
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
 from converters.open import open_checkpoint
@@ -115,24 +113,9 @@ def _check_files(catalog: Catalog, manifest: Manifest | None) -> Check:
             except CheckpointError as error:
                 problems.append(error.message)
         for fqn in catalog.blobs:
-            problems += _blob_problems(reader, fqn)
+            problems += reader.blob_problems(fqn)
     detail = f"every item against the CRC32 that it carries (there is no {MANIFEST})"
     return _judge("files", detail + (f"; {num_unsummed} items carry none" if num_unsummed else ""), problems)
-
-
-def _blob_problems(reader: CatalogReader, fqn: str) -> list[str]:
-    """The CRC32 of each record of a non-tensor item; what it pickles is not looked at."""
-    data = reader.read_blob(fqn)
-
-    def read_at(offset: int, length: int) -> bytes:
-        return data[offset : offset + length]
-
-    try:
-        for record in read_zip(read_at, len(data), what=fqn).values():
-            checked_record(read_at, record, what=fqn)
-    except CheckpointError as error:
-        return [error.message]
-    return []
 
 
 def _check_values(

@@ -290,5 +290,7 @@ def _print(report) -> None:
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
         print(f"  left out  {sections} ({entries}): only weights are converted; `titan reshard` keeps it")
+    for remark in report.remarks:
+        print(f"  note      {remark}")
     for name, number in report.non_finite.items():
         print(f"  beware    {name} holds {count(number, 'value')} that are NaN or infinite")

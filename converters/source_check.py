@@ -1,0 +1,72 @@
+"""Is what is copied what the source's manifest vouches for? Damage must not travel on under a new manifest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters.catalog import Catalog
+from converters.errors import CheckpointError, list_offenders
+from converters.manifest import check_files, read_manifest
+from converters.names import MANIFEST
+from converters.read import CatalogReader
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """Digests that tensors must have as they are read; `stored`: target name → the source's own name of it."""
+
+    root: Path
+    digests: Mapping[str, str]  # by the source's own names
+    stored: Mapping[str, str]
+
+    def check(self, found: Mapping[str, str]) -> None:
+        """Raise CheckpointError with every tensor whose digest in `found` (by target name) is another one."""
+        wrong = {
+            name
+            for target, name in self.stored.items()
+            if self.digests.get(name) and found[target] != self.digests[name]
+        }
+        if wrong:
+            raise CheckpointError(
+                f"{self.root}: these tensors do not have the values that {MANIFEST} lists:"
+                + list_offenders(sorted(wrong)),
+                hint="they were damaged or changed after they were written; nothing of the copy was kept",
+                tries=[f"titan verify {self.root}"],
+            )
+
+
+def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
+    """What the manifest beside `catalog` says of the tensors in `stored` (target name → source name); None without one.
+
+    Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now.
+    """
+    manifest = read_manifest(catalog.root)
+    holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    if manifest is None or holding.isdisjoint(manifest.files):  # a weights file that lies beside somebody's checkpoint
+        return None
+    if problems := check_files(catalog.root, sorted(manifest.files.keys() - holding)):
+        raise CheckpointError(
+            f"{catalog.root}: files are not those that {MANIFEST} lists:{list_offenders(problems)}",
+            hint=f"where they were changed on purpose, remove {MANIFEST}: it vouches for what is there no more",
+            tries=[f"titan verify {catalog.root}"],
+        )
+    digests = {name: manifest.tensors[name].digest for name in stored.values() if name in manifest.tensors}
+    return Vouched(catalog.root, digests, stored)
+
+
+def check_blobs(reader: CatalogReader) -> None:
+    """Raise CheckpointError where an entry that is no tensor does not match the CRC32s of its own item."""
+    problems = [problem for fqn in reader.catalog.blobs for problem in reader.blob_problems(fqn)]
+    if problems:
+        raise CheckpointError(
+            f"{reader.catalog.root}: entries are damaged:{list_offenders(problems)}",
+            hint="nothing was written",
+            tries=[f"titan verify {reader.catalog.root}"],
+        )
+
+
+def unchecked_remark(catalog: Catalog, vouched: Vouched | None) -> str:
+    """What a user should know of a copy whose source could have been checked and was not; "" else."""
+    if vouched is not None or catalog.container == "safetensors":  # which carries nothing that a check could look at
+        return ""
+    return f"the source has no {MANIFEST}: values were copied as they are; `titan verify` compares its CRC32s"
