@@ -20,8 +20,9 @@ from typing import Any
 
 from converters.errors import TitanError
 
-_STARTED_BY_US = "TITAN_LAUNCH"  # set for ranks whose parent tells their errors
+_STARTED_BY_US = "TITAN_LAUNCH"  # for ranks whose parent tells their errors: that parent's process id
 _AGENT_PATIENCE_SECS = 25  # a little less than the agent waits before it kills
+_GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # NVIDIA; AMD; Windows' GPUs under WSL
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the agent gives each rank a file of its own to say why it died
 
 
@@ -39,8 +40,9 @@ def inside_launch() -> bool:
 
 
 def count_gpus() -> int:
-    """GPUs of this machine that torch can use; 0 on a machine without."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
+    """GPUs that torch can use here, those that CUDA_VISIBLE_DEVICES hides not counted; 0 on a machine without."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if is_hidden or not any(path for pattern in _GPU_DEVICES for path in Path("/dev").glob(pattern)):
         return 0  # told without the seconds that importing torch takes
     import torch
 
@@ -76,7 +78,7 @@ def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ[_STARTED_BY_US] = "1"
+    os.environ[_STARTED_BY_US] = str(os.getpid())
     # the working folder is not on the ranks' path (-P): say where this very package lies
     home = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
@@ -204,5 +206,7 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() == 1:  # it died before we asked
+        # It died before we asked. Compared with its own id: 1 is the agent itself where it is a container's first
+        # process, and a subreaper, not 1, takes the orphans of a service.
+        if str(os.getppid()) != os.environ[_STARTED_BY_US]:
             os._exit(3)

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from titan_tools.launch import RankFailure, run_ranks
+from titan_tools import launch
+from titan_tools.launch import RankFailure, count_gpus, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -155,6 +157,39 @@ def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
     process.communicate(timeout=20)
     assert process.returncode == 130
     assert not any(map(_is_alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("parent", "told", "lives"),
+    [(1, "1", True), (77, "77", True), (1, "77", False), (88, "77", False)],
+    ids=["the agent is a container's first process", "usual", "orphan", "orphan under a subreaper"],
+)
+def test_a_rank_knows_its_parent_by_its_id(parent, told, lives):
+    code = f"""
+import os
+from titan_tools.launch import rank_errors
+os.getppid = lambda: {parent}
+with rank_errors():
+    print("lives")
+"""
+    environment = os.environ | {"TITAN_LAUNCH": told, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == ((0, "lives\n") if lives else (3, "")), done.stderr
+
+
+def test_gpus_are_counted_only_where_there_is_a_device_and_they_are_not_hidden(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launch, "Path", lambda place: tmp_path)  # for /dev
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()
+    assert count_gpus() == 0
+    for name in ("nvidia3", "kfd", "dxg"):
+        (tmp_path / name).touch()
+        assert count_gpus() == 4, name
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert count_gpus() == 0
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        (tmp_path / name).unlink()
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path):
