@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from converters.errors import ConfigError
 from trainer.mesh import Meshes
 
 # Writing a large checkpoint, or waiting for its slowest rank, takes longer than any step.
@@ -26,13 +27,31 @@ def join_ranks(*, init_timeout_secs: int) -> Ranks:
     """Join the process group that the launcher's environment describes: NCCL where there are GPUs, else gloo."""
     timeout = timedelta(seconds=init_timeout_secs)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = own_gpu()
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
     return Ranks(device, dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT))
+
+
+def own_gpu() -> torch.device:
+    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or what Slurm's srun calls it."""
+    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
+    if not number.isdecimal():
+        raise ConfigError(
+            f"LOCAL_RANK = {number!r} does not say which GPU is this rank's",
+            hint="torchrun and `titan train` set it, a launcher of your own has to: 0, 1, … on each machine",
+        )
+    num_gpus = torch.cuda.device_count()
+    if int(number) >= num_gpus:
+        raise ConfigError(
+            f"rank {number} of this machine has no GPU: torch sees {num_gpus}",
+            hint="start no more ranks than GPUs on a machine; srun --gpus-per-task hides all GPUs but the rank's own",
+            tries=["srun --gpus-per-node", "CUDA_VISIBLE_DEVICES=, to run on the CPU"],
+        )
+    return torch.device("cuda", int(number))
 
 
 def set_train_timeout(meshes: Meshes, secs: int) -> None:

@@ -23,6 +23,7 @@ def train(
     Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
     that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.
     """
+    from converters.errors import ConfigError
     from converters.families.registry import get_family
     from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks
     from trainer.config.load import load_config
@@ -35,7 +36,14 @@ def train(
 
             main(settings)
         return
-    num_ranks = nproc or count_gpus() or required_world_size(settings.parallelism)
+    num_gpus = count_gpus()
+    num_ranks = nproc or max(num_gpus, required_world_size(settings.parallelism))
+    if num_ranks > num_gpus > 0:
+        raise ConfigError(
+            f"{num_ranks} ranks, but {num_gpus} GPU{'s' if num_gpus > 1 else ''} on this machine",
+            hint="each rank needs a GPU of its own",
+            tries=[f"degrees that make {num_gpus}", "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU"],
+        )
     args = get_family(settings.model.name).flavors[settings.model.flavor]
     check_layout(settings, args, resolve(settings.parallelism, num_ranks))
     exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
