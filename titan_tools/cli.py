@@ -2,10 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +33,8 @@ Exit codes:
     4  training stopped by a numerical fault
     5  too close to call (estimate-memory)
    75  stopped on request after saving; start again to go on
-  130  interrupted"""
+  130  interrupted
+  143  ended by SIGTERM; nothing half-made is left"""
 
 PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended; 1 would read as a failed check
 _ABOUT_THE_MACHINE = {
@@ -99,6 +101,8 @@ def run() -> int:
     """Run the command of sys.argv; the one place where errors become lines on stderr."""
     if sys.stdout is None:  # started with a closed standard output
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
+    if "RANK" not in os.environ:  # ranks have a launcher, which tells from the signal that it was asked for
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         _refuse_foreign_packages()
         code = app(prog_name="titan", standalone_mode=False) or 0
@@ -112,6 +116,9 @@ def run() -> int:
     except (typer.Abort, KeyboardInterrupt):
         _tell("interrupted")
         return 130
+    except _Terminated:
+        _tell("ended by SIGTERM")
+        return 128 + signal.SIGTERM
     except (
         BrokenPipeError,
         SystemExit,
@@ -124,6 +131,15 @@ def run() -> int:
         return 2
     except Exception as error:
         return _tell_fault(error)
+
+
+class _Terminated(BaseException):
+    """SIGTERM as an exception, so that what is being made is removed on the way out. Typer has its own use of exits."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the removal short
+    raise _Terminated
 
 
 def _tell_usage(error: typer.TyperException) -> int:

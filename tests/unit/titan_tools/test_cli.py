@@ -5,6 +5,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,18 @@ def test_wrong_usage_is_two_lines_and_exit_2(arguments):
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_sigterm_leaves_nothing_half_made(tmp_path):
+    command = [*TITAN, "seed", "llama3_1b", str(tmp_path / "seed")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not list(tmp_path.glob(".tmp-*/*")):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        process.terminate()
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.splitlines()[-1]) == (143, "", "error: ended by SIGTERM")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_somebody_elses_trainer_package_is_refused(tmp_path):
