@@ -3,12 +3,62 @@
 from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
+from converters.errors import ConfigError
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from trainer.config.sections import Model
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from trainer.config.sections import Model, Training
+from trainer.data.index import INDEX_JSON, read_vocab_size
+from trainer.data.tokenizer import load_tokenizer
+
+NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
 
 
-def chosen_model(model: Model) -> ModelInfo:
+def chosen_model(model: Model, training: Training) -> ModelInfo:
+    """Raises ConfigError where the tokenizer that the config names is missing, or is not that of the data.
+
+    `assets` is empty where nobody named a tokenizer and there is none to be found: then NO_TOKENIZER is to be told.
+    """
     args = get_family(model.name).flavors[model.flavor]
-    assets = find_assets(Path(model.hf_assets_path))
+    assets = find_assets(_tokenizer_folder(model, training))
     return ModelInfo(model.name, args, assets, read_token_ids(assets, vocab_size=args.vocab_size))
+
+
+def _tokenizer_folder(model: Model, training: Training) -> Path:
+    """What the config sets; else the prepared data, which carries its tokenizer; else the default."""
+    folder, data = Path(model.hf_assets_path), _prepared_data(training)
+    is_set = model.hf_assets_path != Model().hf_assets_path  # by its value: `titan config show` writes defaults too
+    if data and not is_set and _holds_tokenizer(data):
+        return data
+    if is_set and not _holds_tokenizer(folder):
+        what = f"holds no {TOKENIZER_JSON} or {TIKTOKEN_MODEL}" if folder.is_dir() else "is no folder"
+        raise ConfigError(
+            f"model.hf_assets_path = {model.hf_assets_path!r} {what}",
+            hint="a prepared data folder and an HF folder hold one; without the key the data's own is taken",
+        )
+    if data and _holds_tokenizer(folder):
+        _refuse_other_vocabulary(folder, data)
+    return folder
+
+
+def _prepared_data(training: Training) -> Path | None:
+    data = Path(training.dataset_path) if training.dataset == "tokens" and training.dataset_path else None
+    return data if data and (data / INDEX_JSON).is_file() else None
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    return not find_assets(folder).keys().isdisjoint((TOKENIZER_JSON, TIKTOKEN_MODEL))
+
+
+def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
+    """A model that is trained on one tokenizer's ids and shipped with another's speaks nonsense."""
+    if folder.resolve() == data.resolve():
+        return
+    theirs, ours = load_tokenizer(folder).vocab_size, read_vocab_size(data)
+    if theirs != ours:
+        raise ConfigError(
+            f"model.hf_assets_path = {str(folder)!r} has {theirs:,} tokens, but training.dataset_path = {str(data)!r}"
+            f" was made with {ours:,}",
+            hint="the checkpoints would carry a tokenizer that does not read the model's tokens",
+            tries=[f"--model.hf_assets_path {data}", f"titan data prepare … --tokenizer {folder}"],
+        )

@@ -39,6 +39,7 @@ class SeedReport:
     num_files: int
     num_bytes: int
     secs: float
+    has_tokenizer: bool
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +49,7 @@ def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progre
     """Write the weights that `titan train` would begin with to `dst`. Raises ConfigError where the layout cannot be."""
     started = time.monotonic()
     check_destination(dst, overwrite=overwrite)
-    info = chosen_model(config.model)
+    info = chosen_model(config.model, config.training)
     dims = resolve(config.parallelism, required_world_size(config.parallelism))
     check_layout(config, info.args, dims)
     family, dtype, number = get_family(info.family), config.training.dtype, config.debug.seed or 0
@@ -85,4 +86,5 @@ def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progre
         num_files=len(files),
         num_bytes=target.total_bytes,
         secs=time.monotonic() - started,
+        has_tokenizer=bool(info.assets),
     )

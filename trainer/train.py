@@ -12,7 +12,7 @@ from converters.errors import NumericalFault, Preempted
 from trainer.agree import on_first
 from trainer.build import build
 from trainer.checkpoint import Checkpoints, Progress, RunState
-from trainer.chosen_model import chosen_model
+from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config, Debug, Training
 from trainer.data.datasets import open_dataset
@@ -61,7 +61,9 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
 
     # Build
-    info = chosen_model(config.model)
+    info = chosen_model(config.model, config.training)
+    if not info.assets:
+        note(NO_TOKENIZER)
     dims = resolve(config.parallelism, dist.get_world_size())
     meshes = make_meshes(dims, ranks.device.type)
     model = build(config, info.args, dims, meshes, ranks.device)

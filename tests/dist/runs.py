@@ -135,7 +135,7 @@ def run_into_a_nan(config: Config) -> str:
 
 
 def _run_state(config: Config, ranks: Ranks) -> tuple[RunState, Checkpoints]:
-    info = chosen_model(config.model)
+    info = chosen_model(config.model, config.training)
     meshes = make_meshes(resolve(config.parallelism, dist.get_world_size()), "cpu")
     model = build(config, info.args, meshes.dims, meshes, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
@@ -150,7 +150,7 @@ def copy_step(config: Config, source: Path, destination: Path) -> Progress:
     state, checkpoints = _run_state(config, ranks)
     checkpoints.load(source, state)
     nested = dict(state.model.state_dict()) | state.sections()
-    write_step(destination, nested, info=chosen_model(config.model), group=ranks.agreement)
+    write_step(destination, nested, info=chosen_model(config.model, config.training), group=ranks.agreement)
     return state.progress
 
 

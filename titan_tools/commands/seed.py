@@ -23,11 +23,14 @@ def seed(
     The same weights that `titan train` begins with by itself, for any mesh; start from them with
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE.
     """
-    from titan_tools.console import print_json, progress
+    from titan_tools.console import note, print_json, progress
+    from trainer.chosen_model import NO_TOKENIZER
     from trainer.config.load import load_config
     from trainer.seed import seed as write_seed
 
     report = write_seed(load_config(config, context.args), out, overwrite=overwrite, progress=progress)
+    if not report.has_tokenizer:
+        note(NO_TOKENIZER)
     if as_json:
         print_json(report.to_json())
         return

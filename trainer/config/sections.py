@@ -47,7 +47,7 @@ class Model:
     flavor: str = "debugmodel"
     """The family's set of numbers; `titan models` lists them."""
     hf_assets_path: str = "./tests/assets/tokenizer"
-    """Folder with the tokenizer that goes with the weights; a prepared data folder is one."""
+    """Folder with the tokenizer that goes with the weights; left out, it is that of the prepared data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,14 @@ def open_index(folder: Path | str) -> TokenIndex:
     return TokenIndex(folder, fingerprint, vocab_size, summary)
 
 
+def read_vocab_size(folder: Path) -> int:
+    """Of the tokenizer that an index was made with, from index.json alone; raises DataError where that is none."""
+    summary = _read_summary(folder)
+    if not isinstance(summary.get("vocab_size"), int):
+        raise DataError(f"{folder / INDEX_JSON} is not the index of `titan data prepare`: it has no vocab_size")
+    return summary["vocab_size"]
+
+
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file of an index but index.json itself."""
     data = [name for split in SPLITS for name in (tokens_file(split), offsets_file(split))]

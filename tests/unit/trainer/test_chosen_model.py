@@ -1,0 +1,60 @@
+"""Which tokenizer goes with the weights: the one that is named, else the data's; never a wrong one in silence."""
+
+import shutil
+
+import pytest
+
+from converters.errors import ConfigError
+from trainer.chosen_model import chosen_model
+from trainer.config.sections import Model, Training
+from trainer.data.prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def indexes(tmp_path_factory):
+    """Two prepared data folders with tokenizers of 270 and of 280 tokens."""
+    folder = tmp_path_factory.mktemp("indexes")
+    (folder / "text.txt").write_text("A text about nothing much at all, and then some more of it.\n" * 30)
+    for size in (270, 280):
+        prepare([folder / "text.txt"], folder / str(size), vocab_size=size, held_out=0.2)
+    return folder
+
+
+@pytest.fixture
+def choose(indexes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def choose(hf_assets_path=None, *, data=None):
+        named = {} if hf_assets_path is None else {"hf_assets_path": str(hf_assets_path)}
+        training = Training(dataset="tokens", dataset_path=str(indexes / data) if data else None)
+        return chosen_model(Model(flavor="debug_gqa", **named), training)
+
+    return choose
+
+
+def test_the_data_brings_its_tokenizer(choose, indexes):
+    info = choose(data="270")
+    assert info.assets["tokenizer.json"] == indexes / "270" / "tokenizer.json" and info.token_ids
+
+
+def test_without_data_or_a_name_there_is_none(choose, tmp_path, indexes):
+    assert choose().assets == choose(data="absent").assets == {}
+    shutil.copytree(indexes / "270", tmp_path / "tests" / "assets" / "tokenizer")
+    assert "tokenizer.json" in choose().assets  # the default folder
+
+
+def test_a_folder_that_is_named_must_hold_one(choose, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "generation_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"hf_assets_path = 'nowhere' is no folder"):
+        choose("nowhere", data="270")
+    with pytest.raises(ConfigError, match=r"hf_assets_path = 'empty' holds no tokenizer\.json"):
+        choose("empty", data="270")
+
+
+def test_the_tokenizer_must_be_of_the_datas_size(choose, indexes, tmp_path):
+    with pytest.raises(ConfigError, match=r"has 280 tokens, but training\.dataset_path = '.*270' was made with 270"):
+        choose(indexes / "280", data="270")
+    shutil.copytree(indexes / "270", tmp_path / "copy")
+    assert choose("copy", data="270").assets["tokenizer.model"].parent.name == "copy"
+    assert choose(indexes / "280").assets  # no data to compare with
