@@ -42,7 +42,10 @@ def train(
         raise ConfigError(
             f"{num_ranks} ranks, but {num_gpus} GPU{'s' if num_gpus > 1 else ''} on this machine",
             hint="each rank needs a GPU of its own",
-            tries=[f"degrees that make {num_gpus}", "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU"],
+            tries=[
+                f"degrees (--parallelism.…) that need {num_gpus}",
+                "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU",
+            ],
         )
     args = get_family(settings.model.name).flavors[settings.model.flavor]
     check_layout(settings, args, resolve(settings.parallelism, num_ranks))
