@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.dist.training import Layout, first_gradients, initial_differences, train, validate
+from tests.dist.training import Layout, count_collectives, first_gradients, initial_differences, train, validate
 
 STEPS = 3
 PP, TP, CP = "pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"
@@ -28,6 +28,7 @@ LAYOUTS = [
     Layout("explicit stages", 2, {PP: 2, "module_fqns_per_model_part": EXPLICIT}),
     Layout("full checkpointing", 2, activation_checkpoint="full"),
     Layout("op checkpointing tp 2", 2, {TP: 2}, activation_checkpoint="selective", selective="op"),
+    Layout("op checkpointing cp 2", 2, {CP: 2}, activation_checkpoint="selective", selective="op"),
     Layout("every 2nd layer, pp 2", 2, {PP: 2}, activation_checkpoint="selective"),
 ]
 
@@ -81,3 +82,13 @@ def test_validation_loss_equals_one_rank(pools, one_rank, case):
     layout, flavor = case
     told = pools[layout.world_size].run(validate, layout, flavor)
     assert told[0]["losses"] == pytest.approx(one_rank[flavor]["validated"]["losses"], abs=5e-6, rel=0)
+
+
+@pytest.mark.parametrize("axis", [TP, CP])
+def test_op_checkpointing_waits_for_no_rank_twice(pools, axis):
+    plain = Layout("plain", 2, {axis: 2})
+    kept = Layout("op", 2, {axis: 2}, activation_checkpoint="selective", selective="op")
+    again = Layout("full", 2, {axis: 2}, activation_checkpoint="full")
+    once, same, more = (pools[2].run(count_collectives, layout, "debug_gqa") for layout in (plain, kept, again))
+    assert once == same
+    assert all(0 < a < b for a, b in zip(once, more, strict=True))

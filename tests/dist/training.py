@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.catalog import Box
 from converters.families.llama3 import FLAVORS
@@ -144,6 +145,26 @@ def validate(layout: Layout, flavor: str) -> dict:
             for parameter in model.named_parameters().values():
                 parameter -= 0.1 * parameter.grad.to(parameter.dtype)
     return {"losses": losses}
+
+
+class _CountCollectives(TorchDispatchMode):
+    """How many functional collectives run: those of TP and CP, not FSDP's."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.startswith(("all_gather_into", "reduce_scatter"))
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(layout: Layout, flavor: str) -> int:
+    """Functional collectives of one forward and backward."""
+    model = build_model(layout, flavor)
+    with _CountCollectives() as counted:
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    return counted.count
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

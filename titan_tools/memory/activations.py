@@ -128,16 +128,17 @@ def kept_block(run: RunShape, layer: int) -> int:
         return t.stream
     kept = _reused_by_recompute(t, run)
     kept += t.whole if run.traits.stored_w2_output else 0
-    kept += 2 * t.stream if run.mesh.tp > 1 else 0  # both reduce-scatters
-    return kept + (2 * t.key_gathered if run.mesh.cp > 1 else 0)  # as gathered, before they are put in sequence order
+    return kept + (2 * t.stream if run.mesh.tp > 1 else 0)  # both reduce-scatters
 
 
 def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What op-level checkpointing keeps and recomputation uses as it is.
+    """What op-level checkpointing keeps and recomputation uses as it is, or uses up.
 
-    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers.
+    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers,
+    and of CP's: that one is gone once its keys and values have been put in sequence order.
     """
     reused = t.stream + t.query + t.key + t.query + t.logsumexp + t.hidden
+    reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
     return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
 
 

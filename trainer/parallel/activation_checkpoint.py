@@ -10,12 +10,14 @@ from trainer.config.sections import ActivationCheckpoint
 
 _aten = torch.ops.aten
 # Costly to compute again: attention, and what waits for other ranks. Matrix products are dealt with on their own.
+# Only functional operations: one that fills a buffer (c10d's own collectives) would leave it empty when not run again.
 _KEPT_OPS = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_gather_into_tensor.default,
     }

@@ -7,6 +7,7 @@ number of (query, key) pairs to compute although attention is causal. Runs on gl
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
@@ -19,7 +20,7 @@ def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.devic
 
 
 # torch 2.13 renamed both and warns about the old names
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -29,9 +30,9 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        _all_gather(gathered, x.contiguous(), group=group)
-        return gathered
+        # The functional collective: activation checkpointing can keep the result of an operation, but not the contents
+        # of a buffer that one has filled.
+        return funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))
 
     @staticmethod
     def backward(ctx, gradient: Tensor):

@@ -210,6 +210,7 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
         [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
         [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
         [*degrees(fsdp=2, cp=2), *LONG],
+        [*degrees(fsdp=2, cp=2), *LONG, *OP],
         [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
         [
             *degrees(fsdp=4),
