@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import TitanError
+from converters.manifest import TensorSum, read_manifest
 from trainer.build import TrainModel, build
 from trainer.checkpoint import Checkpoints, Progress, RunState
 from trainer.checkpoint_write import write_step
@@ -83,6 +84,18 @@ def read_losses(dump: Path) -> dict[int, float]:
     """Step → loss as the run's metrics tell it; the last telling counts."""
     records = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
     return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def begin_from(dump: Path, source: Path, *steps: int) -> None:
+    """Give a run the checkpoints of another, as if it had made them and stopped."""
+    for step in steps:
+        shutil.copytree(source / "checkpoint" / f"step-{step}", dump / "checkpoint" / f"step-{step}")
+
+
+def digests(step: Path, *, without_rng: bool = False) -> dict[str, TensorSum]:
+    """What a step holds, by name; the states of random generators are each layout's own."""
+    tensors = read_manifest(step).tensors
+    return {fqn: told for fqn, told in tensors.items() if not (without_rng and fqn.startswith("rng."))}
 
 
 def _ranks() -> Ranks:

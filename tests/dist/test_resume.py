@@ -12,6 +12,7 @@ from converters.convert import convert
 from converters.digest import TensorDigest
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.manifest import check_files, read_manifest
+from converters.names import RUN_LOCK
 from tests.dist import runs
 from trainer.seed import seed
 
@@ -42,16 +43,6 @@ def whole_runs(pools, data, tmp_path_factory):
     return get
 
 
-def _begin_from(dump, source, *steps):
-    for step in steps:
-        shutil.copytree(source / "checkpoint" / f"step-{step}", dump / "checkpoint" / f"step-{step}")
-
-
-def _digests(folder, *, without_rng=False):
-    tensors = read_manifest(folder).tensors
-    return {k: v for k, v in tensors.items() if not (without_rng and k.startswith("rng."))}
-
-
 def _flip_a_bit(step_folder):
     path = step_folder / "__0_0.distcp"
     data = bytearray(path.read_bytes())
@@ -62,12 +53,12 @@ def _flip_a_bit(step_folder):
 @pytest.mark.parametrize(("flavor", "name"), [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2")])
 def test_going_on_in_the_same_layout_is_bit_equal(pools, data, whole_runs, tmp_path, flavor, name):
     whole = whole_runs(flavor, name)
-    _begin_from(tmp_path, whole, 2)
+    runs.begin_from(tmp_path, whole, 2)
     assert pools[2].run(runs.run, runs.make_config(data, tmp_path, flavor=flavor, **LAYOUTS[name])) == ["", ""]
     expected = runs.read_losses(whole)
     assert runs.read_losses(tmp_path) == {step: expected[step] for step in (3, 4)}
     resumed = tmp_path / "checkpoint" / "step-4"
-    assert _digests(resumed) == _digests(whole / "checkpoint" / "step-4")
+    assert runs.digests(resumed) == runs.digests(whole / "checkpoint" / "step-4")
     assert check_files(resumed) == []
 
 
@@ -99,9 +90,9 @@ def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs,
     source = whole / "checkpoint" / "step-2"
     progress = pools[2].run(runs.copy_step, config, source, tmp_path / "copy")
     assert [p.step for p in progress] == [2, 2]
-    assert _digests(tmp_path / "copy", without_rng=True) == _digests(source, without_rng=True)
+    assert runs.digests(tmp_path / "copy", without_rng=True) == runs.digests(source, without_rng=True)
 
-    _begin_from(tmp_path, whole, 2)
+    runs.begin_from(tmp_path, whole, 2)
     assert pools[2].run(runs.run, config) == ["", ""]
     expected, seen = runs.read_losses(whole), runs.read_losses(tmp_path)
     assert set(seen) == {3, 4}
@@ -110,7 +101,7 @@ def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs,
 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(pools, data, whole_runs, tmp_path):
     whole = whole_runs("debug_gqa", "fsdp2")
-    _begin_from(tmp_path, whole, 2)
+    runs.begin_from(tmp_path, whole, 2)
     assert pools[1].run(runs.run, runs.make_config(data, tmp_path)) == [""]
     expected, seen = runs.read_losses(whole), runs.read_losses(tmp_path)
     assert all(abs(seen[step] - expected[step]) <= 5e-6 for step in (3, 4))
@@ -118,17 +109,17 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(pools, data, whol
 
 def test_a_damaged_newest_step_is_passed_over_and_replaced(pools, data, whole_runs, tmp_path, capfd):
     whole = whole_runs("debug_gqa", "fsdp2")
-    _begin_from(tmp_path, whole, 2, 4)
+    runs.begin_from(tmp_path, whole, 2, 4)
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     (tmp_path / "checkpoint" / ".tmp-killed").mkdir()
     assert pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2)) == ["", ""]
     assert runs.read_losses(tmp_path).keys() == {3, 4}
-    assert _digests(tmp_path / "checkpoint" / "step-4") == _digests(whole / "checkpoint" / "step-4")
-    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-4"]
+    assert runs.digests(tmp_path / "checkpoint" / "step-4") == runs.digests(whole / "checkpoint" / "step-4")
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == [RUN_LOCK, "step-2", "step-4"]
 
 
 def test_nothing_good_to_load_is_an_error_on_every_rank(pools, data, whole_runs, tmp_path):
-    _begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
     config = runs.make_config(data, tmp_path, **FSDP2)
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     (tmp_path / "checkpoint" / "step-2" / ".metadata").unlink()
@@ -147,7 +138,7 @@ def test_nothing_good_to_load_is_an_error_on_every_rank(pools, data, whole_runs,
 
 
 def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path):
-    _begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 3})
     assert all("no step 3" in told and "4, 2" in told for told in pools[2].run(runs.run, config))
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 2, "load_only": True})
@@ -156,13 +147,13 @@ def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(pools, data, whole_runs, tmp_path):
-    _begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
     told = pools[2].run(runs.run, runs.make_config(data, tmp_path, flavor="debug_tied", **FSDP2))
     assert all("tied: False in the checkpoint, True in the config" in t and "rope_scaling" in t for t in told)
 
 
 def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
-    _begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
+    runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
     keys = {**FSDP2["training"], "seq_len": 2 * runs.SEQ_LEN}
     config = runs.make_config(data, tmp_path, **(FSDP2 | {"training": keys}))
     assert all("seq_len 32" in told for told in pools[2].run(runs.run, config))
@@ -179,14 +170,14 @@ def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_run
     assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in told)
     assert pools[2].run(runs.run, config) == ["", ""]
     assert runs.read_losses(tmp_path) == runs.read_losses(whole)
-    assert _digests(tmp_path / "checkpoint" / "step-4") == _digests(whole / "checkpoint" / "step-4")
+    assert runs.digests(tmp_path / "checkpoint" / "step-4") == runs.digests(whole / "checkpoint" / "step-4")
 
 
 def test_a_nan_on_one_rank_stops_all_before_the_update(pools, data, tmp_path):
     config = runs.make_config(data, tmp_path, **FSDP2)
     told = pools[2].run(runs.run_into_a_nan, config)
     assert all(t.startswith("NumericalFault: step 3: loss is nan") and "checkpoint is step 2" in t for t in told)
-    assert [p.name for p in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == [RUN_LOCK, "step-2"]
     assert runs.read_losses(tmp_path).keys() == {1, 2}
 
 
@@ -258,7 +249,7 @@ def test_a_whole_state_may_be_the_start_of_another_run(pools, data, whole_runs, 
     checkpoint = {"initial_load_path": str(whole / "checkpoint" / "step-2"), "initial_load_model_only": False}
     config = runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2)
     assert pools[2].run(runs.run, config) == ["", ""]
-    assert _digests(tmp_path / "checkpoint" / "step-4") == _digests(whole / "checkpoint" / "step-4")
+    assert runs.digests(tmp_path / "checkpoint" / "step-4") == runs.digests(whole / "checkpoint" / "step-4")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Every sort of mesh saves what it loaded, cut as `titan reshard --for-mesh` cuts it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from converters.catalog import Box
+from converters.layout import MeshShape
+from converters.manifest import check_files
+from converters.open import open_checkpoint
+from converters.reshard import reshard
+from tests.dist import runs
+
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    mesh: MeshShape
+    flavor: str = "debug_gqa"
+    options: dict = field(default_factory=dict)
+
+    @property
+    def parallelism(self) -> dict:
+        return {key: getattr(self.mesh, axis) for axis, key in KEYS.items()} | self.options
+
+
+CASES = [
+    Case(MeshShape(dp_shard=2, tp=2)),
+    Case(MeshShape(dp_replicate=2, dp_shard=2)),
+    Case(MeshShape(dp_shard=3, tp=2)),  # 3 divides no dim of the model
+    Case(MeshShape(dp_shard=2, cp=2), "debug_tied"),
+    Case(MeshShape(pp=2, dp_shard=2, tp=2), "debug_tied"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def sources(pools, data, tmp_path_factory):
+    """Flavor → a step that two FSDP ranks saved."""
+    made = {}
+    for flavor in ("debug_gqa", "debug_tied"):
+        dump = tmp_path_factory.mktemp(flavor)
+        fsdp2 = {"data_parallel_shard_degree": 2}
+        config = runs.make_config(data, dump, flavor=flavor, steps=2, parallelism=fsdp2)
+        assert pools[2].run(runs.run, config) == ["", ""]
+        made[flavor] = dump / "checkpoint" / "step-2"
+    return made
+
+
+def _boxes(step) -> dict[str, list[Box]]:
+    tensors = open_checkpoint(step).tensors
+    return {
+        fqn: sorted((chunk.box for chunk in entry.chunks), key=lambda box: box.offsets)
+        for fqn, entry in tensors.items()
+        if not fqn.startswith("rng.")
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mesh} {case.flavor}")
+def test_loaded_and_saved_is_the_same_cut_for_the_mesh(pools, data, sources, tmp_path, case):
+    source, copy, resharded = sources[case.flavor], tmp_path / "copy", tmp_path / "resharded"
+    config = runs.make_config(
+        data, tmp_path, flavor=case.flavor, parallelism=case.parallelism, training={"global_batch_size": -1}
+    )
+    progress = pools[case.mesh.world_size].run(runs.copy_step, config, source, copy)
+    assert all(told.step == 2 for told in progress)
+    assert runs.digests(copy, without_rng=True) == runs.digests(source, without_rng=True)
+    assert check_files(copy) == []
+
+    reshard(source, resharded, mesh=case.mesh)
+    assert runs.digests(resharded, without_rng=True) == runs.digests(source, without_rng=True)
+    assert _boxes(copy) == _boxes(resharded)
+    num_chunks = {fqn: len(boxes) for fqn, boxes in _boxes(copy).items()}
+    assert num_chunks["layers.0.attention.wq.weight"] == case.mesh.fsdp * case.mesh.tp  # it was cut, replicas once
