@@ -144,16 +144,21 @@ class Checkpoints:
         return "; ".join(problem for share in on_each(self._group, check_share) for problem in share)
 
     def _refuse_damaged(self, catalog: Catalog) -> None:
-        """For initial checkpoints, which may be of a kind without a manifest: then by their items' own CRC32s."""
+        """For initial checkpoints: by the CRC32s of a manifest, and where none speaks for a file by its items' own.
+
+        A pass of its own, although the load reads the bytes again: a rank that met damage while loading would stop with
+        half of its weights copied in, and others with all of theirs. Here all ranks vote before the first copy.
+        """
         rank, world, path = self._group.rank(), self._group.size(), catalog.root
+        listed = on_first(self._group, lambda: _listed_files(path))
+        unlisted = sorted(fqn for fqn, t in catalog.tensors.items() if not {chunk.file for chunk in t.chunks} <= listed)
 
         def check_share() -> list[str]:
             with CatalogReader(catalog) as reader:
-                share = sorted(catalog.tensors)[rank::world]
-                return [problem for fqn in share for problem in reader.record_problems(fqn)]
+                return [problem for fqn in unlisted[rank::world] for problem in reader.record_problems(fqn)]
 
-        problem = self._changed_files(path) if path.is_dir() else ""
-        problems = [problem] if problem else [p for share in on_each(self._group, check_share) for p in share]
+        changed = self._changed_files(path) if listed else ""
+        problems = [changed] if changed else [p for share in on_each(self._group, check_share) for p in share]
         if problems:
             raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
 
@@ -266,6 +271,12 @@ class Checkpoints:
         except CheckpointException as error:
             raise as_titan_error(f"cannot load {path}", error) from error
         return loaded
+
+
+def _listed_files(path: Path) -> set[str]:
+    """The files that a manifest speaks for: none where there is no manifest, as in other tools' checkpoints."""
+    manifest = read_manifest(path) if path.is_dir() else None
+    return set(manifest.files) if manifest else set()
 
 
 def _is_loaded(section: str, key: str) -> bool:

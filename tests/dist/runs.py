@@ -1,8 +1,10 @@
 """Whole training runs inside a pool of ranks, on a small index of made-up text."""
 
+import io
 import json
 import random
 import shutil
+from contextlib import redirect_stderr
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,8 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from converters.diff import diff
 from converters.errors import TitanError
 from converters.manifest import TensorSum, read_manifest
+from converters.read import CatalogReader
 from trainer.build import TrainModel, build
 from trainer.checkpoint import Checkpoints, Progress, RunState
 from trainer.checkpoint_write import write_step
@@ -98,6 +102,14 @@ def digests(step: Path, *, without_rng: bool = False) -> dict[str, TensorSum]:
     return {fqn: told for fqn, told in tensors.items() if not (without_rng and fqn.startswith("rng."))}
 
 
+def differences(a: Path, b: Path, *, without_rng: bool = False) -> list[str]:
+    """Everything in which two steps differ: tensors by their bits, plain values, sections that only one has."""
+    report = diff(a, b)
+    found = [f"{difference.name}: {difference.detail}" for difference in report.differences]
+    found += [f"{section}: {where}" for section, where in report.not_compared.items()]
+    return [told for told in found if not (without_rng and told.startswith("rng"))]
+
+
 def _ranks() -> Ranks:
     return Ranks(torch.device("cpu"), dist.new_group(backend="gloo"))
 
@@ -109,6 +121,25 @@ def run(config: Config, request: StopRequest | None = None) -> str:
     except TitanError as error:
         return f"{type(error).__name__}: {error.message} | {error.hint}"
     return ""
+
+
+def run_and_hear(config: Config) -> tuple[str, str]:
+    """Case: a run; the error it ends with, if any, and its talk."""
+    with redirect_stderr(io.StringIO()) as talk:
+        return run(config), talk.getvalue()
+
+
+def run_by_the_manifest_alone(config: Config) -> str:
+    """Case: a run that must not read items for the CRC32s that they carry themselves."""
+
+    def read_once_more(reader: CatalogReader, fqn: str) -> list[str]:
+        raise TitanError(f"{fqn} is read though a manifest speaks for it")
+
+    whole, CatalogReader.record_problems = CatalogReader.record_problems, read_once_more
+    try:
+        return run(config)
+    finally:
+        CatalogReader.record_problems = whole
 
 
 def run_on_a_full_disk(config: Config) -> str:
@@ -165,6 +196,25 @@ def copy_step(config: Config, source: Path, destination: Path) -> Progress:
     nested = dict(state.model.state_dict()) | state.sections()
     write_step(destination, nested, info=chosen_model(config.model, config.training), group=ranks.agreement)
     return state.progress
+
+
+def save_and_draw(config: Config) -> list[float]:
+    """Case: save step 1; the random numbers that this rank draws next."""
+    state, checkpoints = _run_state(config, _ranks())
+    state.model.initialize(0)
+    torch.manual_seed(100 + dist.get_rank())
+    torch.rand(7)
+    checkpoints.save(1, state)
+    return torch.rand(3).tolist()
+
+
+def load_and_draw(config: Config) -> tuple[list[float], str]:
+    """Case: load step 1; the random numbers that this rank draws next, and what was said."""
+    state, checkpoints = _run_state(config, _ranks())
+    torch.manual_seed(0)
+    with redirect_stderr(io.StringIO()) as talk:
+        checkpoints.load(checkpoints.find(), state)
+    return torch.rand(3).tolist(), talk.getvalue()
 
 
 def clip_twice(config: Config, max_norm: float) -> dict[str, float]:
