@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert
 from converters.errors import CheckpointError
 from converters.layout import MeshShape
+from converters.manifest import read_manifest, write_manifest
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 
@@ -88,6 +91,24 @@ def test_a_swapped_tensor_is_found_by_name(sound, tmp_path):
     save_file(content, file, metadata={"format": "pt"})
     report = verify(tmp_path / "copy")
     assert not report.ok and any(file.name in p for check in report.checks for p in check.problems)
+
+
+@pytest.mark.parametrize("kind", ["ours_dcp", "ours_hf"])
+def test_a_changed_value_under_new_checksums_is_found_by_its_digest(sound, kind, tmp_path):
+    """Files and manifest agree in every CRC32, as after a faulty copy that was sealed: only the digest knows better."""
+    copy = shutil.copytree(sound / kind, tmp_path / "copy")
+    fqn = "layers.0.attention.wq.weight" if kind == "ours_dcp" else "model.layers.0.self_attn.q_proj.weight"
+    with CatalogReader(open_checkpoint(copy)) as reader:
+        chunk = reader.located(fqn, reader.catalog.tensors[fqn].chunks[0])
+    with (copy / chunk.file).open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        (byte,) = file.read(1)
+        file.seek(chunk.byte_offset)
+        file.write(bytes([byte ^ 1]))
+    write_manifest(copy, tensors=read_manifest(copy).tensors)
+    report = verify(copy)
+    assert [check.name for check in report.checks if check.outcome == "failed"] == ["values"]
+    assert report.checks[-1].problems == (f"{fqn}: its values have changed (digest)",)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "removed", "added"])
