@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import islice
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 from converters.catalog import Box, TensorInfo
 from converters.dtypes import itemsize
 from converters.errors import ConfigError, list_offenders
-from converters.families.base import Parameter
+from converters.families.base import ModelArgs, Parameter
 
 MIB = 1024**2
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
 SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: small enough that no rank reads much that it drops
 DISTCP_FILE = "__{rank}_0.distcp"
+MAX_RANKS = 131_072  # what is laid out rank by rank must end; no job has been larger
 
 Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in order
 
@@ -68,6 +69,8 @@ class MeshShape:
             if axis not in AXES:
                 near = get_close_matches(axis, AXES, 1)
                 problems.append(f"{part!r}: no axis {axis!r}" + (f", did you mean {near[0]}?" if near else ""))
+            elif len(value) > len(str(MAX_RANKS)) and value.isdecimal():
+                problems.append(f"{part[:40]!r}: more than {MAX_RANKS:,} ranks")
             elif not value.isdecimal() or int(value) < 1:
                 problems.append(f"{part!r}: a degree is a whole number from 1")
             elif axis in degrees:
@@ -76,13 +79,16 @@ class MeshShape:
                 degrees[axis] = int(value)
         if not degrees and not problems:
             problems.append("it is empty")
+        mesh = MeshShape(**degrees)
+        if not problems and mesh.world_size > MAX_RANKS:
+            problems.append(f"{mesh.world_size:,} ranks; the most is {MAX_RANKS:,}")
         if problems:
             raise ConfigError(
-                f"cannot read the mesh {text!r}:" + list_offenders(problems),
+                f"cannot read the mesh {text[:200]!r}:" + list_offenders(problems),
                 hint=f"axes: {', '.join(AXES)}",
                 tries=["dp_shard=8", "dp_shard=64,tp=8,pp=4"],
             )
-        return MeshShape(**degrees)
+        return mesh
 
 
 AXES = tuple(f.name for f in fields(MeshShape))
@@ -112,6 +118,30 @@ def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_
     stages[0].insert(0, "tok_embeddings")
     stages[-1] += ["norm", "output"]
     return stages
+
+
+def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
+    """Raise ConfigError with every reason why no trainer can run this model on `mesh`.
+
+    FSDP cuts uneven rows; tensor parallelism cuts heads and columns evenly or not at all.
+    """
+    problems = []
+    counts = {
+        "attention heads": args.num_heads,
+        "key/value heads": args.num_kv_heads,
+        "feed-forward columns": args.ffn_hidden,
+        "vocabulary entries": args.vocab_size,
+    }
+    if uneven := [f"{count:,} {what}" for what, count in counts.items() if count % mesh.tp]:
+        common = gcd(*counts.values())
+        choices = [str(degree) for degree in range(1, min(common, MAX_RANKS) + 1) if common % degree == 0]
+        problems.append(f"tp={mesh.tp} does not divide {', '.join(uneven)}; possible: {', '.join(choices[:12])}")
+    try:
+        split_stages(mesh.pp, args.num_layers)
+    except ConfigError as error:
+        problems.append(f"{error.message}; {error.hint}")
+    if problems:
+        raise ConfigError(f"no trainer can run this model on the mesh {mesh}:" + list_offenders(problems))
 
 
 def stages_of_rank(pp_rank: int, pp: int, num_stages: int) -> list[int]:

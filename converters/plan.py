@@ -14,7 +14,7 @@ from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
 from converters.formats.target import Target
 from converters.formats.torch_write import plan_torch
-from converters.layout import MeshShape, boxes_for_any_mesh, boxes_for_mesh
+from converters.layout import MeshShape, boxes_for_any_mesh, boxes_for_mesh, check_mesh
 from converters.names import META_SHARD, section_of
 from converters.view import View, foreign_view
 from converters.weights import NativeWeights
@@ -38,6 +38,8 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Plan writing `weights` as `to`. `mesh` and `shard_bytes` say how a DCP and a safetensors output are cut."""
     family, args = get_family(weights.info.family), weights.info.args
+    if mesh is not None:
+        check_mesh(mesh, args)
     view = weights.source if to == "dcp" else foreign_view(weights.source, weights.info, family.namings[to])
     native = weights.source.ledger.used
     stored = native if view is weights.source else {name: native[held] for name, held in view.ledger.used.items()}

@@ -16,7 +16,7 @@ from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.layout import Files, MeshShape, boxes_for_any_mesh, boxes_for_mesh
+from converters.layout import Files, MeshShape, boxes_for_any_mesh, boxes_for_mesh, check_mesh
 from converters.manifest import list_files
 from converters.model_info import write_model_info
 from converters.names import DATALOADER, DCP_METADATA, MODEL_INFO, OPTIMIZER, RNG, SECTIONS, section_of
@@ -89,6 +89,8 @@ def reshard(
                 f"{src} spells its weights as {weights.naming!r}; its other sections would need the same change",
                 tries=[f"titan convert auto {src} {dst} --to dcp, for the weights alone"],
             )
+        if mesh is not None:
+            check_mesh(mesh, weights.info.args)
         parameters = get_family(weights.info.family).parameters(weights.info.args)
         _check_optimizer(kept, parameters)
         vouched = vouched_for(

@@ -29,13 +29,13 @@ HEADS, KV_HEADS = 4, 2
 def source(request, tmp_path_factory):
     """A folder that transformers wrote, and the model in it."""
     folder = tmp_path_factory.mktemp("hf")
-    return folder, write_llama(folder, tie_word_embeddings=request.param)
+    return folder, write_llama(folder, vocab_size=302, tie_word_embeddings=request.param)
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    write_llama(folder)
+    write_llama(folder, vocab_size=302)
     return folder
 
 

@@ -20,6 +20,7 @@ from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
     boxes_for_mesh,
+    check_mesh,
     chunk_bounds,
     local_box,
     row_blocks,
@@ -158,3 +159,20 @@ def test_parse():
         assert part in error.value.message
     with pytest.raises(ConfigError, match="empty"):
         MeshShape.parse("")
+
+
+@pytest.mark.parametrize("text", ["tp=999999999999", "dp_shard=1024,dp_replicate=1024", "pp=" + "9" * 5000])
+def test_a_mesh_that_nobody_has_is_refused_at_once(text):
+    with pytest.raises(ConfigError, match="131,072") as error:
+        MeshShape.parse(text)
+    assert len(error.value.message) < 500
+
+
+def test_a_mesh_that_no_trainer_can_run_is_told_in_full():
+    args = FLAVORS["debug_gqa"]  # 8 heads, 4 key/value heads, 384 columns, 2,048 tokens, 4 layers
+    with pytest.raises(ConfigError) as error:
+        check_mesh(MeshShape(pp=9, tp=3), args)
+    assert "tp=3 does not divide 8 attention heads, 4 key/value heads, 2,048 vocabulary entries" in error.value.message
+    assert "possible: 1, 2, 4\n" in error.value.message
+    assert "4 layers cannot be split into 9 pipeline stages; " in error.value.message
+    check_mesh(MeshShape(pp=2, dp_shard=7, cp=3, tp=4), args)

@@ -20,7 +20,7 @@ from tests.tiny_llama import write_llama, write_meta
 def folders(request, tmp_path_factory):
     """hf/ as transformers wrote it, meta/ made of the same model by torch.save, dcp/ and ours/ converted from hf/."""
     root = tmp_path_factory.mktemp("meta")
-    model = write_llama(root / "hf", rope_scaling=None, tie_word_embeddings=request.param)
+    model = write_llama(root / "hf", vocab_size=302, rope_scaling=None, tie_word_embeddings=request.param)
     (root / "hf" / "tokenizer.model").write_text("IQ== 0\n")
     write_meta(root / "meta", model)
     convert(root / "hf", root / "dcp", to="dcp", mesh=MeshShape(dp_shard=3, tp=2))

@@ -14,7 +14,7 @@ from converters.convert import convert
 from converters.layout import MeshShape
 from tests.tiny_llama import write_llama
 
-HEADS, KV_HEADS, VOCAB, LAYERS = 4, 2, 301, 2
+HEADS, KV_HEADS, VOCAB, LAYERS = 4, 2, 302, 2
 SCALING = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,

@@ -23,7 +23,7 @@ from tests.tiny_llama import write_llama
 def sound(tmp_path_factory):
     """One of each kind: ours (DCP, HF), and what transformers and stock torch write."""
     folder = tmp_path_factory.mktemp("verify")
-    write_llama(folder / "theirs_hf")
+    write_llama(folder / "theirs_hf", vocab_size=302)
     convert(folder / "theirs_hf", folder / "ours_dcp", to="dcp", mesh=MeshShape(dp_shard=2, tp=2))
     convert(folder / "ours_dcp", folder / "ours_hf", to="hf", shard_bytes=30_000)
     state = {"a": torch.randn(9, 5), "n": {"b": torch.randn(7).bfloat16()}, "step": 3}
