@@ -11,7 +11,10 @@ from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.registry import all_families, family_of_hf_config, get_family
 from converters.json_file import read_json, write_json
+from converters.model_numbers import check_args
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
+
+TELLING_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # what says what model it is; the first that is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class ModelInfo:
 def says_model(path: Path) -> bool:
     """Whether something in a checkpoint's folder says what model it is."""
     folder = path if path.is_dir() else path.parent
-    return any((folder / name).is_file() for name in (MODEL_INFO, HF_CONFIG, META_PARAMS))
+    return any((folder / name).is_file() for name in TELLING_FILES)
 
 
 def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
@@ -40,14 +43,15 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     folder = path if path.is_dir() else path.parent
     assets = find_assets(folder)
     told_ids: dict[str, Any] = {}
-    if (folder / MODEL_INFO).is_file():
+    told_by = next((name for name in TELLING_FILES if (folder / name).is_file()), None)
+    if told_by == MODEL_INFO:
         family, args = _from_titan(folder / MODEL_INFO)
-    elif (folder / HF_CONFIG).is_file():
+    elif told_by == HF_CONFIG:
         config = read_json(folder / HF_CONFIG)
         family = family_of_hf_config(config)
         args = family.args_from_hf_config(config)
         told_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    elif (folder / META_PARAMS).is_file():
+    elif told_by == META_PARAMS:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
         # Meta's format has no family name; llama3 is the only family that it spells here
         family = get_family("llama3")
@@ -58,6 +62,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
             hint=f"looked for {MODEL_INFO} (titan), {HF_CONFIG} (transformers) and {META_PARAMS} (Meta)",
             tries=["--model-from FOLDER, a folder that has one of them"],
         )
+    check_args(args, what=str(folder / told_by))
     # config.json holds the class's defaults (1 and 2) where nobody set ids: generation config and tokenizer know better
     ids = read_token_ids(assets, vocab_size=args.vocab_size) or told_ids
     return ModelInfo(family.name, args, assets, ids)
@@ -80,6 +85,9 @@ def write_meta_params(folder: Path, info: ModelInfo) -> None:
     write_json(folder / META_PARAMS, get_family(info.family).meta_params(info.args))
 
 
+_SCALING_KEYS = {f.name for f in fields(RopeScaling)}
+
+
 def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
     content = read_json(path)
     name, numbers = content.get("family"), content.get("args")
@@ -96,4 +104,6 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
+    if scaling is not None and not (isinstance(scaling, dict) and scaling.keys() == _SCALING_KEYS):
+        raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(_SCALING_KEYS))}")
     return get_family(name), ModelArgs(**{**numbers, "rope_scaling": RopeScaling(**scaling) if scaling else None})

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import section_of
@@ -48,6 +49,11 @@ def native_weights(
     weights = model_part(catalog)
     place = Path(model_from) if model_from else catalog.root
     info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
+    if info.args.num_layers > len(weights.tensors):  # told before a name is made for each of billions of layers
+        raise CheckpointError(
+            f"{catalog.root}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
+            f"that {place} says the model has"
+        )
     naming = detect_naming(weights.tensors, get_family(info.family))
     reader = CatalogReader(weights)
     try:

@@ -5,6 +5,7 @@ from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling
+from converters.model_numbers import check_numbers
 
 # Meta's 3.2 releases say only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.
@@ -25,6 +26,8 @@ def args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     missing = [key for key in required if not isinstance(config.get(key), int)]
     if missing:
         raise CheckpointError("config.json lacks numbers that define the model:" + list_offenders(missing))
+    check_numbers(config, what="config.json")
+    config = {key: value for key, value in config.items() if value is not None}  # null is how some spell "default"
     _refuse_other_architectures(config)
     theta, scaling = _rope_from_hf(config)
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
@@ -63,6 +66,9 @@ def _refuse_other_architectures(config: Mapping[str, Any]) -> None:
 def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling: transformers 5 nests both in `rope_parameters`, 4 had `rope_theta` and `rope_scaling`."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise CheckpointError(f"config.json: its RoPE parameters are a {type(rope).__name__}, not an object")
+    check_numbers(rope, what="config.json, RoPE parameters,")
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or _TRANSFORMERS_THETA)
     kind = rope.get("rope_type", rope.get("type", "default"))  # `type` is the spelling of transformers before 4.43
     if kind == "default":
@@ -73,7 +79,7 @@ def _rope_from_hf(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]
             hint="covered: default (none) and llama3 (Llama 3.1 and later)",
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if key not in rope]
+    missing = [key for key in keys if rope.get(key) is None]
     if missing:
         raise CheckpointError("config.json lacks numbers of its llama3 RoPE scaling:" + list_offenders(missing))
     return theta, RopeScaling(float(rope[keys[0]]), float(rope[keys[1]]), float(rope[keys[2]]), int(rope[keys[3]]))
@@ -124,11 +130,13 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     missing = [key for key in ("dim", "n_layers", "n_heads") if not isinstance(params.get(key), int)]
     if missing:
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
+    # Llama 1 and 2 say vocab_size -1: it is the tokenizer's
+    check_numbers({k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}, what="params.json")
     dim, num_layers, num_heads = params["dim"], params["n_layers"], params["n_heads"]
     num_kv_heads = params.get("n_kv_heads") or num_heads
     released_3_2 = (dim, num_layers) in _LLAMA_3_2_SIZES
     vocab_size = params.get("vocab_size", -1)
-    if vocab_size <= 0:  # Llama 1 and 2 left it to the tokenizer
+    if vocab_size == -1:
         vocab_size = shapes.get("tok_embeddings.weight", (0,))[0]
     scaling = None
     if params.get("use_scaled_rope"):

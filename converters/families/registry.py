@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.errors import UnsupportedError
+from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Family
 from converters.families.llama3 import LLAMA3
 
@@ -29,6 +29,8 @@ def get_family(name: str) -> Family:
 def family_of_hf_config(config: Mapping[str, Any]) -> Family:
     """The family that reads a transformers config.json. Raises UnsupportedError where none does."""
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"config.json: its architectures are {architectures!r:.60}, not a list")
     for family in _FAMILIES.values():
         if any(a in family.hf_architectures for a in architectures):
             return family

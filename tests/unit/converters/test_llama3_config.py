@@ -1,7 +1,7 @@
 """families/llama3_config.py: config.json as transformers writes and reads it, params.json as Meta's code reads it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from transformers import LlamaConfig
@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import ModelArgs, RopeScaling
 from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.model_info import read_model_info
 
 ODD = ModelArgs(
     dim=96,
@@ -167,3 +168,68 @@ def test_meta_cannot_say_everything():
             LLAMA3.meta_params(replace(FLAVORS["8B"], rope_scaling=scaling))
     with pytest.raises(CheckpointError, match="n_heads"):
         LLAMA3.args_from_meta_params({"dim": 64, "n_layers": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 4_000_000_000),
+        ("num_hidden_layers", True),
+        ("num_attention_heads", 0),
+        ("hidden_size", -8),
+        ("intermediate_size", 10**30),
+        ("max_position_embeddings", "many"),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", -1e-5),
+        ("rms_norm_eps", 1e9),
+        ("rope_theta", float("inf")),
+        ("rope_theta", -1.0),
+        ("tie_word_embeddings", "false"),
+        ("rope_parameters", {"rope_type": "llama3", "factor": float("nan")}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}),
+        ("rope_parameters", [1]),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused(key, value, tmp_path):
+    config = LLAMA3.hf_config(FLAVORS["debug_gqa"]) | {key: value}
+    with pytest.raises(CheckpointError, match="config.json") as error:
+        LLAMA3.args_from_hf_config(config)
+    assert isinstance(value, dict | list) or f"{key} = {value}: " in error.value.message
+    (tmp_path / "config.json").write_text(json.dumps(config))  # NaN and Infinity, as Python spells and reads them
+    with pytest.raises(CheckpointError):
+        read_model_info(tmp_path)
+
+
+def test_null_is_the_default():
+    config = LLAMA3.hf_config(FLAVORS["debug_gqa"])
+    sparse = config | dict.fromkeys(("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings"))
+    args = LLAMA3.args_from_hf_config(sparse)
+    assert (args.norm_eps, args.max_seq_len, args.tied) == (1e-6, 2048, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_layers": 4_000_000_000}, "num_layers = 4000000000: a whole number from 1 to 10,000"),
+        ({"dim": None}, "dim is null"),
+        ({"dim": "128"}, "dim = 128: a whole number"),
+        ({"head_dim": 15}, "must be even"),
+        ({"num_kv_heads": 3}, "8 attention heads cannot share 3"),
+        ({"norm_eps": float("nan")}, "norm_eps = nan"),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling is not"),
+        ({"rope_scaling": asdict(RopeScaling(low_freq_factor=5.0))}, "low_freq_factor is not below"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_numbers_of_titan_model_json_are_looked_at(change, said, tmp_path):
+    args = asdict(FLAVORS["debug_gqa"]) | change
+    (tmp_path / "titan_model.json").write_text(json.dumps({"family": "llama3", "args": args}))
+    with pytest.raises(CheckpointError, match="titan_model.json") as error:
+        read_model_info(tmp_path)
+    assert said in error.value.message
+
+
+def test_meta_numbers_are_looked_at():
+    for change in ({"n_layers": 10**9}, {"norm_eps": float("nan")}, {"n_heads": 0}, {"vocab_size": -2}):
+        with pytest.raises(CheckpointError, match=f"{next(iter(change))} = "):
+            LLAMA3.args_from_meta_params(RELEASES["8B"] | change, {})

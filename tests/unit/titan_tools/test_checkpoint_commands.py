@@ -18,8 +18,8 @@ from titan_tools import cli
 def folder(tmp_path_factory):
     """hf/, other/ with one weight changed, and plain/: a model without RoPE scaling, which Meta's format can hold."""
     folder = tmp_path_factory.mktemp("commands")
-    write_llama(folder / "hf")
-    write_llama(folder / "plain", rope_scaling=None)
+    write_llama(folder / "hf", vocab_size=302)
+    write_llama(folder / "plain", vocab_size=302, rope_scaling=None)
     (folder / "other").mkdir()
     shutil.copytree(folder / "hf", folder / "other", dirs_exist_ok=True)
     tensors = load_file(folder / "hf" / "model.safetensors")
@@ -136,6 +136,8 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["convert", "hf-to-dcp", "hf", "other"], "exists already"),
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "dpshard=2"], "did you mean dp_shard?"),
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "pp=8"], "pipeline stages"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=3", "--dry-run"], "does not divide 4 attention heads"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=999999999999", "--dry-run"], "131,072 ranks"),
         (["convert", "hf-to-dcp", "hf", "out", "--dtype", "int8"], "int8"),
         (["convert", "hf-to-dcp", "hf", "out", "--shard-size", "big"], "is no size"),
         (["convert", "auto", "hf", "out", "--to", "hf", "--for-mesh", "tp=2"], "no layout"),
@@ -159,6 +161,17 @@ def test_bad_input(titan, folder, arguments, message):
     assert code == 2 and out == ""
     assert err.startswith("error: ") and message in err
     assert sorted(p.name for p in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("layers", [4_000_000_000, 9_999])
+def test_layers_that_are_not_there_are_told_before_they_are_counted_out(titan, folder, layers, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    code, out, _ = titan("verify", tmp_path / "hf")
+    assert code == 1 and f"{layers:,}" in out.replace("4000000000", "4,000,000,000")
+    code, _, err = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "out")
+    assert code == 2 and "layers" in err and not (tmp_path / "out").exists()
 
 
 def test_sizes():

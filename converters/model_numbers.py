@@ -1,0 +1,64 @@
+"""Numbers that a model can have, by every name that config.json, params.json and titan_model.json give them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from converters.errors import CheckpointError, list_offenders
+from converters.families.base import ModelArgs
+
+_LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
+    ("num_layers", "num_hidden_layers", "n_layers"): (int, 1, 10_000),
+    ("dim", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden", "vocab_size"): (int, 1, 2**31 - 1),
+    ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"): (int, 1, 2**31 - 1),
+    ("n_heads", "n_kv_heads", "multiple_of"): (int, 1, 2**31 - 1),
+    ("max_seq_len", "max_position_embeddings", "original_max_position_embeddings"): (int, 1, 2**53),
+    ("norm_eps", "rms_norm_eps"): (float, 0, 1),
+    ("rope_theta",): (float, 1, 1e15),
+    ("factor", "low_freq_factor", "high_freq_factor"): (float, 1e-6, 1e9),
+    ("rope_scaling_factor", "rope_high_freq_factor", "ffn_dim_multiplier"): (float, 1e-6, 1e9),
+    ("tied", "tie_word_embeddings", "use_scaled_rope"): (bool, False, True),
+}
+
+
+def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
+    """Raise CheckpointError with every number of a file that no model has. What is absent or null is not looked at."""
+    problems = [
+        f"{key} = {str(content[key])[:40]}: {_wanted(kind, low, high)} belongs there"
+        for keys, (kind, low, high) in _LIMITS.items()
+        for key in keys
+        if content.get(key) is not None and not _fits(content[key], kind, low, high)
+    ]
+    if problems:
+        raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def check_args(args: ModelArgs, *, what: str) -> None:
+    """check_numbers for what was made of a file, and how its numbers go with each other."""
+    check_numbers(asdict(args), what=what)
+    problems = [f"{key} is null" for key, value in asdict(args).items() if value is None and key != "rope_scaling"]
+    if problems:
+        raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+    if args.head_dim % 2:
+        problems.append(f"a head size of {args.head_dim}: RoPE turns pairs, so it must be even")
+    if args.num_heads % args.num_kv_heads:
+        problems.append(f"{args.num_heads} attention heads cannot share {args.num_kv_heads} key/value heads evenly")
+    if args.rope_scaling is not None:
+        check_numbers(asdict(args.rope_scaling), what=f"{what}, rope_scaling,")
+        if args.rope_scaling.low_freq_factor >= args.rope_scaling.high_freq_factor:
+            problems.append("RoPE scaling whose low_freq_factor is not below its high_freq_factor")
+    if problems:
+        raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def _fits(value: Any, kind: type, low: float, high: float) -> bool:
+    """NaN is in no range. A whole number may stand for a real one, a flag for neither."""
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, (int, kind)) and low <= value <= high
+
+
+def _wanted(kind: type, low: float, high: float) -> str:
+    if kind is bool:
+        return "true or false"
+    return f"a whole number from {low} to {high:,}" if kind is int else f"a number from {low:g} to {high:g}"
