@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from converters.diff import diff
 from converters.errors import TitanError
-from converters.manifest import TensorSum, read_manifest
 from converters.read import CatalogReader
 from trainer.build import TrainModel, build
 from trainer.checkpoint import Checkpoints, Progress, RunState
@@ -94,12 +93,6 @@ def begin_from(dump: Path, source: Path, *steps: int) -> None:
     """Give a run the checkpoints of another, as if it had made them and stopped."""
     for step in steps:
         shutil.copytree(source / "checkpoint" / f"step-{step}", dump / "checkpoint" / f"step-{step}")
-
-
-def digests(step: Path, *, without_rng: bool = False) -> dict[str, TensorSum]:
-    """What a step holds, by name; the states of random generators are each layout's own."""
-    tensors = read_manifest(step).tensors
-    return {fqn: told for fqn, told in tensors.items() if not (without_rng and fqn.startswith("rng."))}
 
 
 def differences(a: Path, b: Path, *, without_rng: bool = False) -> list[str]:

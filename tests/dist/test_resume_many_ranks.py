@@ -31,5 +31,5 @@ def test_going_on_is_bit_equal(pools, tmp_path, num_ranks, parallelism, flavor, 
     expected = runs.read_losses(whole)
     assert runs.read_losses(stopped) == {step: expected[step] for step in range(stop_after + 1, 7)}
     last = stopped / "checkpoint" / "step-6"
-    assert runs.digests(last) == runs.digests(whole / "checkpoint" / "step-6")
+    assert runs.differences(last, whole / "checkpoint" / "step-6") == []
     assert check_files(last) == []
