@@ -1,12 +1,12 @@
 """Is what is copied what the source's manifest vouches for? Damage must not travel on under a new manifest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, list_offenders
-from converters.manifest import check_files, read_manifest
+from converters.manifest import Manifest, check_files, read_manifest
 from converters.names import MANIFEST
 from converters.read import CatalogReader
 
@@ -40,18 +40,42 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
 
     Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now.
     """
-    manifest = read_manifest(catalog.root)
-    holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
-    if manifest is None or holding.isdisjoint(manifest.files):  # a weights file that lies beside somebody's checkpoint
+    manifest, holding = _manifest_of(catalog)
+    if manifest is None:
         return None
-    if problems := check_files(catalog.root, sorted(manifest.files.keys() - holding)):
-        raise CheckpointError(
-            f"{catalog.root}: files are not those that {MANIFEST} lists:{list_offenders(problems)}",
-            hint=f"where they were changed on purpose, remove {MANIFEST}: it vouches for what is there no more",
-            tries=[f"titan verify {catalog.root}"],
-        )
+    _require_files(catalog.root, manifest.files.keys() - holding)
     digests = {name: manifest.tensors[name].digest for name in stored.values() if name in manifest.tensors}
     return Vouched(catalog.root, digests, stored)
+
+
+def check_read_files(catalog: Catalog, names: Iterable[str]) -> None:
+    """Raise CheckpointError where files are not those of the manifest: what holds tensors `names` or no tensor at all.
+
+    For who reads values without a copy that could digest them on the way. Reads each file once; nothing to compare
+    with, where there is no manifest.
+    """
+    manifest, holding = _manifest_of(catalog)
+    if manifest is not None:
+        read = {chunk.file for name in names for chunk in catalog.tensors[name].chunks}
+        _require_files(catalog.root, (manifest.files.keys() - holding) | (manifest.files.keys() & read))
+
+
+def _manifest_of(catalog: Catalog) -> tuple[Manifest | None, set[str]]:
+    """The manifest that vouches for the catalog's files, and the files that hold tensors."""
+    manifest = read_manifest(catalog.root)
+    holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    if manifest is not None and holding.isdisjoint(manifest.files):  # a weights file beside somebody's checkpoint
+        return None, holding
+    return manifest, holding
+
+
+def _require_files(folder: Path, names: Iterable[str]) -> None:
+    if problems := check_files(folder, sorted(names)):
+        raise CheckpointError(
+            f"{folder}: files are not those that {MANIFEST} lists:{list_offenders(problems)}",
+            hint=f"where they were changed on purpose, remove {MANIFEST}: it vouches for what is there no more",
+            tries=[f"titan verify {folder}"],
+        )
 
 
 def check_blobs(reader: CatalogReader) -> None:

@@ -39,6 +39,11 @@ def inside_launch() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started_by_titan() -> bool:
+    """True on a rank of `run_ranks`: its parent has looked at everything that need be looked at only once."""
+    return bool(os.environ.get(_STARTED_BY_US))
+
+
 def count_gpus() -> int:
     """GPUs that torch can use here, those that CUDA_VISIBLE_DEVICES hides not counted; 0 on a machine without."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import typer
 
 from converters.errors import ConfigError
+from converters.source_check import check_read_files
 from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.find import find_checkpoint
@@ -22,7 +23,7 @@ from titan_tools.infer.report import report
 from titan_tools.infer.sampling import Sampling, check_sampling
 from titan_tools.infer.slices import check_tp
 from titan_tools.infer.vocabulary import Vocabulary, read_vocabulary
-from titan_tools.launch import inside_launch, rank_errors, run_ranks
+from titan_tools.launch import inside_launch, rank_errors, run_ranks, started_by_titan
 
 # A rank that is gone shows at once, because its connections close; this is for one that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -60,6 +61,8 @@ def infer(request: Request) -> dict[str, Any] | None:
         checkpoint = find_checkpoint(request.checkpoint)
         with open_native(checkpoint) as weights:
             work = _check(request, checkpoint, weights)
+            if _looks_for_all():
+                check_read_files(weights.catalog, weights.source.ledger.used.values())
             model = _load(work, weights) if work.tp == 1 or inside_launch() else None
         if model is not None:
             return _generate(request, work, model)
@@ -82,6 +85,11 @@ def _check(request: Request, checkpoint: Path, weights: NativeWeights) -> _Work:
     if checkpoint != request.checkpoint:
         note(f"reading {checkpoint}")
     return _Work(prompt, vocabulary, num_new, dtype, tp)
+
+
+def _looks_for_all() -> bool:
+    """Whether this process is the one that reads every file for damage: the first, and before it starts others."""
+    return not inside_launch() or (os.environ["RANK"] == "0" and not started_by_titan())
 
 
 def _degree(asked: int | None) -> int:

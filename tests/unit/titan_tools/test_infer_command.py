@@ -262,6 +262,30 @@ def test_standard_input_is_refused_under_torchrun(titan, hf, monkeypatch):
     assert code == 2 and "no standard input" in err
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "titan_model.json"])
+def test_a_file_that_changed_since_its_manifest_is_told_before_anything_is_said(
+    titan, dcp, tmp_path, monkeypatch, name, tp
+):
+    monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    shutil.copytree(dcp, tmp_path / "bad")
+    data = bytearray((tmp_path / "bad" / name).read_bytes())
+    place = len(data) // 2 if name.endswith("distcp") else data.index(b"10000.0") + 1  # rope_theta 11000
+    data[place] ^= 1
+    (tmp_path / "bad" / name).write_bytes(data)
+    code, out, err = titan("infer", tmp_path / "bad", *SHORT, "--tp", tp)
+    assert code == 2 and out == ""
+    assert f"\n  {name}: its bytes have changed (CRC32)" in err and f"try: titan verify {tmp_path / 'bad'}" in err
+
+
+@pytest.mark.parametrize("rank, started_by, looks", [("0", "", True), ("1", "", False), ("0", "4711", False)])
+def test_one_rank_at_most_reads_for_damage(monkeypatch, rank, started_by, looks):
+    """Under torchrun the first; under our own launch none, because the parent has."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TITAN_LAUNCH": started_by}.items():
+        monkeypatch.setenv(name, value)
+    assert infer_run._looks_for_all() is looks
+
+
 @pytest.mark.parametrize("ranks_left_with, code", [(0, 0), (3, 3), (-15, 130)])
 def test_the_exit_code_of_the_ranks_comes_out(titan, hf, monkeypatch, ranks_left_with, code):
     monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: ranks_left_with)
