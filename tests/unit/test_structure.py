@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,13 @@ def test_every_package_is_named_in_pyproject():
         for file in (ROOT / package).rglob("__init__.py")
     }
     assert named - {"trainer.config.presets"} == found - {"trainer.config.presets"}
+
+
+def test_pytest_passes_over_no_folder_of_tests(pytestconfig):
+    patterns = pytestconfig.getini("norecursedirs")
+    folders = {part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parent.parts}
+    assert {"dist", "gpu"} <= folders
+    assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == []
 
 
 def modules_loaded_by(*arguments: str) -> set[str]:
