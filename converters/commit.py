@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from converters.errors import CheckpointError
 from converters.names import ASIDE_PREFIX, DCP_METADATA, HF_CONFIG, MANIFEST, META_PARAMS, TEMPORARY_PREFIX
+from converters.sizes import tell_bytes
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -51,13 +52,13 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHEC
         return
     if not dst.is_dir():
         raise CheckpointError(f"{dst}: exists and is not a folder")
-    if not overwrite:
-        raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
-    if any(dst.iterdir()) and not any(any(dst.glob(mark)) for mark in marks):
+    if any(dst.iterdir()) and not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite is no help here
         raise CheckpointError(
-            f"{dst}: holds something else than what would be written; it is not replaced",
+            f"{dst}: exists already and holds something else than what would be written; it is not replaced",
             hint="give a new folder, or remove this one yourself",
         )
+    if not overwrite:
+        raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
 
 
 def new_staging(dst: Path, identifier: str) -> Path:
@@ -128,14 +129,18 @@ def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
 
 
 def require_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where the disk that `folder` lies or will lie on has less than `num_bytes` free."""
+    """Raise CheckpointError where nothing can be written, or the disk has less than `num_bytes` free for `folder`."""
     place = folder.absolute()
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < num_bytes:
+    if not place.is_dir():
+        raise CheckpointError(f"{folder}: {place} is no folder", hint="nothing was written")
+    usage = shutil.disk_usage(place)
+    if not os.access(place, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no room at all, root or not
+        raise CheckpointError(f"{folder}: {place} is not writable", hint="nothing was written")
+    if usage.free < num_bytes:
         raise CheckpointError(
-            f"{folder}: needs {num_bytes / 1024**3:.2f} GiB, {free / 1024**3:.2f} GiB are free on that disk",
+            f"{folder}: needs {tell_bytes(num_bytes)}, {tell_bytes(usage.free)} are free on that disk",
             hint="nothing was written",
         )
 

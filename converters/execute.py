@@ -34,10 +34,12 @@ def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[
 
 def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
     """Raise CheckpointError where `dst` may not be written: it exists, or replacing it would take `src` away."""
-    check_destination(dst, overwrite=overwrite)
     source, destination = src.resolve(), dst.resolve()
+    if source == destination:
+        raise CheckpointError(f"{dst} is the source itself", hint="write to a folder beside it")
     if source.is_relative_to(destination) or (destination.is_relative_to(source) and source.is_dir()):
         raise CheckpointError(f"{src} and {dst} lie in each other", hint="write to a folder beside the source")
+    check_destination(dst, overwrite=overwrite)  # last: its advice, --overwrite, must not lead to one of the above
 
 
 def execute(

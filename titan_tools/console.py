@@ -27,15 +27,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def tell_bytes(num_bytes: float) -> str:
-    """A size for people: `512 B`, `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} TiB"
-
-
 def count(number: int, what: str) -> str:
     """`1 file`, `2 files`, `1,000 entries`."""
     if number != 1:

@@ -271,7 +271,8 @@ def _parse_size(text: str) -> int:
 
 
 def _print(report) -> None:
-    from titan_tools.console import count, tell_bytes
+    from converters.sizes import tell_bytes
+    from titan_tools.console import count
 
     verb = "to write" if report.dry_run else "wrote"
     dtypes = ", ".join(report.dtypes)

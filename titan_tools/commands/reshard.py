@@ -51,7 +51,8 @@ def reshard(
     """
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
-    from titan_tools.console import count, print_json, progress, tell_bytes
+    from converters.sizes import tell_bytes
+    from titan_tools.console import count, print_json, progress
 
     report = reshard_checkpoint(
         src,

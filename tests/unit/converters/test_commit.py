@@ -206,3 +206,16 @@ def test_space_is_asked_for_first(tmp_path):
     require_space(tmp_path / "not/there/yet", 1)
     with pytest.raises(CheckpointError, match="are free on that disk"):
         require_space(tmp_path / "not/there/yet", 1 << 60)
+
+
+def test_room_is_told_in_fitting_units(tmp_path, monkeypatch):
+    usage = committing.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=2048))
+    with pytest.raises(CheckpointError, match=r"needs 1.5 MiB, 2.0 KiB are free on that disk"):
+        require_space(tmp_path / "out", 1536 * 1024)
+
+
+def test_a_file_holds_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is no folder"):
+        require_space(tmp_path / "file" / "out", 1)
