@@ -5,6 +5,7 @@ would work. The command line prints them as `error:` / `hint:` / `try:` lines an
 """
 
 from collections.abc import Sequence
+from pickle import PickleError
 
 
 class TitanError(Exception):
@@ -51,3 +52,19 @@ def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
     """Names on indented lines, the first `most` of them, and how many more there are."""
     shown = "".join(f"\n  {name}" for name in names[:most])
     return shown + (f"\n  … and {len(names) - most} more" if len(names) > most else "")
+
+
+def in_words(error: Exception) -> str:
+    """What a parser stumbled over, without Python's names for it."""
+    match error:
+        case KeyError():
+            return f"{error.args[0]!r:.80} is missing"
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            return f"it is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}"
+        case ValueError() | PickleError():  # json's is a ValueError; both say what, and json where
+            return str(error)
+        case EOFError() | IndexError():
+            return "it ends too early, or a part is missing"
+    return "a part is of another kind than belongs there"

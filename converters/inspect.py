@@ -11,7 +11,7 @@ from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
-from converters.model_info import read_model_info
+from converters.model_info import read_model_info, says_model
 from converters.names import OPTIMIZER, section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
@@ -38,12 +38,14 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint at a glance. `model` is None where nothing says what it is; `values` are small plain entries."""
+    """A checkpoint at a glance. `model` is None where nothing says what it is, or what says so is wrong: then
+    `model_problem` tells how. `values` are small plain entries."""
 
     path: str
     container: str
     naming: str
     model: dict[str, Any] | None
+    model_problem: str
     num_parameters: int
     num_bytes: int
     num_files: int
@@ -60,13 +62,13 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True) -> Inspection:
     """Describe a checkpoint of any format. Reads headers and small values; never a tensor."""
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
-    naming, model = "unknown", None
+    naming, model, problem = "unknown", None, ""
     try:
         info = read_model_info(catalog.root, weights)
-        naming = detect_naming(weights.tensors, get_family(info.family)).name
         model = {"family": info.family, **asdict(info.args)}
-    except (CheckpointError, UnsupportedError):
-        pass  # nothing says what it is, or nothing we know: it can be listed all the same
+        naming = detect_naming(weights.tensors, get_family(info.family)).name
+    except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
+        problem = error.message if says_model(catalog.root) else ""
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values = read_values(catalog)
     return Inspection(
@@ -74,6 +76,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True) -> Inspection:
         container=catalog.container,
         naming=naming,
         model=model,
+        model_problem=problem,
         num_parameters=sum(_num_elements(t.shape) for t in weights.tensors.values()),
         num_bytes=catalog.num_bytes,
         num_files=len(files),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, in_words
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         hint = "an interrupted download, or a Git LFS pointer?"
-        raise CheckpointError(f"{path} is not JSON: {error}", hint=hint) from None
+        raise CheckpointError(f"{path} is not JSON: {in_words(error)}", hint=hint) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object")
     return content

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from converters.errors import CheckpointError, list_offenders
+from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import MANIFEST
 
 VERSION = 1
@@ -73,8 +73,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})", hint="the manifest is damaged") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint="the manifest is damaged") from error
     try:
         claimed = content.pop("crc32")
         if content["version"] != VERSION:
@@ -86,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()},
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{path}: damaged ({in_words(error)})") from error
 
 
 def check_sizes(folder: Path) -> Manifest | None:

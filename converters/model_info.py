@@ -1,6 +1,7 @@
 """What the weights in a folder are: family and numbers, read from titan_model.json, config.json or params.json."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,16 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         family, args = _from_titan(folder / MODEL_INFO)
     elif told_by == HF_CONFIG:
         config = read_json(folder / HF_CONFIG)
-        family = family_of_hf_config(config)
-        args = family.args_from_hf_config(config)
+        with _told_with(folder):
+            family = family_of_hf_config(config)
+            args = family.args_from_hf_config(config)
         told_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     elif told_by == META_PARAMS:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
         # Meta's format has no family name; llama3 is the only family that it spells here
-        family = get_family("llama3")
-        args = family.args_from_meta_params(read_json(folder / META_PARAMS), shapes)
+        family, params = get_family("llama3"), read_json(folder / META_PARAMS)
+        with _told_with(folder):
+            args = family.args_from_meta_params(params, shapes)
     else:
         raise CheckpointError(
             f"nothing in {folder} says what model this is",
@@ -66,6 +69,15 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     # config.json holds the class's defaults (1 and 2) where nobody set ids: generation config and tokenizer know better
     ids = read_token_ids(assets, vocab_size=args.vocab_size) or told_ids
     return ModelInfo(family.name, args, assets, ids)
+
+
+@contextmanager
+def _told_with(folder: Path) -> Iterator[None]:
+    """Errors of a family about a file's content, told with the folder that the file lies in."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedError) as error:
+        raise type(error)(f"{folder}: {error.message}", hint=error.hint, tries=error.tries) from None
 
 
 def write_model_info(folder: Path, info: ModelInfo) -> None:

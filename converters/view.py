@@ -75,11 +75,11 @@ def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
     return np.arange(args.head_dim).reshape(2, args.head_dim // 2).T.reshape(-1)
 
 
-def native_view(source: TensorSource, info: ModelInfo, naming: Naming) -> View:
+def native_view(source: TensorSource, info: ModelInfo, naming: Naming, *, where: str = "") -> View:
     """`source` under native names.
 
     Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. A tied model may
-    carry its output weight again; it is read, and dropped where it equals the embedding.
+    carry its output weight again; it is read, and dropped where it equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     by_foreign = _spell(family, args, naming)
@@ -108,9 +108,9 @@ def native_view(source: TensorSource, info: ModelInfo, naming: Naming) -> View:
             problems.append(f"dtype       {name}  is {found.dtype}, should be a floating type")
         tensors[parameter.fqn] = found
     if problems:
-        raise _ledger_error(problems, naming, missing_output=not args.tied and OUTPUT not in ledger.used)
+        raise _ledger_error(problems, naming, missing_output=not args.tied and OUTPUT not in ledger.used, where=where)
     if tied_copy is not None:
-        _require_equal(source, ledger.used[EMBEDDING], tied_copy)
+        _require_equal(source, ledger.used[EMBEDDING], tied_copy, where=where)
         ledger.dropped[tied_copy] = TIED_REASON
     orders = {rule.native: _native_row_order(rule.op, args) for rule in naming.rules}
     row_orders = {fqn: order for fqn in tensors if (order := orders[_with_placeholder(fqn)]) is not None}
@@ -142,7 +142,7 @@ def native_naming(family: Family) -> Naming:
     return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
 
 
-def detect_naming(names: Iterable[str], family: Family) -> Naming:
+def detect_naming(names: Iterable[str], family: Family, *, where: str = "") -> Naming:
     """The naming that explains most of `names`. Raises CheckpointError where none explains any."""
     names = list(names)
     candidates = [native_naming(family), *family.namings.values()]
@@ -154,7 +154,7 @@ def detect_naming(names: Iterable[str], family: Family) -> Naming:
     scores = [explained(naming) for naming in candidates]
     if not names or max(scores) == 0:
         raise CheckpointError(
-            f"no tensor here has a name that a {family.name} model has" + list_offenders(names, most=5),
+            f"{_prefix(where)}no tensor here has a name that a {family.name} model has" + list_offenders(names, most=5),
             hint=f"known namings: {', '.join(c.name for c in candidates)}",
         )
     return candidates[scores.index(max(scores))]
@@ -191,7 +191,7 @@ def _with_number(pattern: str, fqn: str) -> str:
     return pattern.replace("{n}", found.group()) if found else pattern
 
 
-def _require_equal(source: TensorSource, one: str, other: str) -> None:
+def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
     """Raises CheckpointError unless two tensors hold the same bits; reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
     problem = ""
@@ -201,17 +201,21 @@ def _require_equal(source: TensorSource, one: str, other: str) -> None:
         problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
     if problem:
         raise CheckpointError(
-            f"the model is tied, yet {other} is not {one}: {problem}",
+            f"{_prefix(where)}the model is tied, yet {other} is not {one}: {problem}",
             hint="dropping it would change the model; an untied one says so (config.json, tie_word_embeddings: false)",
         )
 
 
-def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool) -> CheckpointError:
+def _prefix(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, where: str) -> CheckpointError:
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
         hints.append("the output weight is missing: a tied model says so in its config (tie_word_embeddings: true)")
+    found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return CheckpointError(
-        f"the tensors do not match the model, {len(problems)} problem{'s' if len(problems) > 1 else ''}:"
-        + list_offenders(sorted(problems)),
+        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(sorted(problems)),
         hint="; ".join(hints),
     )

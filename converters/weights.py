@@ -54,10 +54,11 @@ def native_weights(
             f"{catalog.root}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
             f"that {place} says the model has"
         )
-    naming = detect_naming(weights.tensors, get_family(info.family))
+    naming = detect_naming(weights.tensors, get_family(info.family), where=str(catalog.root))
     reader = CatalogReader(weights)
     try:
-        return NativeWeights(native_view(reader, info, naming), info, catalog, naming.name, reader)
+        view = native_view(reader, info, naming, where=str(catalog.root))
+        return NativeWeights(view, info, catalog, naming.name, reader)
     except BaseException:
         reader.__exit__(None, None, None)
         raise

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry
 from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, UnsupportedError, in_words, list_offenders
 from converters.formats.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter
 from converters.formats.paths import checked_file_name
 from converters.formats.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
@@ -106,7 +106,7 @@ def parse_metadata(data: bytes, *, what: str = ".metadata") -> DcpEntries:
     try:
         return _entries(root.state, what)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{what}: damaged, or of an unknown version ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{what}: damaged, or of an unknown version ({in_words(error)})") from error
 
 
 def _entries(state: dict[str, Any], what: str) -> DcpEntries:

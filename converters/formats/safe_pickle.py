@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, in_words
 
 Stubs = Mapping[tuple[str, str], Any]  # (module, name) → the stand-in
 
@@ -107,9 +107,7 @@ def safe_load(
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{what}: damaged, or not a checkpoint's pickle ({type(error).__name__}: {error})"
-        ) from error
+        raise CheckpointError(f"{what}: damaged, or not a checkpoint's pickle ({in_words(error)})") from error
     finally:
         if collecting:
             gc.enable()

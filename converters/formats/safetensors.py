@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
 from converters.dtypes import BY_SAFETENSORS, itemsize
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, UnsupportedError, in_words, list_offenders
 from converters.formats.paths import checked_file_name, checked_file_size
 from converters.formats.tensor_pickle import row_major
 from converters.names import HF_INDEX, HF_SINGLE
@@ -93,7 +93,7 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
             tensors[fqn] = TensorEntry(fqn, dtype, shape, (chunk,))
             extents.append((begin, end, fqn))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged safetensors header ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{path}: damaged safetensors header ({in_words(error)})") from error
     position = 0
     for begin, end, fqn in sorted(extents):
         if begin != position:
@@ -146,4 +146,4 @@ def parse_json(raw: bytes, *, what: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: not valid JSON ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{what}: not valid JSON ({in_words(error)})") from error

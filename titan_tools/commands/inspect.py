@@ -35,7 +35,8 @@ def inspect(
     if loss_curve:
         raise CheckpointError(f"{checkpoint} is no run's folder: it has no {METRICS_FILE}, so no curve to draw")
     from converters.inspect import inspect_checkpoint, summarize_values
-    from titan_tools.console import count, print_json, table, tell_bytes
+    from converters.sizes import tell_bytes
+    from titan_tools.console import count, print_json, table
 
     found = inspect_checkpoint(checkpoint, fold=not every)
     if as_json:
@@ -45,8 +46,10 @@ def inspect(
     print(f"{found.path}: {found.container}, {found.naming} names, {manifest}")
     if found.model:
         print("model: " + ", ".join(f"{key} {value}" for key, value in found.model.items()))
-    else:
+    elif not found.model_problem:
         print("model: nothing here says what it is (titan_model.json, config.json or params.json would)")
+    if found.model_problem:
+        print(f"model: beware, {found.model_problem}")
     print(f"{found.num_parameters:,} parameters; {tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}\n")
     for section in dict.fromkeys(line.section for line in found.lines):
         rows = [

@@ -21,20 +21,22 @@ def verify(
       titan verify outputs/checkpoint/step-1000
       titan verify Llama-3.2-1B --quick --json
     """
+    from converters.sizes import tell_bytes
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import count, print_json, progress, tell_bytes
+    from titan_tools.console import count, print_json, progress
 
     report = verify_checkpoint(checkpoint, quick=quick, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:
         for check in report.checks:
-            print(f"{check.outcome:<12}  {check.name}: {check.detail}")
-            for problem in check.problems:
-                print(f"              {problem}")
+            lines = "\n".join([f"{check.name}: {check.detail}", *check.problems])
+            print(f"{check.outcome:<12}  " + lines.replace("\n", "\n              "))
         for name, number in report.non_finite.items():
             print(f"note          {name} holds {count(number, 'value')} that are NaN or infinite")
-        verdict = "all checks passed" if report.ok else "FAILED"
+        impossible = ", ".join(check.name for check in report.checks if check.outcome == "not possible")
+        verdict = f"all possible checks passed; not possible: {impossible}" if impossible else "all checks passed"
+        verdict = verdict if report.ok else "FAILED"
         print(f"{report.path}: {verdict} ({count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)})")
     if not report.ok:
         raise typer.Exit(1)

@@ -92,3 +92,19 @@ def test_a_broken_manifest_is_told(folder, content):
     (folder / MANIFEST).write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=MANIFEST):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"version": 1}', "damaged ('crc32' is missing)"),
+        ("[1]", "damaged (a part is of another kind than belongs there)"),
+        ('{"x', "is not JSON: "),
+        ("[" * 100_000, "is not JSON: it is nested too deeply"),
+    ],
+)
+def test_damage_is_told_in_words(tmp_path, content, said):
+    (tmp_path / "titan_manifest.json").write_text(content)
+    with pytest.raises(CheckpointError) as error:
+        read_manifest(tmp_path)
+    assert said in error.value.message and "Error" not in error.value.message

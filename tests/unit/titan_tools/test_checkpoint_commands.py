@@ -163,6 +163,56 @@ def test_bad_input(titan, folder, arguments, message):
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("dst", "message"),
+    [
+        ("data", "holds something else"),
+        ("hf", "is the source itself"),
+        ("hf/inside", "lie in each other"),
+        ("/proc/x", "/proc is not writable"),
+    ],
+)
+def test_overwrite_is_not_advised_where_it_would_be_refused(titan, folder, dst, message):
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "notes.txt").touch()
+    for options in ([], ["--overwrite"]):
+        code, _, err = titan("convert", "hf-to-dcp", "hf", dst, *options)
+        assert code == 2 and message in err and "try:" not in err
+
+
+def test_inspect_tells_what_is_wrong_with_the_file_that_should_say_the_model(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "bad")
+    config = tmp_path / "bad" / "config.json"
+    good = json.loads(config.read_text())
+    for content, message in (
+        ('{"a": ', f"{config} is not JSON"),
+        (json.dumps(good | {"architectures": ["Mamba"]}), f"{config.parent}: config.json names architectures"),
+        (json.dumps(good | {"rms_norm_eps": float("nan")}), "rms_norm_eps = nan"),
+    ):
+        config.write_text(content)
+        code, out, _ = titan("inspect", config.parent)
+        assert code == 0 and f"model: beware, {tmp_path}" in out and message in out and "nothing here says" not in out
+    config.unlink()
+    assert "nothing here says what it is" in titan("inspect", config.parent)[1]
+
+
+def test_a_mismatch_names_the_side_and_keeps_its_indent(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "bad")
+    config = tmp_path / "bad" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
+    code, _, err = titan("diff", "hf", config.parent)
+    assert code == 2 and f"error: {config.parent}: the tensors do not match the model" in err
+    code, out, _ = titan("verify", config.parent)
+    assert code == 1 and "\n                missing     model.layers.2.input_layernorm.weight" in out
+
+
+def test_verify_says_what_it_could_not_check(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    code, out, _ = titan("verify", tmp_path / "bare")
+    assert code == 0 and "all possible checks passed; not possible: names and shapes (" in out
+
+
 @pytest.mark.parametrize("layers", [4_000_000_000, 9_999])
 def test_layers_that_are_not_there_are_told_before_they_are_counted_out(titan, folder, layers, tmp_path):
     shutil.copytree(folder / "hf", tmp_path / "hf")
