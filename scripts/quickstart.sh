@@ -18,7 +18,7 @@ started=$SECONDS
 exec 3>&1 # where a command is shown, also when its output goes to a file
 run() { # run TITLE COMMAND…: show the command, run it, remember how long it took
     local title=$1 begin=$SECONDS; shift
-    printf '\n── %s\n$ %s\n' "$title" "$*" >&3
+    { printf '\n── %s\n$' "$title"; printf ' %q' "$@"; echo; } >&3
     "$@"
     steps+=("$(printf '%4ds  %s' $((SECONDS - begin)) "$title")")
 }

@@ -1,6 +1,12 @@
 # Sourced by the other scripts: makes .venv beside the README and installs titan into it. Needs Python >= 3.11, pip and venv.
-# Reads PYTHON (which interpreter makes the environment; default python3).
+# Reads PYTHON (which interpreter makes the environment; default python3) and TITAN_ENVIRONMENT (a virtual environment
+# that has titan already; then nothing is made or installed).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONUNBUFFERED=1
+if [ -n "${TITAN_ENVIRONMENT:-}" ]; then
+    PATH="$TITAN_ENVIRONMENT/bin:$PATH"
+    return
+fi
 
 python=${PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -21,4 +27,3 @@ if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     echo "$wanted" > .venv/installed
 fi
 PATH="$PWD/.venv/bin:$PATH"
-export PYTHONUNBUFFERED=1

@@ -1,7 +1,9 @@
 """The quickstart as a newcomer runs it: every command of the walk, and what it promises at the end."""
 
+import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,7 +20,8 @@ SCRIPT = ROOT / "scripts" / "quickstart.sh"
 def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("walk") / "quickstart"
     start = time.monotonic()
-    done = subprocess.run(["bash", SCRIPT, folder], capture_output=True, text=True, timeout=900)
+    environment = os.environ | {"TITAN_ENVIRONMENT": sys.prefix}  # the one that is tested, and nothing is installed
+    done = subprocess.run(["bash", SCRIPT, folder], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return folder, done, time.monotonic() - start
 
