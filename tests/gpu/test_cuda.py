@@ -93,7 +93,7 @@ def _attend_by_hand(q_BCNH, k_BEKH, v_BEKH):
 @pytest.mark.parametrize("num_keys", [32, 96], ids=["as many keys", "more keys"])
 @pytest.mark.parametrize(
     ("dtype", "num_kv_heads", "tolerance"),
-    [(torch.bfloat16, 2, 3e-2), (torch.float32, 2, 1e-3), (torch.float32, 8, 1e-3)],
+    [(torch.bfloat16, 2, 3e-2), (torch.float32, 2, 2e-3), (torch.float32, 8, 2e-3)],
     ids=["bf16, grouped", "fp32, grouped", "fp32"],
 )
 def test_attention_to_a_prefix_is_masked_attention(dtype, num_kv_heads, tolerance, num_keys):
