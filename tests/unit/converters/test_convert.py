@@ -371,7 +371,7 @@ def test_destinations(hf, tmp_path):
     assert files_in(tmp_path / "dcp") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="mine: holds something"):
+    with pytest.raises(CheckpointError, match="mine: exists already and holds something"):
         convert(hf, tmp_path / "mine", to="dcp", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "mine"]
 
