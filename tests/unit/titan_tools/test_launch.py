@@ -99,8 +99,11 @@ def test_an_error_of_every_rank_is_told_once_with_its_code(run, capfd):
 def test_the_first_failing_rank_is_the_news(run):
     body = """
         if RANK == 1:
+            (FOLDER / "found").touch()
             raise CheckpointError("rank 1 found it")
-        time.sleep(0.02)
+        while not (FOLDER / "found").exists():  # on a busy machine this rank may start long before the other
+            time.sleep(0.01)
+        time.sleep(0.05)
         raise RuntimeError("peer is gone")
     """
     with pytest.raises(RankFailure, match="rank 1 found it") as failure:
