@@ -120,22 +120,30 @@ def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_
     return stages
 
 
-def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
-    """Raise ConfigError with every reason why no trainer can run this model on `mesh`.
-
-    FSDP cuts uneven rows; tensor parallelism cuts heads and columns evenly or not at all.
-    """
-    problems = []
+def uneven_over_tp(args: ModelArgs, tp: int) -> str:
+    """What of the model `tp` ranks cannot share evenly, and the degrees that can: "does not divide …"; empty if all."""
     counts = {
         "attention heads": args.num_heads,
         "key/value heads": args.num_kv_heads,
         "feed-forward columns": args.ffn_hidden,
         "vocabulary entries": args.vocab_size,
     }
-    if uneven := [f"{count:,} {what}" for what, count in counts.items() if count % mesh.tp]:
-        common = gcd(*counts.values())
-        choices = [str(degree) for degree in range(1, min(common, MAX_RANKS) + 1) if common % degree == 0]
-        problems.append(f"tp={mesh.tp} does not divide {', '.join(uneven)}; possible: {', '.join(choices[:12])}")
+    uneven = [f"{count:,} {what}" for what, count in counts.items() if count % tp]
+    if not uneven:
+        return ""
+    common = gcd(*counts.values())
+    choices = [str(degree) for degree in range(1, min(common, MAX_RANKS) + 1) if common % degree == 0]
+    return f"does not divide {', '.join(uneven)}; possible: {', '.join(choices[:12])}"
+
+
+def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
+    """Raise ConfigError with every reason why no trainer can run this model on `mesh`.
+
+    FSDP cuts uneven rows; tensor parallelism cuts heads and columns evenly or not at all.
+    """
+    problems = []
+    if uneven := uneven_over_tp(args, mesh.tp):
+        problems.append(f"tp={mesh.tp} {uneven}")
     try:
         split_stages(mesh.pp, args.num_layers)
     except ConfigError as error:

@@ -4,11 +4,10 @@ Every problem of a layout is told at once, each with the nearest choices that wo
 """
 
 from dataclasses import asdict
-from math import gcd
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
-from converters.layout import MeshShape
+from converters.layout import MeshShape, uneven_over_tp
 from trainer.config.sections import Config, Parallelism
 from trainer.stages import stage_problems
 
@@ -82,21 +81,8 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
 
 
 def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
-    counts = {
-        "attention heads": args.num_heads,
-        "key/value heads": args.num_kv_heads,
-        "feed-forward columns": args.ffn_hidden,
-        "vocabulary entries": args.vocab_size,
-    }
-    uneven = [f"{count} {what}" for what, count in counts.items() if count % tp]
-    if not uneven:
-        return []
-    common = gcd(*counts.values())
-    choices = [d for d in range(1, common + 1) if common % d == 0]
-    return [
-        f"parallelism.tensor_parallel_degree = {tp} does not divide {', '.join(uneven)};"
-        f" possible: {', '.join(map(str, choices[:12]))}"
-    ]
+    uneven = uneven_over_tp(args, tp)
+    return [f"parallelism.tensor_parallel_degree = {tp} {uneven}"] if uneven else []
 
 
 def _sequence_problems(config: Config, dims: MeshShape) -> list[str]:

@@ -61,7 +61,7 @@ def test_tensor_degree_names_what_it_does_not_divide_and_what_would():
     (problem,) = problems({"tensor_parallel_degree": 8}, world_size=8, training={"seq_len": 64})
     assert problem == "parallelism.tensor_parallel_degree = 8 does not divide 4 key/value heads; possible: 1, 2, 4"
     (problem,) = problems({"tensor_parallel_degree": 3}, world_size=3, training={"seq_len": 63})
-    assert all(what in problem for what in ("8 attention heads", "4 key/value heads", "2048 vocabulary entries"))
+    assert all(what in problem for what in ("8 attention heads", "4 key/value heads", "2,048 vocabulary entries"))
     assert "feed-forward" not in problem  # 384 = 3 × 128
 
 
