@@ -4,6 +4,7 @@ A catalog is made by reading headers only. Everything else (convert, reshard, in
 loader) works on it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -127,3 +128,11 @@ class TensorSource(Protocol):
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""
         ...
+
+
+def count_dtypes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
+    """Bytes by element type, the most first."""
+    sizes: Counter[str] = Counter()
+    for info in tensors.values():
+        sizes[info.dtype] += prod(info.shape) * itemsize(info.dtype)
+    return dict(sizes.most_common())

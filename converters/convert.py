@@ -4,18 +4,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from converters.assets import write_assets, write_tokenizer_for_hf
-from converters.catalog import Catalog
-from converters.errors import CheckpointError, UnsupportedError
+from converters.catalog import Catalog, count_dtypes
+from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
-from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.layout import MeshShape
-from converters.model_info import ModelInfo, write_hf_config, write_meta_params, write_model_info
-from converters.names import ASSETS_FOLDER, HF_CONFIG, META_PARAMS, MODEL_INFO
 from converters.open import open_checkpoint
-from converters.plan import ConversionPlan, Format, count_dtypes, plan_conversion, sections_left_out
+from converters.outputs.base import OutputOptions
+from converters.outputs.registry import get_output
+from converters.plan import plan_conversion, sections_left_out
 from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import native_weights
 
@@ -37,7 +34,7 @@ class ConvertReport:
     source: str
     destination: str
     source_format: str  # container and naming
-    to: Format
+    to: str
     model: str
     num_tensors: int
     num_files: int
@@ -60,11 +57,10 @@ def convert(
     src: Path | str,
     dst: Path | str,
     *,
-    to: Format,
+    to: str,
     source: str | None = None,
     dtype: str | None = None,
-    mesh: MeshShape | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    options: OutputOptions = OutputOptions(),  # noqa: B008  frozen
     model_from: Path | str | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -73,27 +69,27 @@ def convert(
     """Write the weights of `src` as `to` into the folder `dst`.
 
     `source`: what `src` is expected to be (dcp, hf, meta); another kind is an error that names the right command.
-    `dtype` casts every floating tensor. A `dry_run` stops when everything is planned and checked.
+    `options`: what the format lets one choose. `dtype` casts every floating tensor. A `dry_run` stops when everything
+    is planned and checked.
     """
-    if to not in get_args(Format):
-        raise UnsupportedError(f"there is no format {to!r} to write", hint=f"known: {', '.join(get_args(Format))}")
+    output = get_output(to)
     src, dst, started = Path(src), Path(dst), time.monotonic()
     check_places(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)
     with native_weights(catalog, model_from=model_from) as weights:
-        plan = plan_conversion(weights, to=to, dtype=dtype, mesh=mesh, shard_bytes=shard_bytes)
+        plan = plan_conversion(weights, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
         require_room(dst, plan.target)
         done = Execution({}, [])
         if not dry_run:
             done = execute(
                 dst,
-                source=plan.view,
+                source=plan.contents.view,
                 target=plan.target,
                 casts=plan.casts,
-                write_small_files=lambda folder: _write_small_files(folder, weights.info, plan, to),
-                native_rows=plan.view.native_rows if to != "dcp" else None,
+                write_small_files=lambda folder: output.write_small_files(folder, plan.contents, options),
+                native_rows=plan.native_rows,
                 vouched=vouched,
                 overwrite=overwrite,
                 progress=progress,
@@ -117,23 +113,6 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
-
-
-def _write_small_files(folder: Path, info: ModelInfo, plan: ConversionPlan, to: Format) -> list[str]:
-    """What says what the weights are, and the files that travel with them."""
-    if to == "dcp":
-        write_model_info(folder, info)
-        return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
-    written = write_assets(folder, info.assets, info.token_ids)
-    if to == "meta":
-        write_meta_params(folder, info)
-        write_model_info(folder, info)  # params.json cannot say the context length, nor that the output is tied
-        return [META_PARAMS, MODEL_INFO, *written]
-    written += write_tokenizer_for_hf(
-        folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
-    )
-    write_hf_config(folder, info, dtype=next(iter(count_dtypes(plan.target.tensors))))
-    return [HF_CONFIG, *written]
 
 
 def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, to: str) -> None:

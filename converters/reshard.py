@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Box, Catalog, TensorInfo
+from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
@@ -21,7 +21,7 @@ from converters.manifest import list_files
 from converters.model_info import write_model_info
 from converters.names import DATALOADER, DCP_METADATA, MODEL_INFO, OPTIMIZER, RNG, SECTIONS, section_of
 from converters.open import open_checkpoint
-from converters.plan import count_dtypes, find_casts
+from converters.plan import find_casts
 from converters.read import CatalogReader
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.weights import native_weights

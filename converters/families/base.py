@@ -34,6 +34,7 @@ class ModelArgs:
     rope_scaling: RopeScaling | None = None
     max_seq_len: int = 131072
     tied: bool = False  # output.weight is tok_embeddings.weight
+    qk_norm: bool = False  # RMSNorm over head_dim on every head of q and k, before RoPE (Qwen 3)
 
 
 @dataclass(frozen=True, slots=True)

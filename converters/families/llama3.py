@@ -89,6 +89,23 @@ META = Naming(  # torchtune, too, wants a tied model's output.weight, and drops 
     "meta", rules=_UNCHANGED, drops=(Drop("rope.freqs", "recomputed from rope_theta"),), repeats_tied=True
 )
 
+TORCHTUNE = Naming(  # q and k in native row order; a tied model's output.weight must be absent
+    "torchtune",
+    rules=(
+        Rule("tok_embeddings.weight", "tok_embeddings.weight"),
+        Rule(_L + "attention.wq.weight", _L + "attn.q_proj.weight"),
+        Rule(_L + "attention.wk.weight", _L + "attn.k_proj.weight"),
+        Rule(_L + "attention.wv.weight", _L + "attn.v_proj.weight"),
+        Rule(_L + "attention.wo.weight", _L + "attn.output_proj.weight"),
+        Rule(_L + "feed_forward.w1.weight", _L + "mlp.w1.weight"),
+        Rule(_L + "feed_forward.w2.weight", _L + "mlp.w2.weight"),
+        Rule(_L + "feed_forward.w3.weight", _L + "mlp.w3.weight"),
+        Rule(_L + "attention_norm.weight", _L + "sa_norm.scale"),
+        Rule(_L + "ffn_norm.weight", _L + "mlp_norm.scale"),
+        Rule("norm.weight", "norm.scale"),
+        Rule("output.weight", "output.weight"),
+    ),
+)
 TITAN_MODEL_PREFIX = Naming(  # torchtitan before its TOML-era flat layout
     "titan_model_prefix",
     rules=tuple(Rule(r.native, "model." + r.foreign) for r in _UNCHANGED),
@@ -111,7 +128,7 @@ LLAMA3 = Family(
     name="llama3",
     flavors=FLAVORS,
     parameters=parameters,
-    namings={n.name: n for n in (HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR)},
+    namings={n.name: n for n in (HF, META, TORCHTUNE, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR)},
     args_from_hf_config=llama3_config.args_from_hf_config,
     hf_config=llama3_config.hf_config,
     args_from_meta_params=llama3_config.args_from_meta_params,

@@ -226,25 +226,20 @@ def _run(
 ) -> None:
     """What every command here does, with one difference: what SRC must be."""
     from converters.convert import convert
-    from converters.errors import ConfigError
-    from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
     from converters.layout import MeshShape
+    from converters.outputs.base import OutputOptions
     from titan_tools.console import print_json, progress
 
-    if for_mesh and to != "dcp":
-        raise ConfigError(f"--for-mesh cuts a DCP output; {to} has no layout")
-    if shard_size is not None and for_mesh:
-        raise ConfigError("--for-mesh settles the files, one for each rank; --shard-size has no say beside it")
-    if shard_size is not None and to == "meta":
-        raise ConfigError("--shard-size cuts an output in files; Meta's format is written as one file")
     report = convert(
         src,
         dst,
         to=to,
         source=source,
         dtype=dtype,
-        mesh=MeshShape.parse(for_mesh) if for_mesh else None,
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_size is None else _parse_size(shard_size),
+        options=OutputOptions(
+            mesh=MeshShape.parse(for_mesh) if for_mesh else None,
+            shard_bytes=None if shard_size is None else _parse_size(shard_size),
+        ),
         model_from=model_from,
         overwrite=overwrite,
         dry_run=dry_run,

@@ -19,6 +19,7 @@ from converters.families.llama3 import LLAMA3
 from converters.layout import MeshShape, local_box
 from converters.manifest import read_manifest
 from converters.model_info import read_model_info, write_model_info
+from converters.outputs.base import OutputOptions
 from converters.weights import open_native
 from tests.tiny_llama import write_llama
 
@@ -100,7 +101,7 @@ def files_in(folder):
 def test_hf_to_dcp_loads_with_stock_torch(source, mesh, tmp_path):
     folder, model = source
     before = files_in(folder)
-    report = convert(folder, tmp_path / "dcp", to="dcp", source="hf", mesh=mesh)
+    report = convert(folder, tmp_path / "dcp", to="dcp", source="hf", options=OutputOptions(mesh=mesh))
     expected = expected_of(model)
     assert_same(load_stock(tmp_path / "dcp", expected), expected)
     assert FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata.keys() == expected.keys()
@@ -112,7 +113,7 @@ def test_hf_to_dcp_loads_with_stock_torch(source, mesh, tmp_path):
 
 def test_dcp_is_cut_as_the_mesh_reads_it(hf, tmp_path):
     mesh = MeshShape(dp_shard=2, tp=2)
-    convert(hf, tmp_path / "dcp", to="dcp", mesh=mesh)
+    convert(hf, tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=mesh))
     args = read_model_info(tmp_path / "dcp").args
     listed = FileSystemReader(str(tmp_path / "dcp")).read_metadata().state_dict_metadata
     for parameter in LLAMA3.parameters(args):
@@ -124,8 +125,8 @@ def test_dcp_is_cut_as_the_mesh_reads_it(hf, tmp_path):
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000], ids=["one file", "many files"])
 def test_back_to_hf_is_byte_identical(source, shard_bytes, tmp_path):
     folder, model = source
-    convert(folder, tmp_path / "dcp", to="dcp", mesh=MeshShape(dp_shard=3, tp=2))
-    convert(tmp_path / "dcp", tmp_path / "hf", to="hf", source="dcp", shard_bytes=shard_bytes)
+    convert(folder, tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)))
+    convert(tmp_path / "dcp", tmp_path / "hf", to="hf", source="dcp", options=OutputOptions(shard_bytes=shard_bytes))
     written = {}
     for file in (tmp_path / "hf").glob("*.safetensors"):
         written |= load_file(file)
@@ -174,7 +175,7 @@ def test_generation_config_is_made_from_the_tokenizer(hf, tmp_path):
 
 def test_digests_do_not_depend_on_format_or_layout(hf, tmp_path):
     convert(hf, tmp_path / "a", to="dcp")
-    convert(tmp_path / "a", tmp_path / "b", to="dcp", mesh=MeshShape(pp=2, dp_shard=5, tp=2))
+    convert(tmp_path / "a", tmp_path / "b", to="dcp", options=OutputOptions(mesh=MeshShape(pp=2, dp_shard=5, tp=2)))
     convert(tmp_path / "b", tmp_path / "c", to="hf")
     with open_native(tmp_path / "c") as weights:
         stored = weights.source.ledger.used
@@ -409,7 +410,7 @@ def test_memory_stays_below_the_model_s_size(tmp_path):
     assert size > 64 * 1024**2
     tracemalloc.start()
     try:
-        convert(folder, tmp_path / "dcp", to="dcp", mesh=MeshShape(dp_shard=2, tp=2))
+        convert(folder, tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2, tp=2)))
         convert(tmp_path / "dcp", tmp_path / "hf2", to="hf")
         convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
         peak = tracemalloc.get_traced_memory()[1]

@@ -12,6 +12,7 @@ from converters.convert import convert
 from converters.errors import CheckpointError
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout import MeshShape
+from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama
 
 
@@ -19,7 +20,7 @@ from tests.tiny_llama import write_llama
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspect")
     model = write_llama(folder / "hf", num_hidden_layers=12)
-    convert(folder / "hf", folder / "dcp", to="dcp", mesh=MeshShape(dp_shard=2))
+    convert(folder / "hf", folder / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2)))
     return folder, model
 
 

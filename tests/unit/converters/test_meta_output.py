@@ -11,6 +11,7 @@ from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.layout import MeshShape
 from converters.manifest import read_manifest
+from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_meta
@@ -23,7 +24,7 @@ def folders(request, tmp_path_factory):
     model = write_llama(root / "hf", vocab_size=302, rope_scaling=None, tie_word_embeddings=request.param)
     (root / "hf" / "tokenizer.model").write_text("IQ== 0\n")
     write_meta(root / "meta", model)
-    convert(root / "hf", root / "dcp", to="dcp", mesh=MeshShape(dp_shard=3, tp=2))
+    convert(root / "hf", root / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)))
     convert(root / "dcp", root / "ours", to="meta", source="dcp")
     return root
 
@@ -52,7 +53,13 @@ def test_params_are_those_of_the_model(folders):
 
 
 def test_there_and_back_is_byte_identical(folders, tmp_path):
-    convert(folders / "ours", tmp_path / "dcp", to="dcp", source="meta", mesh=MeshShape(dp_shard=3, tp=2))
+    convert(
+        folders / "ours",
+        tmp_path / "dcp",
+        to="dcp",
+        source="meta",
+        options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)),
+    )
     assert files_in(tmp_path / "dcp") == files_in(folders / "dcp")
     convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
     assert files_in(tmp_path / "meta") == files_in(folders / "ours")

@@ -13,6 +13,7 @@ from converters.layout import MeshShape
 from converters.manifest import TensorSum, read_manifest, write_manifest
 from converters.model_info import read_model_info, write_model_info
 from converters.open import open_checkpoint
+from converters.outputs.base import OutputOptions
 from converters.read import CatalogReader
 from converters.reshard import reshard
 from converters.verify import verify
@@ -33,8 +34,8 @@ def sound(tmp_path_factory):
     """hf/ as transformers writes it, dcp/ and ours/ (safetensors) as titan does."""
     folder = tmp_path_factory.mktemp("sound")
     write_llama(folder / "hf", vocab_size=302, rope_scaling=None)  # even, so that two shards are of one size
-    convert(folder / "hf", folder / "dcp", to="dcp", mesh=MeshShape(dp_shard=2))
-    convert(folder / "dcp", folder / "ours", to="hf", shard_bytes=30_000)
+    convert(folder / "hf", folder / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2)))
+    convert(folder / "dcp", folder / "ours", to="hf", options=OutputOptions(shard_bytes=30_000))
     return folder
 
 

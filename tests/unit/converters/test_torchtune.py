@@ -12,6 +12,7 @@ from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointe
 
 from converters.convert import convert
 from converters.layout import MeshShape
+from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama
 
 HEADS, KV_HEADS, VOCAB, LAYERS = 4, 2, 302, 2
@@ -54,8 +55,8 @@ def case(request, tmp_path_factory):
         rope_scaling=SCALING | {"factor": float(factor)},
         tie_word_embeddings=tied,
     )
-    convert(root / "theirs", root / "dcp", to="dcp", mesh=MeshShape(dp_shard=2, tp=2))
-    convert(root / "dcp", root / "hf", to="hf", shard_bytes=200_000)
+    convert(root / "theirs", root / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2, tp=2)))
+    convert(root / "dcp", root / "hf", to="hf", options=OutputOptions(shard_bytes=200_000))
     convert(root / "dcp", root / "meta", to="meta")
     expected = logits_of(model)
     noise = (logits_of(deepcopy(model).double()) - expected).abs().max().item()

@@ -14,6 +14,7 @@ from converters.errors import CheckpointError
 from converters.layout import MeshShape
 from converters.manifest import read_manifest, write_manifest
 from converters.open import open_checkpoint
+from converters.outputs.base import OutputOptions
 from converters.read import CatalogReader
 from converters.verify import verify
 from tests.tiny_llama import write_llama
@@ -24,8 +25,10 @@ def sound(tmp_path_factory):
     """One of each kind: ours (DCP, HF), and what transformers and stock torch write."""
     folder = tmp_path_factory.mktemp("verify")
     write_llama(folder / "theirs_hf", vocab_size=302)
-    convert(folder / "theirs_hf", folder / "ours_dcp", to="dcp", mesh=MeshShape(dp_shard=2, tp=2))
-    convert(folder / "ours_dcp", folder / "ours_hf", to="hf", shard_bytes=30_000)
+    convert(
+        folder / "theirs_hf", folder / "ours_dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=2, tp=2))
+    )
+    convert(folder / "ours_dcp", folder / "ours_hf", to="hf", options=OutputOptions(shard_bytes=30_000))
     state = {"a": torch.randn(9, 5), "n": {"b": torch.randn(7).bfloat16()}, "step": 3}
     dcp.save(state, checkpoint_id=str(folder / "theirs_dcp"), no_dist=True)
     (folder / "theirs_pt").mkdir()
