@@ -78,7 +78,7 @@ def convert(
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)
     with native_weights(catalog, model_from=model_from) as weights:
-        plan = plan_conversion(weights, output=output, options=options, dtype=dtype)
+        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
         require_room(dst, plan.target)
         done = Execution({}, [])

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from converters.catalog import Catalog, TensorInfo
 from converters.copy import RowNumbers
@@ -30,7 +31,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    weights: NativeWeights, *, output: Output, options: OutputOptions, dtype: str | None
+    weights: NativeWeights, *, dst: Path, output: Output, options: OutputOptions, dtype: str | None
 ) -> ConversionPlan:
     """Plan writing `weights` as `output`. Raises before anything is written where it cannot hold this model."""
     output.check_options(options)
@@ -41,7 +42,7 @@ def plan_conversion(
     stored = native if naming is None else {name: native[held] for name, held in view.ledger.used.items()}
     casts = find_casts(view.tensors, dtype)
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
-    contents = Contents(tensors, view, family, weights.info)
+    contents = Contents(tensors, view, family, weights.info, dst)
     native_rows = None if naming is None else view.native_rows
     return ConversionPlan(contents, output.plan(contents, options), casts, stored, native_rows)
 

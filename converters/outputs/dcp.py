@@ -1,0 +1,42 @@
+"""DCP in native names: what `titan train`, torchtitan and stock `dcp.load` read."""
+
+from pathlib import Path
+
+from converters.assets import write_assets
+from converters.dtypes import itemsize
+from converters.errors import ConfigError
+from converters.formats.dcp_write import plan_dcp
+from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
+from converters.formats.target import Target
+from converters.layout import boxes_for_any_mesh, boxes_for_mesh, check_mesh
+from converters.model_info import write_model_info
+from converters.names import ASSETS_FOLDER
+from converters.outputs.base import Contents, Output, OutputOptions
+
+
+def _plan(contents: Contents, options: OutputOptions) -> Target:
+    tensors = contents.tensors
+    if options.mesh is None:
+        return plan_dcp(tensors, boxes_for_any_mesh(tensors, file_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES))
+    if options.shard_bytes is not None:
+        raise ConfigError("--for-mesh settles the files, one for each rank; --shard-size has no say beside it")
+    check_mesh(options.mesh, contents.info.args)
+    parameters = contents.family.parameters(contents.info.args)
+    itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}
+    return plan_dcp(tensors, boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes))
+
+
+def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    info = contents.info
+    write_model_info(folder, info)
+    return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
+
+
+DCP = Output(
+    name="dcp",
+    called="a DCP checkpoint",
+    takes=frozenset({"mesh", "shard_bytes"}),
+    naming=lambda family, options: None,
+    plan=_plan,
+    write_small_files=_write_small_files,
+)
