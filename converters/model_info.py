@@ -10,7 +10,7 @@ from converters.assets import TOKEN_IDS, find_assets, read_token_ids
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import Family, ModelArgs, RopeScaling
-from converters.families.registry import all_families, family_of_hf_config, get_family
+from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
@@ -50,15 +50,13 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     elif told_by == HF_CONFIG:
         config = read_json(folder / HF_CONFIG)
         with _told_with(folder):
-            family = family_of_hf_config(config)
-            args = family.args_from_hf_config(config)
+            family, args = read_hf_config(config)
         told_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     elif told_by == META_PARAMS:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
-        # Meta's format has no family name; llama3 is the only family that it spells here
-        family, params = get_family("llama3"), read_json(folder / META_PARAMS)
+        params = read_json(folder / META_PARAMS)
         with _told_with(folder):
-            args = family.args_from_meta_params(params, shapes)
+            family, args = read_meta_params(params, shapes)
     else:
         raise CheckpointError(
             f"nothing in {folder} says what model this is",
@@ -92,9 +90,17 @@ def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str) -> None:
     write_json(folder / HF_CONFIG, config | {"dtype": dtype, "torch_dtype": dtype} | dict(info.token_ids))
 
 
+def meta_params(info: ModelInfo) -> dict[str, Any]:
+    """What Meta's params.json says of a model. Raises UnsupportedError where it cannot."""
+    say = get_family(info.family).meta_params
+    if say is None:
+        raise UnsupportedError(f"Meta's format has no {info.family} models")
+    return say(info.args)
+
+
 def write_meta_params(folder: Path, info: ModelInfo) -> None:
     """params.json of Meta's releases."""
-    write_json(folder / META_PARAMS, get_family(info.family).meta_params(info.args))
+    write_json(folder / META_PARAMS, meta_params(info))
 
 
 _SCALING_KEYS = {f.name for f in fields(RopeScaling)}

@@ -1,18 +1,13 @@
 """Which families and flavors exist, and what can be done with each."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from converters.families.base import Family
 from converters.families.registry import all_families
+from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
-MODEL_COMMANDS = (
-    "seed",
-    "train",
-    "estimate-memory",
-    "infer",
-)  # these build the model, so they need a trainer file for it
+MODEL_COMMANDS = ("seed", "train", "estimate-memory", "infer")  # these build the model, so the trainer must know it
 
 
 def list_models() -> list[dict[str, Any]]:
@@ -21,10 +16,9 @@ def list_models() -> list[dict[str, Any]]:
 
 
 def _describe(family: Family) -> dict[str, Any]:
-    has_model = find_spec(f"trainer.models.{family.name}") is not None
     return {
         "family": family.name,
-        "commands": [*BYTES_COMMANDS, *(MODEL_COMMANDS if has_model else ())],
+        "commands": [*BYTES_COMMANDS, *(MODEL_COMMANDS if family.name in trained_families() else ())],
         "namings": ["native", *family.namings],
         "flavors": [
             {
@@ -34,6 +28,7 @@ def _describe(family: Family) -> dict[str, Any]:
                 "dim": args.dim,
                 "heads": args.num_heads,
                 "kv_heads": args.num_kv_heads,
+                "head_dim": args.head_dim,
                 "ffn_hidden": args.ffn_hidden,
                 "vocab_size": args.vocab_size,
                 "max_seq_len": args.max_seq_len,

@@ -56,6 +56,10 @@ class Naming:
     repeats_tied: bool = False  # a tied model's output weight is there again, beside the embedding
 
 
+def _any(args: ModelArgs) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py."""
@@ -66,11 +70,12 @@ class Family:
     namings: Mapping[str, Naming]
     args_from_hf_config: Callable[[Mapping[str, Any]], ModelArgs]
     hf_config: Callable[[ModelArgs], dict[str, Any]]  # without token ids and dtype, which the caller knows
-    args_from_meta_params: Callable[
-        [Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs
-    ]  # (params.json, shapes)
-    meta_params: Callable[[ModelArgs], dict[str, Any]]
     hf_architectures: tuple[str, ...]  # config.json's `architectures` that this family reads
+    # (params.json, full shapes) → numbers, and back. None: Meta's format has no such models
+    args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
+    meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
+    # Which of its readers a file is for, where families share an architecture's name or Meta's format
+    claims: Callable[[ModelArgs], bool] = _any
 
     def num_parameters(self, args: ModelArgs) -> int:
         return sum(prod(p.shape) for p in self.parameters(args))

@@ -34,12 +34,18 @@ def _build_llama3(args: ModelArgs) -> "nn.Module":
     return Transformer(args)
 
 
-_FAMILIES = {"llama3": TrainerFamily(_build_llama3, tensor_plan, initial_spread)}
+_LLAMA = TrainerFamily(_build_llama3, tensor_plan, initial_spread)
+_FAMILIES = {"llama3": _LLAMA, "llama2": _LLAMA}  # one computation; the numbers differ
 
 
 def register(name: str, family: TrainerFamily) -> None:
     """Make a family trainable; its numbers are registered with `converters.families.registry`."""
     _FAMILIES[name] = family
+
+
+def trained_families() -> tuple[str, ...]:
+    """Names of the families that have a model here."""
+    return tuple(_FAMILIES)
 
 
 def get_trainer_family(name: str) -> TrainerFamily:

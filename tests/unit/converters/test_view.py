@@ -8,7 +8,8 @@ import pytest
 from converters.catalog import Box, TensorInfo
 from converters.errors import CheckpointError
 from converters.families.base import ModelArgs
-from converters.families.llama3 import HF, LLAMA3, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
+from converters.families.llama import HF, META, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR
+from converters.families.llama3 import LLAMA3
 from converters.model_info import ModelInfo
 from converters.view import detect_naming, foreign_view, native_naming, native_view
 

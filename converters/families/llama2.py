@@ -1,0 +1,45 @@
+"""Llama 2: flavors, and what tells it from Llama 3. Parameters and names are those of llama.py."""
+
+from converters.families.base import Family, ModelArgs
+from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
+from converters.families.llama import LLAMA_NAMINGS, parameters
+from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
+
+_SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and what fine-tuning added
+
+
+def is_llama2(args: ModelArgs) -> bool:
+    """Whether a model that calls itself LlamaForCausalLM, or has a params.json, is a Llama 2.
+
+    Neither file says so, and the computation is one: the family settles how Meta's files spell the model. Llama 3 has
+    theta 500000 and 128,256 tokens, from 3.1 on a RoPE scaling too; Llama 2 has theta 10000 and 32,000 tokens.
+    """
+    told_by_theta = args.rope_theta == LLAMA2_THETA
+    return args.rope_scaling is None and (told_by_theta or args.vocab_size in _SENTENCEPIECE_VOCABULARIES)
+
+
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
+    rest = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
+    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **rest)
+
+
+FLAVORS = {
+    "debugmodel": _args(256, 6, 16, 16, ffn_hidden(256, multiple_of=256), vocab_size=2048),
+    "debug_gqa": _args(128, 4, 8, 4, 384, vocab_size=2048),
+    "7B": _args(4096, 32, 32, 32, ffn_hidden(4096, multiple_of=256)),
+    "13B": _args(5120, 40, 40, 40, ffn_hidden(5120, multiple_of=256)),
+    "70B": _args(8192, 80, 64, 8, ffn_hidden(8192, multiple_of=4096, multiplier=1.3)),
+}
+
+LLAMA2 = Family(
+    name="llama2",
+    flavors=FLAVORS,
+    parameters=parameters,
+    namings=LLAMA_NAMINGS,
+    args_from_hf_config=llama_args_from_hf_config,
+    hf_config=llama_hf_config,
+    hf_architectures=("LlamaForCausalLM",),
+    args_from_meta_params=args_from_meta_params,
+    meta_params=llama2_meta_params,
+    claims=is_llama2,
+)

@@ -1,0 +1,89 @@
+"""Qwen 3, dense: flavors, names without any permutation, and what its config.json must not ask for."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.families.base import Family, ModelArgs, Naming
+from converters.families.hf_config import ConfigClass, args_from_hf_config, hf_config
+from converters.families.llama import HF, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR, TORCHTUNE, parameters
+from converters.rules import Rule
+
+
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
+    """The head size is said, not dim / heads."""
+    rest = {"vocab_size": 151936, "rope_theta": 1e6, "norm_eps": 1e-6, "max_seq_len": 40960} | rest
+    return ModelArgs(dim, layers, heads, kv_heads, rest.pop("head_dim", 128), hidden, qk_norm=True, **rest)
+
+
+FLAVORS = {
+    "debugmodel": _args(256, 8, 16, 8, 3072, vocab_size=2048, max_seq_len=4096, tied=True),
+    # small on purpose, for parity tests: grouped-query attention, heads wider than dim / heads; untied and tied
+    "debug_gqa": _args(128, 4, 8, 4, 384, vocab_size=2048, head_dim=32),
+    "debug_tied": _args(128, 4, 8, 4, 384, vocab_size=2048, head_dim=32, tied=True),
+    "0.6B": _args(1024, 28, 16, 8, 3072, tied=True),
+    "1.7B": _args(2048, 28, 16, 8, 6144, tied=True),
+    "4B": _args(2560, 36, 32, 8, 9728, tied=True),
+    "8B": _args(4096, 36, 32, 8, 12288),
+    "14B": _args(5120, 40, 40, 8, 17408),
+    "32B": _args(5120, 64, 64, 8, 25600),
+}
+
+
+def _as_they_are(naming: Naming, *, norms: tuple[str, str]) -> Naming:
+    """Llama's names with every row in its place, for Qwen 3 turns halves on both sides; and the norms of q and k."""
+    rules = tuple(Rule(rule.native, rule.foreign) for rule in naming.rules)
+    natives = ("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")
+    return Naming(naming.name, (*rules, *map(Rule, natives, norms)), naming.drops)
+
+
+NAMINGS = (
+    _as_they_are(HF, norms=("model.layers.{n}.self_attn.q_norm.weight", "model.layers.{n}.self_attn.k_norm.weight")),
+    _as_they_are(TORCHTUNE, norms=("layers.{n}.attn.q_norm.scale", "layers.{n}.attn.k_norm.scale")),
+    _as_they_are(
+        TITAN_MODEL_PREFIX,
+        norms=("model.layers.{n}.attention.q_norm.weight", "model.layers.{n}.attention.k_norm.weight"),
+    ),
+    _as_they_are(TITAN_QKV_LINEAR, norms=("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")),
+)
+
+_CONFIG = ConfigClass(
+    called="Qwen 3",
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    head_dim=128,
+    num_kv_heads=32,
+    max_seq_len=32768,
+    qk_norm=True,
+)
+
+
+def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
+    return args_from_hf_config(config, _CONFIG, also_refused=_windows(config))
+
+
+def _windows(config: Mapping[str, Any]) -> list[str]:
+    """What lets a layer see less than the whole sequence; a window that no layer uses is harmless."""
+    if (kinds := config.get("layer_types")) is not None:
+        others = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else [str(kinds)]
+        return [f"layer_types: {', '.join(others)}"] if others else []
+    first, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
+    in_use = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+    if in_use and not (isinstance(first, int) and isinstance(layers, int) and first >= layers):
+        return [f"use_sliding_window = true, from layer {first} on"]
+    return []
+
+
+def _hf_config(args: ModelArgs) -> dict[str, Any]:
+    no_window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": args.num_layers}
+    return hf_config(args, _CONFIG) | no_window
+
+
+QWEN3 = Family(
+    name="qwen3",
+    flavors=FLAVORS,
+    parameters=parameters,
+    namings={naming.name: naming for naming in NAMINGS},
+    args_from_hf_config=_args_from_hf_config,
+    hf_config=_hf_config,
+    hf_architectures=("Qwen3ForCausalLM",),
+)
