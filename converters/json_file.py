@@ -1,24 +1,53 @@
-"""JSON files: read with errors that name the file, written as people and diff tools like them."""
+"""JSON files: read strictly, with errors that name the file; written as people and diff tools like them."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError, in_words
+from converters.errors import CheckpointError, in_words, list_offenders
+
+MAX_BYTES = 256 << 20  # the largest index there is takes 9 MB, the largest tokenizer.json 35 MB
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError where it is anything else."""
+def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError where it is anything else, or larger than is plausible."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path}: {size:,} bytes, more than the {max_bytes:,} that are plausible for it")
+        raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    return parse_json(raw, what=str(path))
+
+
+def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
+    """A JSON object in which no key stands twice ("the last one wins" would hide a tensor), and without NaN.
+
+    `what` begins the messages. A byte order mark is passed over: editors on Windows leave one.
+    """
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return content
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"it holds {name}, which is no JSON number")
+
+    try:
+        content = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         hint = "an interrupted download, or a Git LFS pointer?"
-        raise CheckpointError(f"{path} is not JSON: {in_words(error)}", hint=hint) from None
+        raise CheckpointError(f"{what} is not JSON: {in_words(error)}", hint=hint) from None
+    if twice:
+        raise CheckpointError(f"{what}: keys that stand twice:{list_offenders([f'{key!r:.200}' for key in twice])}")
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__}, not an object")
+        raise CheckpointError(f"{what} holds a JSON {type(content).__name__}, not an object")
     return content
 
 

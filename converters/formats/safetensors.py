@@ -1,6 +1,5 @@
 """Open safetensors as a catalog: one file, or a folder with an index. Headers only."""
 
-import json
 import struct
 from math import prod
 from pathlib import Path
@@ -8,13 +7,13 @@ from typing import Any
 
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
 from converters.dtypes import BY_SAFETENSORS, itemsize
-from converters.errors import CheckpointError, UnsupportedError, in_words, list_offenders
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.formats.paths import checked_file_name, checked_file_size
 from converters.formats.tensor_pickle import row_major
+from converters.json_file import parse_json, read_json
 from converters.names import HF_INDEX, HF_SINGLE
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_MAX_INDEX_BYTES = 256 << 20
 
 
 def read_catalog(path: Path) -> Catalog:
@@ -39,21 +38,29 @@ def read_catalog(path: Path) -> Catalog:
 
 
 def _read_indexed(folder: Path, index: Path) -> dict[str, TensorEntry]:
-    checked_file_size(folder, index.name)
-    content = read_json(index, max_bytes=_MAX_INDEX_BYTES)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: has no weight_map")
+    weight_map = read_weight_map(index)
     files: dict[str, None] = {}
-    for file in weight_map.values():
-        files[checked_file_name(file, what=str(index))] = None
-    found: dict[str, TensorEntry] = {}
     problems: list[str] = []
+    for file in {str(file): file for file in weight_map.values()}.values():
+        try:
+            files[checked_file_name(file, what=index.name)] = None
+        except CheckpointError as error:
+            problems.append(error.message)
+    if problems:  # before any file is opened
+        raise CheckpointError(
+            f"{index}: refused, it leads out of its folder:{list_offenders(problems)}",
+            hint="files of a checkpoint lie beside each other, under plain names",
+        )
+    found: dict[str, TensorEntry] = {}
+    unsupported: list[str] = []
     for file in files:
         try:
             entries = read_file(folder, file)
+        except UnsupportedError as error:
+            unsupported.append(error.message)
+            continue
         except CheckpointError as error:
-            problems.append(error.message)
+            problems.append(error.message + (f" ({error.hint})" if error.hint else ""))
             continue
         for fqn, entry in entries.items():
             if fqn in found:
@@ -63,11 +70,25 @@ def _read_indexed(folder: Path, index: Path) -> dict[str, TensorEntry]:
             elif weight_map[fqn] != file:
                 problems.append(f"{fqn}: in {file}, but the index says {weight_map[fqn]}")
             found[fqn] = entry
+    if not problems and unsupported:
+        raise UnsupportedError(f"{folder}: files hold what is not covered:{list_offenders(unsupported)}")
     if not problems:
         problems = [f"{fqn}: not in {file}" for fqn, file in weight_map.items() if fqn not in found]
     if problems:
-        raise CheckpointError(f"{index}: the index and the files disagree:{list_offenders(problems)}")
+        raise CheckpointError(
+            f"{index}: the index and the files disagree:{list_offenders(problems)}",
+            hint="an incomplete or mixed download; fetch the folder again",
+        )
     return {fqn: found[fqn] for fqn in weight_map}
+
+
+def read_weight_map(index: Path) -> dict[str, Any]:
+    """Tensor name → file, as an index says; the names are not checked here."""
+    checked_file_size(index.parent, index.name)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    return weight_map
 
 
 def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
@@ -77,34 +98,51 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
     header, data_offset = _read_header(path, size)
     tensors: dict[str, TensorEntry] = {}
     extents: list[tuple[int, int, str]] = []
-    try:
-        header.pop("__metadata__", None)
-        for fqn, item in header.items():
-            begin, end = item["data_offsets"]
-            shape = tuple(item["shape"])
-            if any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
-                raise ValueError(f"{fqn}: offsets {item['data_offsets']}, shape {item['shape']}")
-            dtype = BY_SAFETENSORS.get(item["dtype"])
-            if dtype is None:
-                raise UnsupportedError(f"{path}: {fqn} has the element type {item['dtype']!r}, which is not covered")
-            if end - begin != prod(shape) * itemsize(dtype):
-                raise ValueError(f"{fqn}: {end - begin} bytes for shape {shape} of {dtype}")
+    problems: list[str] = []
+    unsupported: list[str] = []
+    header.pop("__metadata__", None)
+    for fqn, item in header.items():
+        try:
+            dtype, shape, begin, end = _checked_entry(item)
+        except UnsupportedError as error:
+            unsupported.append(f"{fqn}: {error.message}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
+            problems.append(f"{fqn}: {said}")
+        else:
             chunk = Chunk(Box.whole(shape), name, data_offset + begin, row_major(shape))
             tensors[fqn] = TensorEntry(fqn, dtype, shape, (chunk,))
             extents.append((begin, end, fqn))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: damaged safetensors header ({in_words(error)})") from error
+    if unsupported and not problems:
+        raise UnsupportedError(f"{path}: element types that are not covered:{list_offenders(unsupported)}")
     position = 0
     for begin, end, fqn in sorted(extents):
         if begin != position:
-            raise CheckpointError(f"{path}: a hole or an overlap in front of {fqn} (byte {begin}, expected {position})")
+            what = "a hole" if begin > position else "an overlap"
+            problems.append(f"{what} in front of {fqn} (it begins at byte {begin:,}, expected {position:,})")
         position = end
+    if problems:
+        raise CheckpointError(f"{path}: damaged safetensors header:{list_offenders(problems)}")
     if data_offset + position != size:
         raise CheckpointError(
             f"{path}: {size:,} bytes, but the header describes {data_offset + position:,}",
             hint="the file was cut off or something was appended to it; fetch it again",
         )
     return tensors
+
+
+def _checked_entry(item: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of a header's entry."""
+    begin, end = item["data_offsets"]
+    shape = tuple(item["shape"])
+    if any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise ValueError(f"offsets {str(item['data_offsets']):.60}, shape {str(item['shape']):.60}")
+    dtype = BY_SAFETENSORS.get(item["dtype"])
+    if dtype is None:
+        raise UnsupportedError(f"{item['dtype']!r:.60}")
+    if end - begin != prod(shape) * itemsize(dtype):
+        raise ValueError(f"{end - begin:,} bytes for shape {str(list(shape)):.60} of {dtype}")
+    return dtype, shape, begin, end
 
 
 def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
@@ -119,31 +157,6 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
                 hint="the file is cut off, or not safetensors at all",
             )
         raw = file.read(length)
-    header = parse_json(raw, what=str(path))
-    if not isinstance(header, dict):
+    if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse it, and so must we
         raise CheckpointError(f"{path}: the safetensors header is no JSON object")
-    return header, 8 + length
-
-
-def read_json(path: Path, *, max_bytes: int) -> Any:
-    """A JSON file of at most `max_bytes`, checked as `parse_json` does."""
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise CheckpointError(f"{path}: {size:,} bytes, more than the {max_bytes:,} that are plausible")
-    return parse_json(path.read_bytes(), what=str(path))
-
-
-def parse_json(raw: bytes, *, what: str) -> Any:
-    """JSON in which no key stands twice: "last one wins" would hide a tensor."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            keys = [key for key, _ in pairs]
-            raise CheckpointError(f"{what}: key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
-        return content
-
-    try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what}: not valid JSON ({in_words(error)})") from error
+    return parse_json(raw, what=str(path)), 8 + length
