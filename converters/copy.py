@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -21,6 +22,7 @@ from converters.dtypes import itemsize
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Slot, Target
 from converters.formats.write_at import write_all
+from converters.journal import Journal
 from converters.open_files import OpenFiles
 from converters.read import BLOCK_BYTES
 
@@ -35,6 +37,7 @@ class CopyResult:
     crc32: list[int]
     digests: dict[str, str] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)  # only tensors that have some
+    resumed_bytes: int = 0  # an earlier attempt had written them, and they were read back
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,28 @@ class _Piece:
 class _Unit:
     """Work for one thread: consecutive boxes of one tensor that together are whole rows, and what came of it."""
 
+    number: int
     fqn: str
     boxes: list[Box]
     pieces: list[_Piece] = field(default_factory=list)
-    digest: TensorDigest | None = None
-    source_digest: TensorDigest | None = None
+    digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
+    source_digest: int | None = None  # the same before a cast
     non_finite: int = 0
     overflows: int = 0
     num_bytes: int = 0
+    resumed: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """What the journal remembers of it."""
+        pieces = [[piece.slot, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
+        return {"pieces": pieces} | {name: getattr(self, name) for name in _RECORDED}
+
+    def recall(self, record: Mapping[str, Any]) -> None:
+        """Take over what `record` told."""
+        self.pieces = [_Piece(*piece) for piece in record["pieces"]]
+        for name in _RECORDED:
+            setattr(self, name, record[name])
+        self.resumed = True
 
 
 def copy_tensors(
@@ -72,12 +89,15 @@ def copy_tensors(
     native_rows: RowNumbers | None = None,
     check_source: Callable[[dict[str, str]], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
+    journal: Journal | None = None,
 ) -> CopyResult:
     """Copy every slot of `target` out of `source` into files of `folder`; `target.finish(folder, crc32s)` comes next.
 
     `casts` (FQN → dtype) are the only changes of type that are allowed; a finite value that becomes infinite is an
     error, told with all tensors it happened in. `check_source` is given the digests of what was read, before any cast,
     and raises where they are not what they should be. Memory: 8 MiB blocks, a few per worker. `on_bytes` hears of each.
+    `journal` is told of every unit that is written; units that it has recorded already are skipped where the bytes in
+    `folder` still have the CRC32s that it recorded.
     """
     casts = casts or {}
     _check_match(source, target, casts)
@@ -87,15 +107,20 @@ def copy_tensors(
     indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
     changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
     files = OpenFiles(folder, flags=_CREATE)
-    _create_empty(folder, target)
+    _create_files(folder, target, resuming=journal is not None)
 
     def run(unit: _Unit) -> _Unit:
         fqn = unit.fqn
         info = target.tensors[fqn]
-        if digests or check_source:
-            unit.digest = TensorDigest(info.dtype, info.shape)
+        if journal and (record := journal.recorded(unit.number)):
+            unit.recall(record)
+            if _still_there(files, target, unit.pieces):
+                return unit
+            unit = _Unit(unit.number, fqn, unit.boxes)
+        digest = TensorDigest(info.dtype, info.shape) if digests or check_source else None
+        source_digest = None
         if check_source and fqn in changed:
-            unit.source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
+            source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
 
         def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
             rows = digest.row_numbers(box)
@@ -103,40 +128,48 @@ def copy_tensors(
 
         for box in unit.boxes:
             array = source.read(fqn, box)
-            if unit.source_digest is not None:
-                add(unit.source_digest, box, array)
+            if source_digest is not None:
+                add(source_digest, box, array)
             if fqn in changed:
                 array, overflows = cast(array, casts[fqn])
                 unit.overflows += overflows
             array = np.ascontiguousarray(array)
             unit.non_finite += count_non_finite(array, info.dtype)
-            if unit.digest is not None:
-                add(unit.digest, box, array)
+            if digest is not None:
+                add(digest, box, array)
             for position in indexes[fqn].touching(box):
                 number = by_tensor[fqn][position]
                 common = target.slots[number].box.intersect(box)
                 if common is not None:
                     unit.pieces.append(_write(files, target.slots[number], number, box, common, array))
             unit.num_bytes += array.nbytes
+        unit.digest = digest and digest.partial
+        unit.source_digest = source_digest and source_digest.partial
         return unit
 
-    pieces: dict[int, list[_Piece]] = {}
     sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
     source_sums = {fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in changed}
     result = CopyResult([0] * len(target.slots))
+    filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order, however it ends: first no thread writes any more, then the files go.
     with closing(files), closing(_in_parallel(run, _units(target), workers)) as units:
         for unit in units:
-            for piece in unit.pieces:
-                pieces.setdefault(piece.slot, []).append(piece)
+            for piece in unit.pieces:  # units come in order, so each slot's pieces do
+                assert piece.offset == filled[piece.slot], f"{unit.fqn}: a gap in a slot"
+                result.crc32[piece.slot] = join_crc32(result.crc32[piece.slot], piece.crc32, piece.length)
+                filled[piece.slot] += piece.length
             if unit.digest is not None:
-                sums[unit.fqn].combine(unit.digest)
+                sums[unit.fqn].add_partial(unit.digest)
             if unit.source_digest is not None:
-                source_sums[unit.fqn].combine(unit.source_digest)
+                source_sums[unit.fqn].add_partial(unit.source_digest)
             for counts, count in ((result.non_finite, unit.non_finite), (overflows, unit.overflows)):
                 if count:
                     counts[unit.fqn] = counts.get(unit.fqn, 0) + count
+            if unit.resumed:
+                result.resumed_bytes += unit.num_bytes
+            elif journal:
+                journal.append(unit.number, unit.record())
             if on_bytes:
                 on_bytes(unit.num_bytes)
     if check_source:  # first of all: damaged values overflow, too
@@ -144,8 +177,8 @@ def copy_tensors(
     if overflows:
         lost = [f"{fqn}: {count:,} values do not fit {casts[fqn]}" for fqn, count in overflows.items()]
         raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
-    for number, slot in enumerate(target.slots):
-        result.crc32[number] = _join(slot, pieces.get(number, []))
+    for slot, num_bytes in zip(target.slots, filled, strict=True):
+        assert num_bytes == slot.box.num_elements * itemsize(slot.dtype), f"{slot.fqn}: a slot was not filled"
     if digests:
         result.digests = {fqn: digest.hexdigest() for fqn, digest in sums.items()}
     return result
@@ -173,12 +206,15 @@ def row_blocks(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[l
 
 
 _CREATE = os.O_RDWR | os.O_CREAT
+_RECORDED = ("digest", "source_digest", "non_finite", "overflows", "num_bytes")
 
 
 def _units(target: Target) -> Iterator[_Unit]:
+    number = 0
     for fqn, info in target.tensors.items():
         for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
-            yield _Unit(fqn, boxes)
+            yield _Unit(number, fqn, boxes)
+            number += 1
 
 
 def _write(files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray) -> _Piece:
@@ -193,14 +229,15 @@ def _write(files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, arr
     return _Piece(number, offset, len(data), crc32(data))
 
 
-def _join(slot: Slot, pieces: list[_Piece]) -> int:
-    crc = position = 0
-    for piece in sorted(pieces, key=lambda p: p.offset):
-        assert piece.offset == position, f"{slot.fqn}: a gap at byte {position} of a slot"
-        crc = join_crc32(crc, piece.crc32, piece.length)
-        position += piece.length
-    assert position == slot.box.num_elements * itemsize(slot.dtype), f"{slot.fqn}: a slot was not filled"
-    return crc
+def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> bool:
+    """Whether the bytes of the pieces are those that were written."""
+    for piece in pieces:
+        slot = target.slots[piece.slot]
+        with files.use(slot.file) as descriptor:
+            data = os.pread(descriptor, piece.length, slot.byte_offset + piece.offset)
+        if len(data) != piece.length or crc32(data) != piece.crc32:
+            return False
+    return True
 
 
 def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Generator[_Unit, None, None]:
@@ -222,9 +259,9 @@ def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers:
                 future.cancel()
 
 
-def _create_empty(folder: Path, target: Target) -> None:
+def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:
     for file in {slot.file for slot in target.slots}:
-        (folder / file).touch(exist_ok=False)
+        (folder / file).touch(exist_ok=resuming)
 
 
 def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str]) -> None:

@@ -1,5 +1,7 @@
 """Carry out a plan: copy into a temporary folder, add the small files, write the manifest last, move it into place."""
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -7,13 +9,15 @@ from math import prod
 from pathlib import Path
 
 from converters.catalog import TensorSource
-from converters.commit import check_destination, require_space, staged
-from converters.copy import RowNumbers, copy_tensors
+from converters.commit import check_destination, require_space
+from converters.copy import DEFAULT_WORKERS, RowNumbers, copy_tensors
 from converters.dtypes import itemsize
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Target
+from converters.journal import reading_order
 from converters.manifest import TensorSum, write_manifest
 from converters.source_check import Vouched
+from converters.unfinished import GO_ON, making
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
 _SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
@@ -25,6 +29,8 @@ class Execution:
 
     non_finite: Mapping[str, int]
     other_files: list[str]
+    remarks: tuple[str, ...] = ()  # what was found of an earlier attempt
+    resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back now
 
 
 def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
@@ -53,34 +59,82 @@ def execute(
     vouched: Vouched | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    fingerprint: str | None = None,
+    resume: bool = False,
+    allow_nonfinite: bool = True,
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise.
 
-    `vouched`: what the values must be as they are read; another value is an error, and nothing is written.
+    `vouched`: what the values must be as they are read; another value is an error, and nothing is written. Without
+    `digests` the manifest holds none; the CRC32 of every file stands in it all the same.
+    `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work goes on from what an earlier
+    attempt with the same fingerprint has written, and what an interrupt or a full disk ends is kept for the next.
+    `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
     require_room(dst, target)
+    plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source)[:12]}"
     try:
-        with staged(dst, overwrite=overwrite) as folder:
+        with making(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
+            _keep_only(made.folder, target.file_bytes)
             data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
             with progress(data_bytes, "copying") as advance:
                 copied = copy_tensors(
                     source,
                     target,
-                    folder,
+                    made.folder,
                     casts=casts,
+                    workers=workers,
+                    digests=digests,
                     native_rows=native_rows,
                     check_source=vouched.check if vouched else None,
                     on_bytes=advance,
+                    journal=made.journal if plan else None,
                 )
-            files = target.finish(folder, copied.crc32)
-            other_files = write_small_files(folder)
-            tensors = {n: TensorSum(info.dtype, info.shape, copied.digests[n]) for n, info in target.tensors.items()}
-            write_manifest(folder, tensors=tensors, files=files)
-    except OSError as error:  # the disk filled up or went away; what was written is removed already
+            if copied.non_finite and not allow_nonfinite:
+                raise _non_finite_error(copied.non_finite)
+            files = target.finish(made.folder, copied.crc32)
+            other_files = write_small_files(made.folder)
+            tensors = {
+                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
+                for name, info in target.tensors.items()
+            }
+            write_manifest(made.folder, tensors=tensors, files=files)
+            _require_unchanged(source)  # last: from here on nothing is read any more
+    except OSError as error:  # the disk filled up or went away
         raise CheckpointError(
-            f"cannot write {dst}: {error.strerror or error}", hint="nothing of it was left behind"
+            f"cannot write {dst}: {error.strerror or error}", hint=GO_ON if resume else "nothing of it was left behind"
         ) from error
-    return Execution(copied.non_finite, other_files)
+    return Execution(copied.non_finite, other_files, made.remarks, copied.resumed_bytes)
+
+
+def _require_unchanged(source: TensorSource | None) -> None:
+    """Raise CheckpointError where files that a source, or what it is a view of, reads from have changed."""
+    while source is not None:
+        if check := getattr(source, "check_unchanged", None):
+            check()
+        source = getattr(source, "source", None)
+
+
+def _keep_only(folder: Path, file_bytes: Mapping[str, int]) -> None:
+    """Of what an earlier attempt left: the files with tensor data. The others are small, and written anew."""
+    for path in list(folder.iterdir()):
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in file_bytes:
+            path.unlink()
+        elif path.stat().st_size > file_bytes[path.name]:
+            os.truncate(path, 0)
+
+
+def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:
+    found = [f"{fqn}: {count:,} values" for fqn, count in sorted(counts.items())]
+    return CheckpointError(
+        f"{len(found)} tensors hold values that are NaN or infinite:{list_offenders(found)}",
+        hint="nothing was written; a model with such weights answers nothing but NaN",
+        tries=["--allow-nonfinite"],
+    )
 
 
 def require_room(dst: Path, target: Target) -> None:

@@ -2,8 +2,8 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
@@ -19,7 +19,7 @@ class OpenFiles:
         self._most = most
         self._lock = Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # name → [descriptor, users]
-        self._states: dict[str, tuple[int, int]] = {}  # name → (size, mtime) at first open
+        self._states: dict[str, tuple[int, int]] = {}  # name → (size, mtime) when it was first looked at
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
@@ -34,6 +34,12 @@ class OpenFiles:
             with self._lock:
                 slot[1] -= 1
 
+    def watch(self, names: Iterable[str]) -> None:
+        """Remember how files are now, so that a change before their first use is noticed, too; absent ones later."""
+        for name in names:
+            with suppress(OSError):
+                self._states[name] = _state(os.stat(self._root / name))
+
     def _add(self, name: str) -> list[int]:
         too_many = max(0, len(self._open) + 1 - self._most)
         for other in [n for n, (_, users) in self._open.items() if not users][:too_many]:
@@ -45,17 +51,19 @@ class OpenFiles:
             raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
         slot = self._open[name] = [descriptor, 0]
         if self._flags == os.O_RDONLY:
-            status = os.fstat(descriptor)
-            state = (status.st_size, status.st_mtime_ns)
+            state = _state(os.fstat(descriptor))
             if self._states.setdefault(name, state) != state:
                 raise self._changed(name)
         return slot
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file that was read has another size or time now than when it was opened."""
+        """Raise CheckpointError where a file has another size or time now than when it was first looked at."""
         for name, state in self._states.items():
-            status = os.stat(self._root / name)
-            if (status.st_size, status.st_mtime_ns) != state:
+            try:
+                found = _state(os.stat(self._root / name))
+            except OSError:
+                found = None
+            if found != state:
                 raise self._changed(name)
 
     def _changed(self, name: str) -> CheckpointError:
@@ -67,3 +75,7 @@ class OpenFiles:
             for descriptor, _ in self._open.values():
                 os.close(descriptor)
             self._open.clear()
+
+
+def _state(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns

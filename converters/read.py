@@ -31,6 +31,7 @@ class CatalogReader:
             fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()
         }
         self._files = OpenFiles(catalog.root)
+        self._files.watch({chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks})
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 
@@ -40,7 +41,11 @@ class CatalogReader:
     def __exit__(self, kind: type | None, *_: object) -> None:
         self._files.close()
         if kind is None:
-            self._files.check_unchanged()
+            self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError where a file has another size or time now than when this reader was made."""
+        self._files.check_unchanged()
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         """The values of a box, row-major. Raises CheckpointError unless the chunks give each element exactly once."""
@@ -122,7 +127,7 @@ class CatalogReader:
         Empty where all agree; chunks whose writer left the CRC out are passed over (see `Chunk.crc32`).
         """
         problems = []
-        for chunk in self.catalog.tensors[fqn].chunks:
+        for chunk in (*self.catalog.tensors[fqn].chunks, *self.catalog.copies.get(fqn, ())):
             chunk = self.located(fqn, chunk)
             if chunk.crc32 is None:
                 continue

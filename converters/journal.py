@@ -1,0 +1,153 @@
+"""What an unfinished output has got so far: one line per finished unit of work, and the lock of whoever writes there.
+
+A line is its own CRC32 and JSON; reading ends at the first that does not match, so a line that a kill cut short costs
+the unit it told of and no more. A record is a claim, not a proof: `copy.py` reads each region back before it trusts it.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from xxhash import xxh3_128
+
+from converters.catalog import Catalog, TensorSource
+from converters.errors import CheckpointError
+from converters.formats.target import Target
+from converters.names import MANIFEST
+
+VERSION = 1
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True) -> str:
+    """32 hex digits for what is read and what is made of it; another source file, layout or cast gives others.
+
+    Every file of the source's folder counts with its size and time, for a config decides how rows are ordered; the
+    manifest counts with its bytes. `execute` adds the order of rows that its source reads in.
+    """
+    summed = xxh3_128(f"{VERSION} {catalog.container} {digests}".encode())
+
+    def add(*parts: object) -> None:
+        summed.update(json.dumps(parts).encode())
+
+    folder = catalog.root if catalog.root.is_dir() else catalog.root.parent
+    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    files |= {entry.name for entry in os.scandir(folder) if entry.is_file()}
+    for name in sorted(files):
+        status = os.stat(folder / name)
+        add(name, status.st_size, status.st_mtime_ns)
+    manifest = folder / MANIFEST
+    add(str(folder.resolve()), crc32(manifest.read_bytes()) if manifest.is_file() else None)
+    for fqn, info in target.tensors.items():
+        add(fqn, info.dtype, info.shape)
+    for slot in target.slots:
+        add(slot.fqn, slot.dtype, slot.box.offsets, slot.box.sizes, slot.file, slot.byte_offset)
+    add(sorted(target.file_bytes.items()), sorted(casts.items()))
+    return summed.hexdigest()
+
+
+def reading_order(source: TensorSource) -> str:
+    """32 hex digits for the names and the row orders that a source gives its tensors by (those of nested views)."""
+    summed = xxh3_128()
+    while (inner := getattr(source, "source", None)) is not None:
+        ledger = getattr(source, "ledger", None)
+        summed.update(repr(sorted(ledger.used.items()) if ledger else type(source).__name__).encode())
+        for fqn, order in sorted(getattr(source, "row_orders", {}).items()):
+            summed.update(fqn.encode() + order.tobytes())
+        source = inner
+    return summed.hexdigest()
+
+
+class Journal:
+    """The journal of one output, locked as long as it is open. Records are JSON objects by number of their unit."""
+
+    def __init__(self, path: Path):
+        """Open or create it. Raises CheckpointError where another process holds it: then an output is being written."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._places: dict[int, tuple[int, int]] = {}  # unit → (offset, length) of its line
+        try:
+            self._lock()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _BUSY:
+                raise CheckpointError(f"{self.path.parent}: another conversion is writing here") from error
+            # A file system without locks: two conversions into one place at a time are then the user's to avoid.
+        mine = os.fstat(self._descriptor)
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):  # removed by who held it
+            raise CheckpointError(f"{self.path.parent}: another conversion has just ended here")
+
+    def start(self, header: Mapping[str, Any]) -> None:
+        """Begin anew: no records, `header` first."""
+        os.ftruncate(self._descriptor, 0)
+        self._places = {}
+        os.write(self._descriptor, _line({"journal": VERSION, **header}))
+
+    def load(self, header: Mapping[str, Any]) -> bool:
+        """Read the records that are there; False where the journal is of something else than `header`, or of nothing.
+
+        What follows the last good line is cut off, so that the next record stands on a line of its own.
+        """
+        self._places = {}
+        end = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                record = _parsed(line)
+                if record is None:
+                    break
+                if not end and record != {"journal": VERSION, **header}:
+                    return False
+                if end:
+                    self._places[record["unit"]] = (end, len(line))
+                end += len(line)
+        if not end:
+            return False
+        os.ftruncate(self._descriptor, end)
+        return True
+
+    def append(self, unit: int, record: Mapping[str, Any]) -> None:
+        """Note that a unit is written: one write, at the end."""
+        line = _line({"unit": unit, **record})
+        if os.write(self._descriptor, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def recorded(self, unit: int) -> dict[str, Any] | None:
+        """What `load` found of a unit; the last record of it. Threads may ask at the same time."""
+        place = self._places.get(unit)
+        return None if place is None else _parsed(os.pread(self._descriptor, place[1], place[0]))
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._places)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self._descriptor)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (crc32(text), text)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None where it is not whole."""
+    text = line[9:-1]
+    if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(text):
+        return None
+    return json.loads(text)

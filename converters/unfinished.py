@@ -1,0 +1,130 @@
+"""Where an output is made: `.tmp-<id>/<name>` beside its place, with a journal; locked, and found again after a kill.
+
+The journal lies beside the folder that becomes the output, not in it: it is there until the last rename is done, so
+that a kill at any moment can be gone on from, and it never ends up in a checkpoint. The id says the destination and
+the plan. So what a killed conversion left is found by the next one to the same place, which goes on from it (`resume`,
+same plan) or removes it.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from xxhash import xxh3_64_hexdigest
+
+from converters.commit import check_destination, commit, new_staging
+from converters.errors import CheckpointError
+from converters.journal import Journal
+from converters.names import JOURNAL, TEMPORARY_PREFIX
+
+GO_ON = "what is written is kept: run again with --resume to go on"
+
+
+@dataclass(slots=True)
+class Unfinished:
+    """An output under way."""
+
+    folder: Path  # becomes the output
+    journal: Journal
+    remarks: tuple[str, ...]  # what became of earlier attempts
+
+
+@contextmanager
+def making(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool) -> Iterator[Unfinished]:
+    """A folder that becomes `dst` when the block ends well.
+
+    When it does not, everything is removed; but with `resume`, what an interrupt or a full disk ended is kept. Raises
+    CheckpointError before any work where `dst` exists already or another process is making it.
+    """
+    check_destination(dst, overwrite=overwrite)
+    made = _claim(dst, fingerprint=fingerprint, resume=resume)
+    root = made.folder.parent
+    try:
+        yield made
+        commit(made.folder, dst, overwrite=overwrite)
+        shutil.rmtree(root, ignore_errors=True)
+    except BaseException as error:
+        if not (resume and can_go_on(error)):
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        if isinstance(error, CheckpointError):
+            raise CheckpointError(error.message, hint=GO_ON) from error
+        error.add_note(GO_ON)
+        raise
+    finally:
+        made.journal.close()
+
+
+def can_go_on(error: BaseException) -> bool:
+    """Whether what ended a conversion says nothing against what it has written: an interrupt, a disk that is full."""
+    return not isinstance(error, Exception) or isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+
+
+def _claim(dst: Path, *, fingerprint: str | None, resume: bool) -> Unfinished:
+    place = xxh3_64_hexdigest(os.fsencode(dst.name))[:8]
+    root = new_staging(dst, f"{place}-{fingerprint or uuid4().hex}")
+    try:
+        journal = _open_journal(root, dst)
+        try:
+            remarks = _clear_others(root, dst, f"{TEMPORARY_PREFIX}{place}-")
+            folder = root / dst.name
+            header = {"plan": fingerprint, "destination": dst.name}
+            if resume and fingerprint and journal.load(header):
+                remarks.append(f"resumed: {journal.num_recorded:,} pieces of work were recorded as done")
+            else:
+                remarks += _begin(root, journal, header)
+                if resume:
+                    remarks.append("there was nothing to resume: started from the beginning")
+            folder.mkdir(exist_ok=True)
+            return Unfinished(folder, journal, tuple(remarks))
+        except BaseException:
+            journal.close()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be written ({error.strerror})") from error
+
+
+def _open_journal(root: Path, dst: Path) -> Journal:
+    try:
+        return Journal(root / JOURNAL)
+    except CheckpointError as error:
+        raise _busy(dst) from error
+
+
+def _busy(dst: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{dst}: another conversion is writing it at this moment", hint="wait for it, or give another folder"
+    )
+
+
+def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
+    """Remove what dead conversions to the same place left; raise where one of them lives."""
+    remarks = []
+    for other in sorted(root.parent.glob(f"{prefix}*")):
+        if other == root or other.is_symlink() or not other.is_dir():
+            continue
+        try:
+            journal = Journal(other / JOURNAL)
+        except CheckpointError as error:
+            if not (root / dst.name).exists():  # ours has just been made
+                shutil.rmtree(root, ignore_errors=True)
+            raise _busy(dst) from error
+        except OSError:  # gone, or not ours to remove
+            continue
+        shutil.rmtree(other, ignore_errors=True)
+        journal.close()
+        remarks.append(f"{other.name}, left by a conversion to {dst.name} of another plan that was killed, was removed")
+    return remarks
+
+
+def _begin(root: Path, journal: Journal, header: dict[str, str | None]) -> list[str]:
+    """Empty the place of whatever an earlier attempt left, and start the journal."""
+    left = [path for path in root.iterdir() if path.name != JOURNAL]
+    for path in left:
+        shutil.rmtree(path)
+    journal.start(header)
+    return ["what a killed conversion of the same plan had left was removed"] if left else []

@@ -1,0 +1,292 @@
+"""Resume: an output goes on from what its journal recorded and what still matches it, and from nothing else."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import converters.copy as copying
+from converters.copy import DEFAULT_WORKERS
+from converters.errors import CheckpointError
+from converters.execute import execute
+from converters.formats.dcp_write import plan_dcp
+from converters.formats.safetensors_write import plan_safetensors
+from converters.journal import Journal, plan_fingerprint
+from converters.layout import boxes_for_any_mesh
+from converters.names import JOURNAL, MANIFEST
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+from converters.verify import verify
+
+BLOCK = 4096
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(copying, "BLOCK_BYTES", BLOCK)
+
+
+@pytest.fixture
+def src(tmp_path):
+    """Two safetensors files, about 40 blocks."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"t{n}": torch.randn(64, 64, generator=generator).bfloat16() for n in range(20)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def tree(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def run(src, dst, *, resume=True, stop_after=None, error=KeyboardInterrupt, casts=None, **options):
+    """A conversion that can be stopped after some blocks."""
+    catalog = open_checkpoint(src)
+    casts = casts or {}
+    with CatalogReader(catalog) as reader:
+        infos = {n: type(i)(casts.get(n, i.dtype), i.shape) for n, i in reader.tensors.items()}
+        target = plan_dcp(infos, boxes_for_any_mesh(infos, file_bytes=60_000))
+        done = [0]
+
+        class Stopping:
+            def __enter__(self):
+                return self.advance
+
+            def __exit__(self, *exc_info):
+                return False
+
+            def advance(self, num_bytes):
+                done[0] += 1
+                if done[0] == stop_after:
+                    raise error
+
+        return execute(
+            dst,
+            source=reader,
+            target=target,
+            casts=casts,
+            write_small_files=lambda folder: (folder / "small").write_text("small") and ["small"],
+            progress=lambda total, what: Stopping(),
+            fingerprint=plan_fingerprint(catalog, target, casts),
+            resume=resume,
+            **options,
+        )
+
+
+def left_of(tmp_path):
+    return sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp-"))
+
+
+@pytest.mark.parametrize("workers", [1, DEFAULT_WORKERS, 4])
+def test_an_interrupted_conversion_goes_on_to_the_same_bytes(tmp_path, src, workers):
+    run(src, tmp_path / "whole", workers=workers)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(src, tmp_path / "out", stop_after=13, workers=workers)
+    assert "run again with --resume" in caught.value.__notes__[0]
+    assert len(left_of(tmp_path)) == 1 and not (tmp_path / "out").exists()
+    done = run(src, tmp_path / "out", workers=workers)
+    assert done.resumed_bytes >= 12 * BLOCK
+    assert "resumed" in done.remarks[0]
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert left_of(tmp_path) == []
+    assert not list((tmp_path / "out").rglob(JOURNAL))
+
+
+def test_without_resume_an_interrupt_leaves_nothing(tmp_path, src):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(src, tmp_path / "out", resume=False, stop_after=13)
+    assert not getattr(caught.value, "__notes__", [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_an_error_that_speaks_against_the_work_keeps_nothing(tmp_path, src):
+    with pytest.raises(CheckpointError, match="bad"):
+        run(src, tmp_path / "out", stop_after=13, error=CheckpointError("bad values"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_regions_that_changed_are_written_again(tmp_path, src):
+    """The journal is a claim: a block that was damaged or lost after it was recorded is not trusted."""
+    run(src, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    (root,) = (tmp_path / name for name in left_of(tmp_path))
+    data = sorted((root / "out").glob("*.distcp"))
+    raw = bytearray(data[0].read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data[0].write_bytes(raw)
+    data[1].unlink()
+    done = run(src, tmp_path / "out")
+    assert 0 < done.resumed_bytes < 29 * BLOCK
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "garbage", "empty", "longer file"])
+def test_a_damaged_journal_costs_work_and_nothing_else(tmp_path, src, damage):
+    run(src, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    (root,) = (tmp_path / name for name in left_of(tmp_path))
+    journal = (root / JOURNAL).read_bytes()
+    lines = journal.splitlines(keepends=True)
+    if damage == "torn":
+        (root / JOURNAL).write_bytes(journal[:-7])
+    elif damage == "flipped":
+        lines[9] = lines[9].replace(b'"unit":8', b'"unit":9')
+        (root / JOURNAL).write_bytes(b"".join(lines))
+    elif damage == "garbage":
+        (root / JOURNAL).write_bytes(os.urandom(1000))
+    elif damage == "empty":
+        (root / JOURNAL).write_bytes(b"")
+    else:
+        with next((root / "out").glob("*.distcp")).open("ab") as file:
+            file.write(b"x" * 1_000_000)
+    done = run(src, tmp_path / "out")
+    most = {"torn": 29, "flipped": 9, "garbage": 0, "empty": 0, "longer file": 29}[damage]
+    assert done.resumed_bytes <= most * BLOCK * 2
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    if not most:
+        assert any("nothing to resume" in remark for remark in done.remarks)
+
+
+def test_small_files_of_an_earlier_attempt_do_not_stay(tmp_path, src):
+    run(src, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    (root,) = (tmp_path / name for name in left_of(tmp_path))
+    (root / "out/small").write_text("a longer text than the one that is written now")
+    (root / "out/assets").mkdir()
+    (root / "out/assets/old.json").write_text("{}")
+    (root / "out" / MANIFEST).write_text("{}")
+    run(src, tmp_path / "out")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["touched", "config", "other cast", "more files"])
+def test_a_journal_of_another_plan_is_not_gone_on_from(tmp_path, src, change):
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    casts = None
+    if change == "touched":
+        os.utime(src / "model.safetensors", ns=(1, 1))
+    elif change == "config":
+        (src / "config.json").write_text('{"head_dim": 8}')
+    elif change == "other cast":
+        casts = {"t3": "float32"}
+    else:
+        (src / "another.txt").touch()
+    done = run(src, tmp_path / "out", casts=casts)
+    assert done.resumed_bytes == 0
+    assert any("of another plan" in remark for remark in done.remarks)
+    assert left_of(tmp_path) == []
+    run(src, tmp_path / "whole", casts=casts)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_what_a_kill_left_is_removed_by_the_next_run(tmp_path, src):
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    done = run(src, tmp_path / "out", resume=False)
+    assert done.resumed_bytes == 0
+    assert any("had left was removed" in remark for remark in done.remarks)
+    assert left_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("same_plan", [True, False])
+@pytest.mark.parametrize("resume", [True, False])
+def test_two_conversions_into_one_place_are_refused(tmp_path, src, same_plan, resume):
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    (root,) = (tmp_path / name for name in left_of(tmp_path))
+    before = tree(root)
+    alive = Journal(root / JOURNAL)  # flock is per open file, so this stands for another process
+    try:
+        with pytest.raises(CheckpointError, match="another conversion is writing it"):
+            run(src, tmp_path / "out", resume=resume, casts=None if same_plan else {"t3": "float32"})
+        assert tree(root) == before
+        assert left_of(tmp_path) == [root.name]
+        run(src, tmp_path / "beside")  # another destination does not mind
+    finally:
+        alive.close()
+    run(src, tmp_path / "out")
+    assert left_of(tmp_path) == []
+
+
+def test_a_full_disk_keeps_what_is_written(tmp_path, src):
+    error = CheckpointError("disk full", hint="free some")
+    error.__cause__ = OSError(28, "No space left on device")
+    with pytest.raises(CheckpointError, match="disk full") as caught:
+        run(src, tmp_path / "out", stop_after=30, error=error)
+    assert "--resume" in caught.value.hint
+    assert run(src, tmp_path / "out").resumed_bytes
+
+
+def test_overwrite_and_resume(tmp_path, src):
+    run(src, tmp_path / "out")
+    expected = tree(tmp_path / "out")
+    (tmp_path / "out/small").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30, overwrite=True)
+    assert (tmp_path / "out/small").read_text() == "old"
+    assert run(src, tmp_path / "out", overwrite=True).resumed_bytes
+    assert tree(tmp_path / "out") == expected
+    assert left_of(tmp_path) == []
+
+
+def test_digests_can_be_left_out(tmp_path, src):
+    for resume in (False, True):
+        catalog = open_checkpoint(src)
+        with CatalogReader(catalog) as reader:
+            target = plan_safetensors(reader.tensors)
+            execute(
+                tmp_path / "out",
+                source=reader,
+                target=target,
+                casts={},
+                write_small_files=lambda folder: [],
+                digests=False,
+                fingerprint=plan_fingerprint(catalog, target, {}, digests=False),
+                resume=resume,
+                overwrite=resume,
+            )
+        manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
+        assert {t["digest"] for t in manifest["tensors"].values()} == {""}
+        assert verify(tmp_path / "out").ok  # against CRC32s
+    data = next((tmp_path / "out").glob("*.safetensors"))
+    raw = bytearray(data.read_bytes())
+    raw[-5] ^= 1
+    data.write_bytes(raw)
+    assert not verify(tmp_path / "out").ok
+
+
+def test_non_finite_values_are_refused_when_asked(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    save_file({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(3), "c": torch.full((3,), float("inf"))},
+              folder / "model.safetensors")  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"(?s)2 tensors.*a: 1 values.*c: 3 values"):
+        run(folder, tmp_path / "out", allow_nonfinite=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+    assert run(folder, tmp_path / "out").non_finite == {"a": 1, "c": 3}
+
+
+def test_the_fingerprint_names_the_plan(tmp_path, src):
+    catalog = open_checkpoint(src)
+    with CatalogReader(catalog) as reader:
+        target = plan_safetensors(reader.tensors)
+        one = plan_fingerprint(catalog, target, {})
+        assert one == plan_fingerprint(open_checkpoint(src), plan_safetensors(reader.tensors), {})
+        others = {
+            plan_fingerprint(catalog, target, {"t1": "float32"}),
+            plan_fingerprint(catalog, target, {}, digests=False),
+            plan_fingerprint(catalog, plan_safetensors(reader.tensors, shard_bytes=100_000), {}),
+        }
+    shutil.copytree(src, tmp_path / "copy")
+    others.add(plan_fingerprint(open_checkpoint(tmp_path / "copy"), target, {}))
+    assert len({one, *others}) == 5
