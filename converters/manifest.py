@@ -1,20 +1,27 @@
-"""`titan_manifest.json`: what a complete checkpoint consists of. Written last, so it vouches for everything else."""
+"""`titan_manifest.json`: what a complete checkpoint consists of. Written last, so it vouches for everything else.
+
+Its first line is the CRC32 of all bytes behind that line, so that a flip of any bit in it is found, too.
+"""
 
 import json
 import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from converters.errors import CheckpointError, in_words, list_offenders
+from converters.formats.paths import checked_file_name
 from converters.names import MANIFEST
 
-VERSION = 1
+VERSION = 2
 _READ_BYTES = 8 << 20
 _NUM_READERS = 4
+_FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +58,10 @@ def write_manifest(
     if absent := sorted(known.keys() - found.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found)
-    body = {
-        "version": VERSION,
-        "tensors": {fqn: asdict(t) for fqn, t in manifest.tensors.items()},
-        "files": {name: asdict(f) for name, f in found.items()},
-    }
+    body = _dump(manifest)
     temporary = folder / (MANIFEST + ".tmp")
-    with temporary.open("w") as file:
-        json.dump({"crc32": _body_crc32(body), **body}, file, indent=1)
-        file.write("\n")
+    with temporary.open("wb") as file:
+        file.write(b'{"crc32": %d,\n' % crc32(body) + body)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / MANIFEST)
@@ -70,25 +72,52 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder; None where it has none (a checkpoint that someone else wrote)."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint="the manifest is damaged") from error
     try:
-        claimed = content.pop("crc32")
-        if content["version"] != VERSION:
-            raise CheckpointError(f"{path}: version {content['version']!r}; this titan knows version {VERSION}")
-        if claimed != _body_crc32(content):
+        if not _matches_itself(raw, content):
             raise CheckpointError(f"{path}: does not match its own CRC32", hint="the manifest is damaged or was edited")
-        return Manifest(
-            {k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"]) for k, t in content["tensors"].items()},
-            {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()},
-        )
+        tensors = {k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"]) for k, t in content["tensors"].items()}
+        files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged ({in_words(error)})") from error
+    for name in files:
+        for part in name.split("/"):
+            checked_file_name(part, what=str(path))
+    return Manifest(tensors, files)
+
+
+def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
+    claimed, version = content.pop("crc32"), content["version"]
+    if version == 1:  # of the first titan: over the content, whatever its spelling
+        canonical = {key: content[key] for key in sorted(content)}
+        return claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
+    if version != VERSION:
+        raise CheckpointError(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
+    first = _FIRST_LINE.match(raw)
+    return first is not None and int(first[1]) == crc32(memoryview(raw)[first.end() :])
+
+
+def _dump(manifest: Manifest) -> bytes:
+    """Everything behind the first line: one line for each tensor and file, for people and diff tools."""
+    tensors = [
+        f"  {json.dumps(fqn)}: "
+        + json.dumps({"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest})
+        for fqn, entry in manifest.tensors.items()
+    ]
+    files = [
+        f'  {json.dumps(name)}: {{"size": {entry.size}, "crc32": {entry.crc32}}}'
+        for name, entry in manifest.files.items()
+    ]
+    lines = [f' "version": {VERSION},', ' "tensors": {', ",\n".join(tensors), " },", ' "files": {', ",\n".join(files)]
+    return "\n".join([*lines, " }", "}", ""]).encode()
 
 
 def check_sizes(folder: Path) -> Manifest | None:
@@ -96,7 +125,7 @@ def check_sizes(folder: Path) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest is not None and (problems := _size_problems(folder, manifest, manifest.files)):
         raise CheckpointError(
-            f"{folder}: the checkpoint is not whole:{list_offenders(problems)}",
+            f"{folder}: the checkpoint is not whole:{list_offenders([*problems.values()])}",
             hint="its manifest lists other files than there are; use another copy of it",
         )
     return manifest
@@ -107,13 +136,13 @@ def check_files(folder: Path, names: Iterable[str] | None = None) -> list[str]:
     manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
-    wanted = {name: manifest.files[name] for name in (manifest.files if names is None else names)}
-    problems = _size_problems(folder, manifest, wanted)
-    broken = {problem.split(":", 1)[0] for problem in problems}
+    wanted = list(manifest.files if names is None else names)
+    broken = _size_problems(folder, manifest, wanted)
+    problems = list(broken.values())
     whole = [name for name in wanted if name not in broken]
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         for name, found in zip(whole, pool.map(lambda name: sum_file(folder / name), whole), strict=True):
-            if found.crc32 != wanted[name].crc32:
+            if found.crc32 != manifest.files[name].crc32:
                 problems.append(f"{name}: its bytes have changed (CRC32)")
     if names is None:
         strangers = [name for name in list_files(folder) if name not in manifest.files]
@@ -137,19 +166,17 @@ def sum_file(path: Path) -> FileSum:
     return FileSum(size, crc)
 
 
-def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    problems = []
+def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
+    """What is wrong with files that are not there as the manifest says, by name."""
+    problems = {}
     for name in names:
         try:
-            size = (folder / name).stat().st_size
+            status = (folder / name).stat()
         except OSError:
-            problems.append(f"{name}: missing")
+            problems[name] = f"{name}: missing"
             continue
-        if size != manifest.files[name].size:
-            problems.append(f"{name}: {size:,} bytes instead of {manifest.files[name].size:,}")
+        if not stat.S_ISREG(status.st_mode):  # a pipe or a device would be read without an end
+            problems[name] = f"{name}: not a regular file"
+        elif status.st_size != manifest.files[name].size:
+            problems[name] = f"{name}: {status.st_size:,} bytes instead of {manifest.files[name].size:,}"
     return problems
-
-
-def _body_crc32(body: Mapping[str, Any]) -> int:
-    canonical = {key: body[key] for key in sorted(body)}
-    return crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
