@@ -11,6 +11,7 @@ from itertools import islice
 from math import ceil, gcd, prod
 
 from converters.catalog import Box, TensorInfo
+from converters.collector import collector_paused
 from converters.dtypes import itemsize
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs, Parameter
@@ -21,6 +22,9 @@ MAX_CHUNK_BYTES = 256 * MIB
 SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: small enough that no rank reads much that it drops
 DISTCP_FILE = "__{rank}_0.distcp"
 MAX_RANKS = 131_072  # what is laid out rank by rank must end; no job has been larger
+MAX_CHUNKS = 4_000_000  # of a model's weights; 405B on 512 ranks has 470,000
+_MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # so many of so little are dust: their list outweighs what it lists
+_READER_BYTES_PER_CHUNK = 1900  # stock DCP's records of one
 
 Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in order
 
@@ -176,19 +180,21 @@ def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
     TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left. A 0-dim tensor is whole on every rank. Where TP does
     not divide dim 0, FSDP2's real shards are these, though torch 2.13's `_StridedShard` arithmetic gives others.
     """
-    return _box_at(parameter, mesh, mesh.coordinates(rank))
+    at = mesh.coordinates(rank)
+    return _box_at(parameter.shape, parameter.tp_dim, mesh, fsdp=at.dp_shard * mesh.cp + at.cp, tp=at.tp)
 
 
-def _box_at(parameter: Parameter, mesh: MeshShape, at: MeshShape) -> Box | None:
-    offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
-    if parameter.tp_dim is not None:
-        offsets[parameter.tp_dim], sizes[parameter.tp_dim] = chunk_bounds(sizes[parameter.tp_dim], mesh.tp, at.tp)
+def _box_at(shape: tuple[int, ...], tp_dim: int | None, mesh: MeshShape, *, fsdp: int, tp: int) -> Box | None:
+    offsets, sizes = [0] * len(shape), list(shape)
+    if tp_dim is not None:
+        offsets[tp_dim], sizes[tp_dim] = chunk_bounds(sizes[tp_dim], mesh.tp, tp)
     if sizes:
-        start, sizes[0] = chunk_bounds(sizes[0], mesh.fsdp, at.dp_shard * mesh.cp + at.cp)
+        start, sizes[0] = chunk_bounds(sizes[0], mesh.fsdp, fsdp)
         offsets[0] += start
-    return Box(tuple(offsets), tuple(sizes)) if prod(sizes) or 0 in parameter.shape else None
+    return Box(tuple(offsets), tuple(sizes)) if prod(sizes) or 0 in shape else None
 
 
+@collector_paused()
 def boxes_for_mesh(
     parameters: Sequence[Parameter],
     mesh: MeshShape,
@@ -199,31 +205,54 @@ def boxes_for_mesh(
     """The files of a checkpoint as ranks of `mesh` would write it: what several ranks hold is in the lowest one's file.
 
     `itemsizes`: bytes per element by FQN. `stages`: module names per stage, dealt in turn over pp ranks; split_stages's
-    result when None. A tied embedding has one FQN and so belongs to the first stage.
+    result when None. A tied embedding has one FQN and so belongs to the first stage. Raises ConfigError where the mesh
+    would cut the model into more chunks than a `.metadata` can reasonably list.
     """
     if stages is None:
         layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
         stages = split_stages(mesh.pp, len(layers))
     pp_rank_of = {module: stage % mesh.pp for stage, modules in enumerate(stages) for module in modules}
-    of_pp_rank: list[list[Parameter]] = [[] for _ in range(mesh.pp)]
+    ranks_per_stage = mesh.world_size // mesh.pp
+    _refuse_dust(parameters, mesh)
+    # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000 of them, but 3,000
+    # that differ.
+    made: dict[tuple[tuple[int, ...], int | None, int], list[tuple[int, Box]]] = {}
+    files: dict[int, list[tuple[str, Box]]] = {}
     for parameter in parameters:
-        of_pp_rank[pp_rank_of[module_of(parameter.fqn)]].append(parameter)
-    files: Files = {}
-    written: set[tuple[str, tuple[int, ...]]] = set()
-    for rank in range(mesh.world_size):
-        at = mesh.coordinates(rank)
-        if at.dp_replicate:
-            continue  # the first replica writes
-        held = []
-        for parameter in of_pp_rank[at.pp]:
-            box = _box_at(parameter, mesh, at)
-            if box is None or (parameter.fqn, box.offsets) in written:
-                continue
-            written.add((parameter.fqn, box.offsets))
-            held += [(parameter.fqn, part) for part in row_blocks(box, itemsizes[parameter.fqn], MAX_CHUNK_BYTES)]
-        if held:
-            files[DISTCP_FILE.format(rank=rank)] = held
-    return files
+        key = (parameter.shape, parameter.tp_dim, itemsizes[parameter.fqn])
+        if key not in made:
+            made[key] = list(_boxes_within_stage(*key, mesh))
+        first_rank = pp_rank_of[module_of(parameter.fqn)] * ranks_per_stage
+        for rank, box in made[key]:
+            files.setdefault(first_rank + rank, []).append((parameter.fqn, box))
+    return {DISTCP_FILE.format(rank=rank): files[rank] for rank in sorted(files)}
+
+
+def _boxes_within_stage(
+    shape: tuple[int, ...], tp_dim: int | None, element_bytes: int, mesh: MeshShape
+) -> Iterator[tuple[int, Box]]:
+    """(rank within its stage, box) for every part of a tensor, each once: the lowest rank that holds it writes it."""
+    for fsdp in range(min(mesh.fsdp, shape[0]) if shape and shape[0] else 1):  # ranks beyond the rows hold nothing
+        for tp in range(1 if tp_dim is None else mesh.tp):
+            box = _box_at(shape, tp_dim, mesh, fsdp=fsdp, tp=tp)
+            if box is not None:
+                rank = fsdp * mesh.tp + tp  # of the first dp_replicate
+                yield from ((rank, part) for part in row_blocks(box, element_bytes, MAX_CHUNK_BYTES))
+
+
+def _refuse_dust(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
+    """Each chunk costs every reading rank about 2 kB of memory and 15 µs, whatever it holds."""
+    num_chunks = sum(
+        min(mesh.fsdp, p.shape[0] if p.shape else 1) * (1 if p.tp_dim is None else mesh.tp) for p in parameters
+    )
+    elements = sum(prod(p.shape) for p in parameters) // max(1, num_chunks)
+    if num_chunks > MAX_CHUNKS or (num_chunks > _MANY_CHUNKS and elements < _FEW_ELEMENTS):
+        list_gib = num_chunks * _READER_BYTES_PER_CHUNK / 1024**3
+        raise ConfigError(
+            f"the mesh {mesh} would cut this model into {num_chunks:,} chunks of {elements:,} values on average: "
+            f"a stock reader would hold {list_gib:.1f} GiB of their list on every rank",
+            hint="do not shard that thin: a smaller dp_shard with dp_replicate, as HSDP does",
+        )
 
 
 def boxes_for_any_mesh(tensors: Mapping[str, TensorInfo], *, file_bytes: int) -> Files:

@@ -1,14 +1,15 @@
 """DCP's `.metadata`: read it with stand-in records, write it by emitting opcodes. torch is not imported either way."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry
+from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorInfo
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, in_words, list_offenders
-from converters.formats.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter
+from converters.formats.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, Place
 from converters.formats.paths import checked_file_name
 from converters.formats.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
-from converters.formats.tensor_pickle import DTypeName
+from converters.formats.tensor_pickle import UNCOVERED_DTYPES, DTypeName
 
 _MAX_METADATA_BYTES = 8 << 30  # 10,000 ranks of a 405B write 6.7 GB
 VERSION = "1.0.0"
@@ -77,6 +78,17 @@ _STUBS: Stubs = {
     # torch before 2.2 and OLMo-core: the same records under other names
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
+    **{
+        (f"torch.distributed._shard.checkpoint.{module}", name): stub
+        for module, name, stub in (
+            ("metadata", "Metadata", _Metadata),
+            ("metadata", "TensorStorageMetadata", _Tensor),
+            ("metadata", "BytesStorageMetadata", _Bytes),
+            ("metadata", "ChunkStorageMetadata", _ChunkBox),
+            ("metadata", "MetadataIndex", _Index),
+            ("filesystem", "_StorageInfo", _StorageInfo),
+        )
+    },
     ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.serialization", "_get_layout"): _Ignored,
     ("torch", "Size"): tuple,  # harmless, and four times as fast as a function of ours
@@ -86,7 +98,7 @@ _STUBS: Stubs = {
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
     },
-    **{("torch", name): DTypeName(name) for name in DTYPES},
+    **{("torch", name): DTypeName(name) for name in (*DTYPES, *UNCOVERED_DTYPES)},
 }
 
 
@@ -114,6 +126,7 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
     missing: list[str] = []
+    unsupported: list[str] = []
     for fqn, entry in state["state_dict_metadata"].items():
         if type(fqn) is not str:
             raise ValueError(f"a key that is no name: {fqn!r}")
@@ -124,7 +137,11 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
             else:
                 blobs[fqn] = BlobEntry(fqn, *place)
             continue
-        shape, dtype = _integers(entry.state["size"]), _dtype(entry.state["properties"], fqn, what)
+        if not isinstance(entry, _Tensor):
+            raise ValueError(f"{fqn} is neither a tensor nor bytes")
+        shape, dtype = _integers(entry.state["size"]), _dtype(entry.state["properties"], fqn)
+        if dtype not in DTYPES:
+            unsupported.append(f"{fqn}: {dtype}")
         chunks = []
         for chunk in entry.state["chunks"]:
             box = Box(_integers(chunk.state["offsets"]), _integers(chunk.state["sizes"]))
@@ -135,6 +152,11 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
             elif box.num_elements:  # ranks without a share of a tensor leave empty chunks, which may share an item
                 missing.append(f"{fqn} at {box.offsets}")
         tensors[fqn] = TensorEntry(fqn, dtype, shape, tuple(chunks))
+    if unsupported:
+        raise UnsupportedError(
+            f"{what}: entries of a kind that is not covered:{list_offenders(unsupported)}",
+            hint="make plain tensors of them where they were made, and save again",
+        )
     if missing:
         raise CheckpointError(f"{what}: says nowhere where these lie:{list_offenders(missing)}")
     if places:
@@ -148,23 +170,37 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
 def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, int, int]]:
     places: dict[tuple, tuple[str, int, int]] = {}
     files: dict[str, str] = {}  # one string per file, checked once
-    coded = []
+    coded: list[str] = []
+    twice: list[str] = []
+    strange: list[str] = []
     for index, info in storage_data.items():
         fqn, offset = index.state["fqn"], index.state.get("offset")
         key = (fqn, None if offset is None else _integers(offset))
         name = info.state["relative_path"]
         if name not in files:
-            files[name] = checked_file_name(name, what=what)
+            try:
+                files[name] = checked_file_name(name, what=what)
+            except CheckpointError:
+                files[name] = ""
+                strange.append(f"{str(name)!r:.200}")
         start, length = _integers((info.state["offset"], info.state["length"]))
         if info.state.get("transform_descriptors"):
             coded.append(f"{fqn}: {info.state['transform_descriptors']}")
         if key in places:
-            raise CheckpointError(f"{what}: places {fqn} at {key[1]} twice")
+            twice.append(f"{fqn} at {key[1]}")
         places[key] = (files[name], start, length)
+    if strange:
+        raise CheckpointError(
+            f"{what}: names files that may lie outside the checkpoint's folder:{list_offenders(strange)}",
+            hint="files of a checkpoint lie beside each other, under plain names; nothing was opened",
+        )
+    if twice:
+        raise CheckpointError(f"{what}: places these twice:{list_offenders(twice)}")
     if coded:
         raise UnsupportedError(
-            f"{what}: entries are compressed or encoded:{list_offenders(coded)}",
-            hint="save the checkpoint without `_extensions` to read it here",
+            f"{what}: entries are compressed or encoded, which cannot be read here:{list_offenders(coded)}",
+            hint="load it with dcp.load and FileSystemReader(…, _extension_registry=…) once, and save it again with "
+            "dcp.save without `_extensions`",
         )
     return places
 
@@ -177,76 +213,53 @@ def _integers(values: Any) -> tuple[int, ...]:
     return values
 
 
-def _dtype(properties: _Properties, fqn: str, what: str) -> str:
+def _dtype(properties: _Properties, fqn: str) -> str:
+    """The element type, or what stands against reading the tensor: then it is no name of ours."""
     dtype, layout = properties.state[0], properties.state[1]
     if not isinstance(dtype, DTypeName):
-        raise CheckpointError(f"{what}: {fqn} has no element type")
+        raise ValueError(f"{fqn} has no element type")
     if not isinstance(layout, _Ignored) or layout.arguments != ("torch.strided",):
-        raise UnsupportedError(f"{what}: {fqn} is a sparse tensor")
+        return "a sparse tensor"
     return dtype.name
 
 
 def dump_metadata(catalog: Catalog) -> bytes:
     """The `.metadata` of a catalog whose chunks all carry `item`: protocol 4, version 1.0.0, no Path in it."""
-    out = MetadataEmitter()
-    out.record(METADATA_MODULE, "Metadata")
-    out.text("state_dict_metadata")
-    out.mapping()
+    places: dict[str, list[Place]] = {}
     for entry in catalog.tensors.values():
-        out.text(entry.fqn)
-        _emit_tensor(out, entry)
-    for fqn in catalog.blobs:
-        out.text(fqn)
-        out.bare_record(METADATA_MODULE, "BytesStorageMetadata")
-    out.end_mapping()
-    out.text("planner_data")
-    out.mapping()
-    for fqn in (*catalog.tensors, *catalog.blobs):
-        out.text(fqn)
-        out.path(catalog.planner_data.get(fqn, (fqn,)))
-    out.end_mapping()
-    out.text("storage_data")
-    out.mapping()
-    for entry in catalog.tensors.values():
-        for index, chunk in enumerate(entry.chunks):
-            assert chunk.item is not None, f"{entry.fqn}: a chunk without its item cannot be written to .metadata"
-            _emit_place(out, entry.fqn, chunk.box.offsets, index, chunk.file, *chunk.item)
+        assert all(c.item is not None for c in entry.chunks), f"{entry.fqn}: a chunk without its item has no place"
+        places[entry.fqn] = [Place(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item]
     for blob in catalog.blobs.values():
-        _emit_place(out, blob.fqn, None, None, blob.file, blob.byte_offset, blob.length)
-    out.end_mapping()
-    for name, value in (("storage_meta", None), ("version", VERSION)):
-        out.text(name)
-        out.none() if value is None else out.text(value)
-    out.end_record()
-    return out.finish()
+        places[blob.fqn] = [Place(None, blob.file, blob.byte_offset, blob.length)]
+    tensors = {fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
+    return dump_places(tensors, places, planner_data=catalog.planner_data)
 
 
-def _emit_tensor(out: MetadataEmitter, entry: TensorEntry) -> None:
-    out.record(METADATA_MODULE, "TensorStorageMetadata")
-    out.text("properties")
-    out.properties(entry.dtype)
-    out.text("size")
-    out.size(entry.shape)
-    out.text("chunks")
-    out.list_of_boxes([chunk.box for chunk in entry.chunks])
-    out.end_record()
-
-
-def _emit_place(out: MetadataEmitter, fqn: str, offsets, index, file: str, start: int, length: int) -> None:
-    out.record(METADATA_MODULE, "MetadataIndex")
-    out.text("fqn")
-    out.text(fqn)
-    out.text("index")
-    out.none() if index is None else out.integer(index)
-    if offsets is not None:
-        out.text("offset")
-        out.size(offsets)
-    out.end_record()
-    out.record(FILESYSTEM_MODULE, "_StorageInfo")
-    out.text("relative_path")
-    out.text(file)
-    out.text("offset")
-    out.integer(start)
-    out.text("length")
-    out.integer(length)
-    out.end_record()
+def dump_places(
+    tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]], *, planner_data: Mapping[str, tuple]
+) -> bytes:
+    """The `.metadata` of tensors, and of plain values: whatever in `places` is no tensor."""
+    out = MetadataEmitter()
+    parts = [out.start, out.record(METADATA_MODULE, "Metadata"), out.text("state_dict_metadata"), out.mapping]
+    for fqn, info in tensors.items():
+        parts += (
+            out.text(fqn),
+            out.record(METADATA_MODULE, "TensorStorageMetadata"),
+            out.text("properties"),
+            out.properties(info.dtype),
+            out.text("size"),
+            out.size(info.shape),
+            out.text("chunks"),
+            out.list_of_boxes([place.box for place in places[fqn] if place.box is not None]),
+            out.end_record,
+        )
+    for fqn in (name for name in places if name not in tensors):
+        parts += (out.text(fqn), out.bare_record(METADATA_MODULE, "BytesStorageMetadata"))
+    parts += (out.end_mapping, out.text("planner_data"), out.mapping)
+    for fqn in places:
+        parts += (out.text(fqn), out.path(planner_data.get(fqn, (fqn,))))
+    parts += (out.end_mapping, out.text("storage_data"), out.mapping)
+    parts += [out.places(fqn, held) for fqn, held in places.items()]
+    parts += (out.end_mapping, out.text("storage_meta"), out.none, out.text("version"), out.text(VERSION))
+    parts += (out.end_record, out.stop)
+    return b"".join(parts)

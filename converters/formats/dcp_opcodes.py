@@ -1,117 +1,166 @@
 """The pickle opcodes of a `.metadata`, written one by one, because pickling its real records would import torch."""
 
 import struct
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from converters.catalog import Box
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
 
+_END_RECORD = b"ub"
+
+
+class Place(NamedTuple):
+    """Where the item of a box lies: file, first byte, length. A plain value has no box."""
+
+    box: Box | None
+    file: str
+    start: int
+    length: int
+
 
 class MetadataEmitter:
-    """Writes pickle opcodes. What repeats (names, classes, sizes) is put into the memo once and fetched afterwards."""
+    """Makes pickle opcodes. What repeats (names, classes, sizes) is put into the memo once and fetched afterwards.
+
+    Every method returns bytes, which must go out in the order in which they were asked for: the memo counts.
+    """
 
     def __init__(self) -> None:
-        self._out = bytearray(b"\x80\x04")
-        self._memo: dict[Any, int] = {}
+        self._memo: dict[Any, bytes] = {}  # what was emitted → the opcode that fetches it
+        self._box_lists: dict[tuple[int, ...], tuple[Sequence[Box], bytes]] = {}  # by the ids of the boxes
 
-    def _fetch(self, key: Any) -> bool:
-        number = self._memo.get(key)
-        if number is None:
-            return False
-        self._out += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
-        return True
+    def _kept(self, key: Any) -> bytes:
+        number = len(self._memo)
+        self._memo[key] = b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
+        return b"\x94"
 
-    def _keep(self, key: Any) -> None:
-        self._memo[key] = len(self._memo)
-        self._out += b"\x94"
+    def text(self, value: str) -> bytes:
+        found = self._memo.get(value)
+        if found is not None:
+            return found
+        raw = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(raw)) + raw + self._kept(value)
 
-    def text(self, value: str) -> None:
-        if not self._fetch(value):
-            raw = value.encode("utf-8", "surrogatepass")
-            self._out += b"X" + struct.pack("<I", len(raw)) + raw
-            self._keep(value)
-
-    def integer(self, value: int) -> None:
+    @staticmethod
+    def integer(value: int) -> bytes:
         if value < 256:
-            self._out += b"K%c" % value
-        elif value < 1 << 31:
-            self._out += b"J" + struct.pack("<i", value)
-        else:
-            self._out += b"\x8a\x09" + value.to_bytes(9, "little")
+            return b"K%c" % value
+        if value < 1 << 31:
+            return b"J" + struct.pack("<i", value)
+        return b"\x8a\x09" + value.to_bytes(9, "little")
 
-    def none(self) -> None:
-        self._out += b"N"
+    def record(self, module: str, name: str) -> bytes:
+        """Open a record of DCP; names and values of its fields follow in turn, then `end_record`."""
+        return self.bare_record(module, name) + b"}("
 
-    def mapping(self) -> None:
-        """Open a dict; keys and values follow in turn."""
-        self._out += b"}("
+    end_record = _END_RECORD
+    start, mapping, end_mapping, none, stop = b"\x80\x04", b"}(", b"u", b"N", b"."
 
-    def end_mapping(self) -> None:
-        self._out += b"u"
-
-    def record(self, module: str, name: str) -> None:
-        """Open a record of DCP; names and values of its fields follow in turn."""
-        self.bare_record(module, name)
-        self.mapping()
-
-    def end_record(self) -> None:
-        self._out += b"ub"
-
-    def bare_record(self, module: str, name: str) -> None:
+    def bare_record(self, module: str, name: str) -> bytes:
         """A record without fields."""
-        self._symbol(module, name)
-        self._out += b")\x81"
+        return self._symbol(module, name) + b")\x81"
 
-    def _symbol(self, module: str, name: str) -> None:
-        if not self._fetch((module, name)):
-            self.text(module)
-            self.text(name)
-            self._out += b"\x93"
-            self._keep((module, name))
+    def _symbol(self, module: str, name: str) -> bytes:
+        found = self._memo.get((module, name))
+        return found or b"".join((self.text(module), self.text(name), b"\x93", self._kept((module, name))))
 
     # What `.metadata` is made of
 
-    def size(self, values: tuple[int, ...]) -> None:
-        key = ("size", values)
-        if not self._fetch(key):
-            self._symbol("torch", "Size")
-            self._out += b"("
-            for value in values:
-                self.integer(value)
-            self._out += b"t\x85R"
-            self._keep(key)
+    def size(self, values: tuple[int, ...]) -> bytes:
+        found = self._memo.get(values)
+        if found is not None:
+            return found
+        numbers = b"".join(map(self.integer, values))
+        return b"".join((self._symbol("torch", "Size"), b"(", numbers, b"t\x85R", self._kept(values)))
 
-    def properties(self, dtype: str) -> None:
-        key = ("properties", dtype)
-        if not self._fetch(key):
-            self.bare_record(METADATA_MODULE, "TensorProperties")
-            self._out += b"("
-            self._symbol("torch", dtype)
-            self._symbol("torch.serialization", "_get_layout")
-            self.text("torch.strided")
-            self._out += b"\x85R\x89"
-            self._symbol(METADATA_MODULE, "_MEM_FORMAT_ENCODING")
-            self._out += b"K\x00\x85R\x89tb"
-            self._keep(key)
+    def properties(self, dtype: str) -> bytes:
+        key = ("properties", dtype, "")  # of another length than a symbol's
+        found = self._memo.get(key)
+        if found is not None:
+            return found
+        parts = (
+            self.bare_record(METADATA_MODULE, "TensorProperties"),
+            b"(",
+            self._symbol("torch", dtype),
+            self._symbol("torch.serialization", "_get_layout"),
+            self.text("torch.strided"),
+            b"\x85R\x89",
+            self._symbol(METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+            b"K\x00\x85R\x89tb",
+            self._kept(key),
+        )
+        return b"".join(parts)
 
-    def list_of_boxes(self, boxes: list[Box]) -> None:
-        self._out += b"]("
+    def list_of_boxes(self, boxes: Sequence[Box]) -> bytes:
+        """ChunkStorageMetadata of each. Layers share their boxes, so a list is mostly emitted already, to the bit."""
+        ids = tuple(map(id, boxes))
+        if ids in self._box_lists:
+            return self._box_lists[ids][1]
+        defines = self._boxes(boxes)
+        self._box_lists[ids] = boxes, self._boxes(boxes)  # all of it fetched from the memo now; boxes keep their ids
+        return defines
+
+    def _boxes(self, boxes: Sequence[Box]) -> bytes:
+        parts = [b"]("]
         for box in boxes:
-            self.record(METADATA_MODULE, "ChunkStorageMetadata")
-            self.text("offsets")
-            self.size(box.offsets)
-            self.text("sizes")
-            self.size(box.sizes)
-            self.end_record()
-        self._out += b"e"
+            parts += (
+                self.record(METADATA_MODULE, "ChunkStorageMetadata"),
+                self.text("offsets"),
+                self.size(box.offsets),
+                self.text("sizes"),
+                self.size(box.sizes),
+                _END_RECORD,
+            )
+        return b"".join((*parts, b"e"))
 
-    def path(self, parts: tuple) -> None:
-        self._out += b"("
-        for part in parts:
-            self.integer(part) if type(part) is int else self.text(str(part))
-        self._out += b"t"
+    def path(self, parts: tuple) -> bytes:
+        inner = b"".join([self.integer(part) if type(part) is int else self.text(str(part)) for part in parts])
+        return b"(" + inner + b"t"
 
-    def finish(self) -> bytes:
-        return bytes(self._out + b".")
+    def places(self, fqn: str, places: Iterable[Place]) -> bytes:
+        """MetadataIndex and _StorageInfo of each: half a million of them, so what they share is joined beforehand."""
+        text, size, integer = self.text, self.size, self.integer
+        parts: list[bytes] = []
+        fixed: tuple[bytes, ...] = ()
+        for number, (box, file, start, length) in enumerate(places):
+            if not fixed:
+                parts += self._place(fqn, number, box, file, start, length)
+                fixed = self._between(fqn)
+                continue
+            assert box is not None, f"{fqn}: a plain value in two places"
+            to_index, to_offset, to_file, to_start, to_length = fixed
+            parts += (to_index, integer(number), to_offset, size(box.offsets), to_file, text(file))
+            parts += (to_start, integer(start), to_length, integer(length), _END_RECORD)
+        return b"".join(parts)
+
+    def _place(self, fqn: str, number: int, box: Box | None, file: str, start: int, length: int) -> Iterable[bytes]:
+        yield self.record(METADATA_MODULE, "MetadataIndex")
+        yield self.text("fqn")
+        yield self.text(fqn)
+        yield self.text("index")
+        yield self.none if box is None else self.integer(number)
+        if box is not None:
+            yield self.text("offset")
+            yield self.size(box.offsets)
+        yield _END_RECORD
+        yield self.record(FILESYSTEM_MODULE, "_StorageInfo")
+        yield self.text("relative_path")
+        yield self.text(file)
+        yield self.text("offset")
+        yield self.integer(start)
+        yield self.text("length")
+        yield self.integer(length)
+        yield _END_RECORD
+
+    def _between(self, fqn: str) -> tuple[bytes, ...]:
+        """What stands before index, offset, file, start and length of a place, all of it in the memo by now."""
+        text = self.text
+        return (
+            self.record(METADATA_MODULE, "MetadataIndex") + text("fqn") + text(fqn) + text("index"),
+            text("offset"),
+            _END_RECORD + self.record(FILESYSTEM_MODULE, "_StorageInfo") + text("relative_path"),
+            text("offset"),
+            text("length"),
+        )

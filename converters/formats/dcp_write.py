@@ -2,14 +2,17 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from zlib import crc32
 
-from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorInfo
+from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
+from converters.collector import collector_paused
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.dcp_item import item_layout, item_shell
-from converters.formats.dcp_metadata import dump_metadata
+from converters.formats.dcp_metadata import dump_places
+from converters.formats.dcp_opcodes import Place
 from converters.formats.paths import checked_file_name
 from converters.formats.target import Segment, Slot, Target, joined
 from converters.formats.write_at import write_at, write_file
@@ -19,6 +22,7 @@ from converters.names import DCP_METADATA
 BLOB_FILE = "__blobs_0.distcp"  # small, so that ranks which need a step counter do not open each other's data files
 
 
+@collector_paused()
 def plan_dcp(
     tensors: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[tuple[str, Box]]],
@@ -32,24 +36,25 @@ def plan_dcp(
     """
     slots: list[Slot] = []
     file_bytes: dict[str, int] = {}
-    chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in tensors}
+    places: dict[str, list[Place]] = {fqn: [] for fqn in tensors}
     for file, boxes in files.items():
         position = 0
         for fqn, box in boxes:
             dtype = tensors[fqn].dtype
             layout = item_layout(dtype, box.sizes)
             slots.append(Slot(fqn, dtype, box, file, position + layout.data_offset))
-            chunks[fqn].append(Chunk(box, file, UNLOCATED, (), item=(position, layout.total_bytes)))
+            places[fqn].append(Place(box, file, position, layout.total_bytes))
             position += layout.total_bytes
         file_bytes[checked_file_name(file, what="a DCP layout")] = position
+    _check(tensors, places)
     blobs = dict(blobs or {})
     if blobs:
         assert BLOB_FILE not in file_bytes, f"{BLOB_FILE} is taken"
+        assert blobs.keys().isdisjoint(tensors), "a name is a tensor's and a plain value's"
         file_bytes[BLOB_FILE] = sum(map(len, blobs.values()))
-    entries = {fqn: TensorEntry(fqn, i.dtype, i.shape, tuple(chunks[fqn])) for fqn, i in tensors.items()}
-    _check(entries, blobs)
-    catalog = Catalog(Path(), "dcp", entries, _blob_entries(blobs), dict(planner_data or {}))
-    metadata = dump_metadata(catalog)
+        starts = accumulate(map(len, blobs.values()), initial=0)
+        places |= {n: [Place(None, BLOB_FILE, s, len(d))] for (n, d), s in zip(blobs.items(), starts, strict=False)}
+    metadata = dump_places(tensors, places, planner_data=planner_data or {})
     file_bytes[DCP_METADATA] = len(metadata)
 
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
@@ -77,21 +82,21 @@ def plan_dcp(
     return Target(dict(tensors), slots, file_bytes, finish)
 
 
-def _check(entries: Mapping[str, TensorEntry], blobs: Mapping[str, bytes]) -> None:
-    problems = [f"{fqn}: {why}" for fqn, entry in entries.items() if (why := cover_problem(entry))]
-    problems += [f"{fqn}: a tensor and a blob" for fqn in blobs if fqn in entries]
-    for fqn, entry in entries.items():
-        twice = [at for at, count in Counter(chunk.box.offsets for chunk in entry.chunks).items() if count > 1]
-        problems += [f"{fqn}: two chunks at {at}" for at in twice]
-        if not entry.chunks:
-            problems.append(f"{fqn}: has no chunk")
+def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]]) -> None:
+    checked: dict[tuple[int, ...], list[str]] = {}  # layers share their boxes: what was found for one holds for all
+    problems = []
+    for fqn, info in tensors.items():
+        boxes = [place.box for place in places[fqn] if place.box is not None]
+        key = (*info.shape, -1, *map(id, boxes))
+        if key not in checked:
+            checked[key] = _problems(info, boxes)
+        problems += [f"{fqn}: {problem}" for problem in checked[key]]
     if problems:
         raise CheckpointError(f"the layout does not hold every tensor exactly once:{list_offenders(problems)}")
 
 
-def _blob_entries(blobs: Mapping[str, bytes]) -> dict[str, BlobEntry]:
-    entries, position = {}, 0
-    for fqn, data in blobs.items():
-        entries[fqn] = BlobEntry(fqn, BLOB_FILE, position, len(data))
-        position += len(data)
-    return entries
+def _problems(info: TensorInfo, boxes: Sequence[Box]) -> list[str]:
+    entry = TensorEntry("", info.dtype, info.shape, tuple(Chunk(box, "", UNLOCATED, ()) for box in boxes))
+    problem = cover_problem(entry) or ("" if boxes else "has no chunk")
+    twice = [at for at, count in Counter(box.offsets for box in boxes).items() if count > 1]
+    return [*([problem] if problem else []), *(f"two chunks at {at}" for at in twice)]

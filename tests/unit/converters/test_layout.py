@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from converters.catalog import Box, TensorInfo
 from converters.errors import ConfigError
 from converters.families.base import Parameter
 from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.formats.dcp_write import plan_dcp
 from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
@@ -113,6 +115,26 @@ def test_files_of_a_mesh_hold_every_element_once(flavor, mesh):
     for parameter in parameters:
         boxes = [box for fqn, box in held if fqn == parameter.fqn]
         assert covers(parameter.shape, boxes)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(dp_shard=131072), MeshShape(dp_shard=16384, tp=8)], ids=str)
+def test_a_mesh_that_leaves_dust_is_refused(mesh):
+    parameters = LLAMA3.parameters(FLAVORS["8B"])
+    with pytest.raises(ConfigError, match=r"chunks of [\d,]+ values on average: .* GiB of their list") as error:
+        boxes_for_mesh(parameters, mesh, itemsizes={p.fqn: 2 for p in parameters})
+    assert "dp_replicate" in error.value.hint
+    replicated = MeshShape(dp_replicate=512, dp_shard=256)  # as many ranks, laid out at once
+    assert len(boxes_for_mesh(parameters, replicated, itemsizes={p.fqn: 2 for p in parameters})) == 256
+
+
+def test_405b_on_512_ranks_is_laid_out_within_seconds_and_layers_share_their_boxes():
+    parameters = LLAMA3.parameters(FLAVORS["405B"])
+    started = time.process_time()
+    files = boxes_for_mesh(parameters, MeshShape(dp_shard=64, tp=8), itemsizes={p.fqn: 2 for p in parameters})
+    target = plan_dcp({p.fqn: TensorInfo("bfloat16", p.shape) for p in parameters}, files)
+    assert time.process_time() - started < 4  # 1.5 on an idle core
+    assert len(target.slots) == 468_800
+    assert len({id(slot.box) for slot in target.slots}) < 10_000
 
 
 def test_stages_lie_in_their_ranks_files():
