@@ -15,6 +15,7 @@ from titan_tools.commands.config import config_app
 from titan_tools.commands.convert import convert_app
 from titan_tools.commands.data import data_app
 from titan_tools.commands.diff import diff
+from titan_tools.commands.download import download
 from titan_tools.commands.estimate_memory import estimate_memory
 from titan_tools.commands.infer import infer
 from titan_tools.commands.inspect import inspect
@@ -77,6 +78,7 @@ app.command("train", context_settings=_TAKES_OVERRIDES)(train)
 app.command("infer")(infer)
 app.command("seed", context_settings=_TAKES_OVERRIDES)(seed)
 app.command("estimate-memory", context_settings=_TAKES_OVERRIDES)(estimate_memory)
+app.command("download")(download)
 app.add_typer(convert_app, name="convert")
 app.command("reshard")(reshard)
 app.command("inspect")(inspect)

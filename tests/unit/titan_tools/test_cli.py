@@ -17,7 +17,7 @@ from titan_tools.cli import app
 TITAN = [sys.executable, "-m", "titan_tools"]
 COMMANDS = {
     "convert", "inspect", "diff", "verify", "reshard", "seed", "estimate-memory", "train", "infer", "data", "config",
-    "models",
+    "models", "download",
 }  # fmt: skip
 
 

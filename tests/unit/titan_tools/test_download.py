@@ -1,0 +1,292 @@
+"""`titan download` against a hub of our own: access, names, cuts, resuming over processes, checksums."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from huggingface_hub import constants, snapshot_download
+
+from converters.errors import CheckpointError
+from converters.open import open_checkpoint
+from tests.unit.titan_tools.fake_hub import SHA, Hub
+from titan_tools.hub import download as module
+from titan_tools.hub import fetch
+from titan_tools.hub.choose import Choice, by_default
+from titan_tools.hub.download import download
+
+NAME = "meta-llama/Tiny"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    tensors = {"model.norm.weight": torch.arange(300_000, dtype=torch.float32)}
+    files = {
+        "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+        WEIGHTS: safetensors.torch.save(tensors),
+        "tokenizer.json": b"{}",
+        "README.md": b"# a model",
+        "original/consolidated.00.pth": b"Meta's own",
+    }
+    with Hub(NAME, files, large={WEIGHTS, "original/consolidated.00.pth"}) as hub:
+        for name, value in {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hf" / "hub"),
+            "HF_TOKEN_PATH": str(tmp_path / "hf" / "token"),
+            "HF_STORED_TOKENS_PATH": str(tmp_path / "hf" / "stored_tokens"),
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(fetch, "PAUSES_SECS", (0.01, 0.01))
+        yield hub
+
+
+def environment(hub: Hub, home) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+
+
+def titan(*arguments, hub: Hub, home, **env) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "titan_tools", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environment(hub, home), **env})
+
+
+def refused(*arguments, **options) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        download(*arguments, **options)
+    return caught.value
+
+
+def test_into_the_cache_as_the_hubs_own_client_has_it_and_every_command_reads_the_printed_folder(hub, tmp_path):
+    done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    snapshot = done.stdout.strip()
+    assert snapshot == str(tmp_path / "hf/hub/models--meta-llama--Tiny/snapshots" / SHA)
+    assert sorted(os.listdir(snapshot)) == ["config.json", WEIGHTS, "tokenizer.json"]
+    assert open_checkpoint(snapshot).tensors["model.norm.weight"].shape == (300_000,)
+    taken = ["*.json", "*.safetensors"]
+    theirs = snapshot_download(NAME, local_files_only=True, cache_dir=tmp_path / "hf/hub", allow_patterns=taken)
+    assert theirs == snapshot, "what titan puts there, the client finds under the branch's name"
+    asked = len(hub.gets(WEIGHTS))
+    again = titan("download", NAME, "--json", hub=hub, home=tmp_path / "hf")
+    assert json.loads(again.stdout)["num_fetched_bytes"] == 0
+    assert len(hub.gets(WEIGHTS)) == asked
+
+
+def test_into_a_plain_folder(hub, tmp_path):
+    report = download(NAME, tmp_path / "model", choice=Choice(original=True))
+    held = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*") if p.is_file()}
+    assert held == {"config.json", WEIGHTS, "tokenizer.json", "original/consolidated.00.pth"}
+    assert all((tmp_path / "model" / name).read_bytes() == hub.files[name] for name in held)
+    assert report.num_fetched_bytes == sum(len(hub.files[name]) for name in held)
+    assert os.listdir(tmp_path) == ["model"], "nothing is left beside it"
+    assert "exists already" in refused(NAME, tmp_path / "model").message
+
+
+def test_what_is_chosen():
+    small = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "LICENSE"]
+    split = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    others = [
+        "onnx/model.onnx",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "README.md",
+        "a.png",
+        ".gitattributes",
+    ]
+    bins = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+    assert by_default([*small, *split, *bins, *others, "consolidated.safetensors"]) == [*small, *split]
+    assert by_default([*small, *bins, *others]) == [*small, *bins]
+    assert by_default(["consolidated.safetensors", "params.json"]) == ["consolidated.safetensors", "params.json"]
+    assert by_default(["consolidated.00.pth", "params.json", "x/y.bin"]) == ["consolidated.00.pth", "params.json"]
+    meta_only = Choice(exclude=["*.safetensors", "*.index.json"], original=True).of([*small, *split, *others])
+    assert meta_only == [*small, "original/consolidated.00.pth", "original/params.json"]
+    assert Choice(include=["token*"], exclude=["*.model"]).of([*small, *split]) == ["tokenizer.json"]
+
+
+def test_nothing_wanted_shows_what_there_is(hub):
+    error = refused(NAME, choice=Choice(include=["*.gguf"]))
+    assert "original/consolidated.00.pth" in error.message
+    assert "--include" in error.hint
+
+
+def test_dry_run_fetches_nothing(hub, tmp_path):
+    report = download(NAME, tmp_path / "model", dry_run=True)
+    assert report.num_bytes == report.num_fetched_bytes == sum(len(hub.files[f.name]) for f in report.files)
+    assert hub.gets(WEIGHTS) == []
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["cache", "folder"])
+def test_a_connection_that_is_cut_goes_on_with_the_rest(hub, tmp_path, place):
+    hub.cut_after[WEIGHTS] = 700_000
+    report = download(NAME, tmp_path / "model" if place == "folder" else None)
+    assert hub.gets(WEIGHTS) == [None, "bytes=700000-"]
+    with open(os.path.join(report.path, WEIGHTS), "rb") as file:
+        assert file.read() == hub.files[WEIGHTS]
+
+
+@pytest.mark.parametrize("place", ["cache", "folder"])
+def test_a_hub_that_goes_down_is_told_and_the_next_try_asks_for_the_rest_only(hub, tmp_path, place):
+    dst = tmp_path / "model" if place == "folder" else None
+    hub.cut_after[WEIGHTS], hub.down_after_cut = 500_000, True
+    error = refused(NAME, dst)
+    assert "503" in error.message
+    assert "goes on where this one stopped" in error.hint
+    assert not (tmp_path / "model").exists()
+    hub.down, hub.asked = False, []
+    report = download(NAME, dst)
+    assert hub.gets(WEIGHTS) == ["bytes=500000-"]
+    assert report.num_bytes - report.num_fetched_bytes >= 500_000
+    with open(os.path.join(report.path, WEIGHTS), "rb") as file:
+        assert file.read() == hub.files[WEIGHTS]
+
+
+def test_killed_by_sigkill_the_next_process_goes_on(hub, tmp_path):
+    hub.slow_after = {WEIGHTS: 1_000_000}
+    command = [sys.executable, "-m", "titan_tools", "download", NAME, str(tmp_path / "model")]
+    process = subprocess.Popen(command, env=environment(hub, tmp_path / "hf"), stderr=subprocess.DEVNULL)
+    part = tmp_path / f".download-model-{SHA[:12]}" / f"{WEIGHTS}.incomplete"
+    until = time.monotonic() + 30
+    while not (part.is_file() and part.stat().st_size >= 1_000_000):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = part.stat().st_size
+    assert 1_000_000 <= kept < len(hub.files[WEIGHTS])
+    hub.slow_after, hub.asked = {}, []
+    done = titan("download", NAME, tmp_path / "model", hub=hub, home=tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    assert hub.gets(WEIGHTS) == [f"bytes={kept}-"]
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+
+
+def test_a_server_without_ranges_sends_all_again_and_the_file_is_right(hub, tmp_path):
+    hub.cut_after[WEIGHTS], hub.ignores_ranges = 700_000, True
+    advanced = []
+
+    class Watch:
+        def __init__(self, total, what): ...
+        def __enter__(self):
+            return advanced.append
+
+        def __exit__(self, *exc): ...
+
+    download(NAME, tmp_path / "model", progress=Watch)
+    assert hub.gets(WEIGHTS) == [None, "bytes=700000-"]
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+    assert sum(advanced) == sum((tmp_path / "model" / f).stat().st_size for f in os.listdir(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])  # SHA-256, git's SHA-1
+def test_bytes_that_changed_on_the_way_are_found_and_not_kept(hub, tmp_path, name):
+    hub.tampers = {name}
+    assert name in refused(NAME, tmp_path / "model").message
+    assert not (tmp_path / "model").exists()
+    hub.tampers = set()
+    download(NAME, tmp_path / "model")
+    assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
+
+
+def test_two_downloads_of_one_file_do_not_mix(hub, tmp_path):
+    part = tmp_path / f".download-model-{SHA[:12]}" / f"{WEIGHTS}.incomplete"
+    part.parent.mkdir()
+    with part.open("ab") as file:
+        fetch._lock(file, part)
+        assert "another download" in refused(NAME, tmp_path / "model").message
+    download(NAME, tmp_path / "model")
+
+
+def test_gated_without_with_a_wrong_and_with_the_right_token(hub, tmp_path, monkeypatch):
+    hub.gated = True
+    error = refused(NAME)
+    assert "no token was sent" in error.message
+    assert f"{hub.url}/{NAME}" in error.hint
+    assert "hf auth login" in error.tries
+    error = refused(NAME, token="hf_of_somebody_else")
+    assert "the account of this token has none" in error.message
+    assert "token is wrong" in refused(NAME, token="hf_bad").hint
+    assert hub.gets(WEIGHTS) == [], "told before a byte is fetched"
+    monkeypatch.setenv("HF_TOKEN", hub.good_token)
+    download(NAME)
+    monkeypatch.delenv("HF_TOKEN")
+    with open(constants.HF_TOKEN_PATH, "w") as file:  # what `hf auth login` writes
+        file.write(hub.good_token)
+    download(NAME, tmp_path / "model")
+    os.remove(constants.HF_TOKEN_PATH)
+    download(NAME, tmp_path / "other", token=hub.good_token)
+
+
+def test_the_command_line_tells_of_a_gated_repository(hub, tmp_path):
+    hub.gated = True
+    done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "grants access one by one" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = titan("download", NAME, hub=hub, home=tmp_path / "hf", HF_TOKEN=hub.good_token)
+    assert done.returncode == 0, done.stderr
+
+
+def test_private_missing_and_misspelled_names(hub):
+    hub.private = True
+    assert "private: no token was sent" in refused(NAME).message
+    hub.private = False
+    assert "knows no such model" in refused("meta-llama/None").message
+    assert "no branch, tag or commit 'v9'" in refused(NAME, revision="v9").message
+    assert "owner/name" in refused("https://huggingface.co/meta-llama/Tiny").hint
+    download(NAME, revision=SHA)
+
+
+def test_no_network_offline_and_a_proxy_that_is_not_there(hub, monkeypatch, tmp_path):
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        monkeypatch.setattr(constants, name, getattr(constants, name).replace(hub.url, "http://127.0.0.1:9"))
+    error = refused(NAME)
+    assert "the connection fails" in error.message
+    assert "HTTPS_PROXY" in error.hint
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    error = refused(NAME)
+    assert "HF_HUB_OFFLINE" in error.message
+    assert constants.HF_HUB_CACHE in error.hint
+
+
+def test_no_room_is_told_before_and_in_the_middle(hub, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert "needs 1.1 MiB" in refused(NAME, tmp_path / "model").message
+    assert hub.gets(WEIGHTS) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(fetch, "_append", full)
+    error = refused(NAME, tmp_path / "model")
+    assert "No space left" in error.message
+    assert "goes on where" in error.hint
+
+
+@pytest.mark.parametrize("place", ["cache", "folder"])
+def test_files_that_only_the_hubs_client_may_fetch(hub, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(module, "MOST_BYTES_BY_HTTP", 1_000_000)
+    report = download(NAME, tmp_path / "model" if place == "folder" else None)
+    with open(os.path.join(report.path, WEIGHTS), "rb") as file:
+        assert file.read() == hub.files[WEIGHTS]
+    assert ".cache" not in os.listdir(report.path)
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(hub, tmp_path):
+    hub.files["../evil.json"] = b"{}"
+    error = refused(NAME, tmp_path / "model", choice=Choice(include=["*"]))
+    assert "../evil.json" in error.message
+    assert os.listdir(tmp_path) == []

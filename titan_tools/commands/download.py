@@ -1,0 +1,75 @@
+"""titan download: a model from the Hugging Face hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def download(
+    repository: Annotated[
+        str, typer.Argument(help="As in its page's address, such as meta-llama/Llama-3.2-1B.", show_default=False)
+    ],
+    dst: Annotated[
+        Path | None, typer.Argument(help="A folder to make. Default: the HF cache (HF_HOME).", show_default=False)
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Take these files, such as '*.json'; may be repeated. Default: safetensors (else .bin, else Meta's"
+            " .pth) with config and tokenizer.",
+            show_default=False,
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these out; may be repeated.", show_default=False)
+    ] = None,
+    original: Annotated[bool, typer.Option("--original", help="Take the folder original/ too.")] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(help="Default: HF_TOKEN, else what `hf auth login` has stored.", show_default=False),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Files that are fetched at a time.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; fetch nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Fetch a model from the Hugging Face hub and print its folder, which every command reads as it is.
+
+    Broken off, the same command goes on where it stopped. Every file is checked against the hub's checksum.
+    HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HTTPS_PROXY mean what they always mean.
+
+    \b
+    Examples:
+      titan download meta-llama/Llama-3.2-1B
+      titan download Qwen/Qwen3-0.6B qwen3-0.6b --revision main
+      titan download meta-llama/Llama-3.1-8B --original --exclude '*.safetensors' --dry-run
+    """
+    from converters.sizes import tell_bytes
+    from titan_tools.console import count, note, print_json, progress, table
+    from titan_tools.hub.choose import Choice
+    from titan_tools.hub.download import download as fetch
+
+    report = fetch(
+        repository,
+        dst,
+        revision=revision,
+        choice=Choice(include or (), exclude or (), original),
+        token=token,
+        workers=workers,
+        dry_run=dry_run,
+        progress=progress,
+    )
+    if as_json:
+        print_json(report.to_json())
+        return
+    fetched = report.num_fetched_bytes
+    here = "" if fetched == report.num_bytes else f", {tell_bytes(report.num_bytes - fetched)} of it here already"
+    what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {tell_bytes(report.num_bytes)}"
+    if dry_run:
+        table(("file", "bytes", "here"), [(f.name, f.num_bytes, f.num_bytes_here) for f in report.files])
+        note(f"{what}{here}; nothing was fetched")
+        return
+    note(f"{what}{here}, {report.secs:.1f} s")
+    print(report.path)
