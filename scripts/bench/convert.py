@@ -1,0 +1,51 @@
+"""Convert against a copy: HF→DCP and DCP→HF of a 1.2B Llama and a Qwen 3 of that size, in turn with `cp -r` + fsync.
+
+python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 5
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import MODELS, write_model  # noqa: E402
+from rounds import TITAN, Command, compare, copy_and_fsync, read_once, run  # noqa: E402
+
+LIMITS = {"llama": ((), 2.5), "qwen3": (("--no-digest",), 1.5)}
+MOST_ANON_MIB = 128 + 16 * 2  # at the default of two workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=None, help="where to write; default: the temporary folder")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=[*LIMITS], default=[*LIMITS])
+    chosen = parser.parse_args()
+    ok = True
+    for model in chosen.models:
+        with TemporaryDirectory(dir=chosen.work, prefix="titan-bench-") as work:
+            ok &= _bench(Path(work), model, chosen.rounds)
+    raise SystemExit(0 if ok else 1)
+
+
+def _bench(work: Path, model: str, rounds: int) -> bool:
+    hf, dcp = work / "hf", work / "dcp"
+    size = write_model(hf, MODELS[model])
+    options, most = LIMITS[model]
+    run(Command("", (*TITAN, "convert", "hf-to-dcp", str(hf), str(dcp)), dcp))
+    read_once(hf)
+    read_once(dcp)
+    print(f"{model}: {size / 1e9:.2f} GB of bf16", flush=True)
+
+    def command(kind: str, src: Path) -> Command:
+        out = work / f"out-{kind}"
+        argv = (*TITAN, "convert", kind, str(src), str(out), *options)
+        return Command(" ".join((model, kind, *options)), argv, out, most, most_anon_mib=MOST_ANON_MIB)
+
+    commands = [command("hf-to-dcp", hf), command("dcp-to-hf", dcp)]
+    return compare(copy_and_fsync(hf, work / "copy"), commands, rounds=rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Make Hugging Face folders of a given size for the benches: real shapes, random finite bf16 values, no torch."""
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LLAMA_1B: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+# Not a published size: Qwen 3 1.7B's numbers with fewer layers, so that it has as many bytes as the Llama beside it
+QWEN3_1B: Mapping[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B}
+
+
+def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of a dense decoder."""
+    dim, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    inside = {
+        "self_attn.q_proj": (q, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, q),
+        "mlp.gate_proj": (hidden, dim),
+        "mlp.up_proj": (hidden, dim),
+        "mlp.down_proj": (dim, hidden),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    if config["model_type"] == "qwen3":
+        inside |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
+    for n in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in inside.items()}
+    shapes["model.norm.weight"] = (dim,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], dim)
+    return shapes
+
+
+def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> int:
+    """Write config.json and one model.safetensors; its bytes. `sparse`: zeros that take no room on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=1))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes_of(config).items():
+        size = 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    random = np.random.Generator(np.random.SFC64(0))
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        if sparse:
+            file.truncate(8 + len(raw) + position)
+            return path.stat().st_size
+        for start in range(0, position, 1 << 24):
+            count = min(1 << 24, position - start) // 2
+            bits = random.integers(0, 1 << 16, count, dtype=np.uint16)
+            file.write((bits & np.uint16(0xBFFF)).tobytes())  # without the exponent's top bit nothing is infinite
+    return path.stat().st_size
