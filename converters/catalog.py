@@ -103,6 +103,7 @@ class Catalog:
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
     planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
+    copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again (see copies.py)
 
     @property
     def num_bytes(self) -> int:

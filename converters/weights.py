@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.copies import require_equal_copies
 from converters.errors import CheckpointError
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info, says_model
@@ -33,7 +34,7 @@ class NativeWeights:
 def open_native(
     path: Path | str, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
 ) -> NativeWeights:
-    """Open a checkpoint of any format. Reads headers only, and a tied model's second copy of its embedding.
+    """Open a checkpoint of any format. Reads headers, and what is stored twice: a tied model's output, Meta's norms.
 
     `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
     that do not say it (torchtitan's); `otherwise`: what it is then, for a caller who knows. Raises CheckpointError with
@@ -57,6 +58,7 @@ def native_weights(
     naming = detect_naming(weights.tensors, get_family(info.family), where=str(catalog.root))
     reader = CatalogReader(weights)
     try:
+        require_equal_copies(reader)
         view = native_view(reader, info, naming, where=str(catalog.root))
         return NativeWeights(view, info, catalog, naming.name, reader)
     except BaseException:

@@ -1,7 +1,7 @@
 """What a model family says about itself, without torch: numbers, parameters, names, shard dims."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -74,6 +74,7 @@ class Family:
     # (params.json, full shapes) → numbers, and back. None: Meta's format has no such models
     args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
     meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
+    meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # what Meta's shards cut along another than tp_dim
     # Which of its readers a file is for, where families share an architecture's name or Meta's format
     claims: Callable[[ModelArgs], bool] = _any
 

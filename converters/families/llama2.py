@@ -41,5 +41,6 @@ LLAMA2 = Family(
     hf_architectures=("LlamaForCausalLM",),
     args_from_meta_params=args_from_meta_params,
     meta_params=llama2_meta_params,
+    meta_shard_dims={"tok_embeddings.weight": 1},
     claims=is_llama2,
 )

@@ -33,7 +33,8 @@ class Segment:
 class Target:
     """An output to be written. Fill every slot, then call `finish` with the slots' CRC32s (in the order of `slots`).
 
-    Slots cover every tensor exactly once; one whose data another tensor's slot holds (tied weights) has none.
+    Slots cover every tensor exactly once, but for what each of Meta's shards repeats (once in every file), and for one
+    whose data another tensor's slot holds (tied weights), which has none.
 
     `finish` writes everything that is not tensor data and returns size and CRC32 of every file it knows.
     """

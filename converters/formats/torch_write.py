@@ -14,11 +14,14 @@ from converters.formats.write_at import write_at
 from converters.manifest import FileSum
 
 
-def plan_torch(tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[str, str] | None = None) -> Target:
+def plan_torch(
+    tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[str, str] | None = None, root: str = "archive"
+) -> Target:
     """A Target with the tensors in their order in one file; data starts at multiples of 64, so it can be mapped.
 
     `shared`: name → the tensor whose data it is too. That is written once, as torch.save does for tied weights, and
-    torch.load gives two tensors over one storage.
+    torch.load gives two tensors over one storage. `root`: the folder inside the zip, which torch.save names after the
+    file it was first saved to.
     """
     shared = shared or {}
     owners = [fqn for fqn in tensors if fqn not in shared]
@@ -28,10 +31,10 @@ def plan_torch(tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[
     sizes = [prod(tensors[fqn].shape) * itemsize(tensors[fqn].dtype) for fqn in owners]
 
     def pieces(crcs: Sequence[int]) -> list[tuple[int, bytes]]:
-        before = [("archive/data.pkl", pickled), ("archive/byteorder", b"little"), ("archive/version", b"3\n")]
-        entries = [small_entry(name, data) for name, data in before]
+        before = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+        entries = [small_entry(f"{root}/{name}", data) for name, data in before]
         for fqn, size, crc in zip(owners, sizes, crcs, strict=True):
-            entries.append(ZipEntry(f"archive/data/{keys[fqn]}", size, crc))
+            entries.append(ZipEntry(f"{root}/data/{keys[fqn]}", size, crc))
         return zip_pieces(entries)
 
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:

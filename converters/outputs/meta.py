@@ -1,16 +1,23 @@
-"""Meta's original format: consolidated.00.pth and params.json, which torchtune opens too."""
+"""Meta's original format: params.json and consolidated.NN.pth, one for each model-parallel rank.
+
+torchtune opens a single one.
+"""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from converters.assets import write_assets
-from converters.errors import UnsupportedError
-from converters.families.base import Family, Naming
+from converters.errors import ConfigError, UnsupportedError
+from converters.families.base import Family, ModelArgs, Naming
+from converters.formats.meta_write import plan_meta
 from converters.formats.target import Target
-from converters.formats.torch_write import plan_torch
+from converters.layout import uneven_over_tp
 from converters.model_info import write_meta_params, write_model_info
-from converters.names import META_PARAMS, META_SHARD, MODEL_INFO
+from converters.names import META_PARAMS, MODEL_INFO
 from converters.outputs.base import Contents, Output, OutputOptions
+
+NUM_SHARDS = (1, 2, 4, 8, 16)  # what Meta has released
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
@@ -20,9 +27,24 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
-    contents.family.meta_params(contents.info.args)  # raises now where params.json cannot say it, not after the copy
-    shared = second_names(contents.view.ledger.used)
-    return plan_torch(contents.tensors, file=META_SHARD.format(index=0), shared=shared)
+    family, args = contents.family, contents.info.args
+    family.meta_params(args)  # raises now where params.json cannot say it, not after the copy
+    num_shards = 1 if options.num_shards is None else options.num_shards
+    _check_num_shards(num_shards, args)
+    dims = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))} | family.meta_shard_dims
+    twice = second_names(contents.view.ledger.used)
+    shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
+    return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared)
+
+
+def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
+    """Raise ConfigError where Meta's code could not run such shards: each has whole heads and an equal part of all."""
+    possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]
+    hint = f"possible for this model: {', '.join(possible)}"
+    if num_shards not in NUM_SHARDS:
+        raise ConfigError(f"--num-shards {num_shards}: Meta's format has 1, 2, 4, 8 or 16 shards", hint=hint)
+    if uneven := uneven_over_tp(args, num_shards):
+        raise ConfigError(f"--num-shards {num_shards} {uneven.partition(';')[0]}", hint=hint)
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
@@ -42,7 +64,7 @@ def second_names(used: Mapping[str, str]) -> dict[str, str]:
 META = Output(
     name="meta",
     called="an original Meta release",
-    takes=frozenset(),
+    takes=frozenset({"num_shards"}),
     naming=_naming,
     plan=_plan,
     write_small_files=_write_small_files,
