@@ -162,7 +162,8 @@ def check_plain(value: Any, *, what: str) -> None:
             pending.extend(item.keys())
             pending.extend(item.values())
         elif item is not None and type(item) not in (int, float, bool, str, bytes):
+            found = "tensor" if isinstance(item, TensorRef) else type(item).__name__
             raise CheckpointError(
-                f"{what}: holds a {type(item).__name__} where only plain values may stand",
+                f"{what}: holds a {found} where only plain values may stand",
                 hint="int, float, bool, None, str, bytes, list, tuple, set and dict are plain",
             )

@@ -10,9 +10,10 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from converters.errors import CheckpointError, in_words
+from converters.errors import CheckpointError, TitanError, UnsupportedError, in_words
 
 Stubs = Mapping[tuple[str, str], Any]  # (module, name) → the stand-in
 
@@ -33,6 +34,13 @@ class Sealed(type):
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"a pickle may not change {cls.__name__}")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """In place of a stand-in: harmless, well known, and not covered. `what` says what it would have been."""
+
+    what: str
 
 
 class PlainDict(dict, metaclass=Sealed):
@@ -72,8 +80,14 @@ class _Reader(pickle.Unpickler):
         stub = self._stubs.get((module, name))
         if stub is None:
             raise CheckpointError(
-                f"{self._what}: refused, it asks for `{module}.{name}`",
-                hint="a pickle that names anything but tensors and plain values could run code; nothing of it was run",
+                f"{self._what}: refused, it asks for `{module}.{name}`"[:500],
+                hint="a pickle that names anything but tensors and plain values could run code; nothing of it was run "
+                "(of a whole model or optimizer, save the state_dict())",
+            )
+        if isinstance(stub, Refused):
+            raise UnsupportedError(
+                f"{self._what}: holds {stub.what}, which is not covered",
+                hint="make plain tensors of it (.dequantize(), .to_dense(), .full_tensor()) and save them again",
             )
         return stub
 
@@ -104,7 +118,9 @@ def safe_load(
     gc.disable()  # nothing here makes cycles, and the collector takes two thirds of the time of a big `.metadata`
     try:
         return _Reader(data, stubs, persistent, what).load()
-    except CheckpointError:
+    except UnsupportedError as error:
+        raise error if error.message.startswith(what) else UnsupportedError(f"{what}: {error.message}") from None
+    except TitanError:
         raise
     except Exception as error:
         raise CheckpointError(f"{what}: damaged, or not a checkpoint's pickle ({in_words(error)})") from error

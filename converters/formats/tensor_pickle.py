@@ -8,8 +8,15 @@ from typing import Any
 
 from converters.catalog import TensorInfo
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
-from converters.errors import CheckpointError
-from converters.formats.safe_pickle import PLAIN_STUBS, PlainDict, Sealed, Stubs, safe_load
+from converters.errors import CheckpointError, UnsupportedError
+from converters.formats.safe_pickle import PLAIN_STUBS, PlainDict, Refused, Sealed, Stubs, safe_load
+
+# torch's element types that are no plain numbers of whole bytes, or that nothing here can convert
+UNCOVERED_DTYPES = (
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+    *("float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bcomplex32", "complex32"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,8 @@ class _RebuildV2(metaclass=Sealed):
 
 class _RebuildV3(metaclass=Sealed):
     def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[misc]
+        if dtype.name in UNCOVERED_DTYPES:
+            raise UnsupportedError(f"a tensor of the element type {dtype.name}, which is not covered")
         return _tensor_ref(storage, offset, size, strides, dtype.name, hooks, metadata)
 
 
@@ -71,7 +80,20 @@ TENSOR_STUBS: Stubs = {
     ("torch.storage", "UntypedStorage"): StorageType(""),
     ("torch", "Size"): tuple,
     **{("torch", storage): StorageType(name) for storage, name in BY_TORCH_STORAGE.items()},
-    **{("torch", name): DTypeName(name) for name in DTYPES},
+    **{("torch", name): DTypeName(name) for name in (*DTYPES, *UNCOVERED_DTYPES)},
+    **{
+        ("torch._utils", name): Refused(f"a {kind} tensor")
+        for name, kind in (
+            ("_rebuild_sparse_tensor", "sparse"),
+            ("_rebuild_nested_tensor", "nested"),
+            ("_rebuild_qtensor", "quantized"),
+            ("_rebuild_wrapper_subclass", "wrapped (subclass)"),
+            ("_rebuild_meta_tensor_no_storage", "meta (without values)"),
+            ("_rebuild_device_tensor_from_numpy", "foreign device's"),
+        )
+    },
+    ("torch._tensor", "_rebuild_from_type_v2"): Refused("a tensor subclass (DTensor, or a quantized type)"),
+    ("torch.distributed.tensor", "DTensor"): Refused("a DTensor, of which one file has one rank's part"),
 }
 
 

@@ -55,11 +55,11 @@ def test_a_single_meta_shard(tmp_path):
     ("value", "message"),
     [
         ([torch.zeros(2)], "holds a list, not a dict"),
-        ({"a": torch.zeros(2), "b": [torch.zeros(1)]}, r"b: holds a TensorRef where only plain values may stand"),
+        ({"a": torch.zeros(2), "b": [torch.zeros(1)]}, r"b: holds a tensor where only plain values may stand"),
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "two entries are called 'a.b'"),
         ({"bomb": torch.zeros(1).expand(1 << 20, 1 << 20)}, "overlap"),
         ({"module": torch.nn.Linear(1, 1)}, "refused, it asks for `torch.nn"),
-        ({"sparse": torch.eye(2).to_sparse()}, "refused"),
+        ({"sparse": torch.eye(2).to_sparse()}, "holds a sparse tensor, which is not covered"),
     ],
 )
 def test_what_is_no_dict_of_tensors_is_refused(tmp_path, value, message):
