@@ -7,24 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Catalog, count_dtypes
+from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
+from converters.journal import plan_fingerprint
+from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import get_output
-from converters.plan import plan_conversion, sections_left_out
+from converters.plan import plan_conversion
+from converters.single_file import check_file_place, execute_into_file
 from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import native_weights
 
-_COMMANDS = (("hf", "dcp"), ("dcp", "hf"), ("meta", "dcp"), ("dcp", "meta"))  # `titan convert A-to-B`
-_CONTAINERS_OF = {"dcp": ("dcp",), "hf": ("safetensors", "torch"), "meta": ("meta",)}
-_CALLED = {"dcp": "a DCP checkpoint", "hf": "a Hugging Face checkpoint", "meta": "an original Meta release"}
+# `titan convert A-to-B` exists for each of these and DCP, both ways
+_BESIDE_DCP = ("hf", "meta", "torch", "torchtune")
+_CONTAINERS_OF = {
+    "dcp": ("dcp",),
+    "hf": ("safetensors", "torch"),
+    "meta": ("meta",),
+    "torch": ("torch",),
+    "torchtune": ("safetensors", "torch", "meta"),  # what its checkpointers write, each under its own names
+}
+_CALLED = {
+    "dcp": "a DCP checkpoint",
+    "hf": "a Hugging Face checkpoint",
+    "meta": "an original Meta release",
+    "torch": "a torch file",
+    "torchtune": "a checkpoint of torchtune",
+}
 _CALLED_CONTAINER = {
     "dcp": "a DCP checkpoint",
     "safetensors": "a Hugging Face checkpoint (safetensors)",
     "torch": "a torch file",
     "meta": "an original Meta release",
 }
+_LONE_FILE = "the file does not say what model it is: whoever reads it names a folder that does (--model-from)"
+_KIND_OF = {"dcp": "dcp", "safetensors": "hf", "meta": "meta", "torch": "torch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +60,16 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     num_cast: int
+    kept_float32: tuple[str, ...]  # native names of what --dtype passed over
     dropped: Mapping[str, str]  # source tensor → reason
     left_out: Mapping[str, int]  # section → entries
+    missing: tuple[str, ...]  # what the model has and the source has not: allowed, and missing in the output too
+    extra: tuple[str, ...]  # what the source has and the model has not: allowed, and not in the output
     non_finite: Mapping[str, int]  # tensor → values that are NaN or infinite
     remarks: tuple[str, ...]
     other_files: tuple[str, ...]  # tokenizer, configs
+    resumed_bytes: int  # written by an earlier attempt, and found good
+    needs: Needs | None  # of a dry run
     secs: float
     dry_run: bool
 
@@ -62,28 +86,40 @@ def convert(
     dtype: str | None = None,
     options: OutputOptions = OutputOptions(),  # noqa: B008  frozen
     model_from: Path | str | None = None,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
+    allow_nonfinite: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ConvertReport:
-    """Write the weights of `src` as `to` into the folder `dst`.
+    """Write the weights of `src` as `to` into the folder `dst`, or into that very file where the format is one.
 
-    `source`: what `src` is expected to be (dcp, hf, meta); another kind is an error that names the right command.
-    `options`: what the format lets one choose. `dtype` casts every floating tensor. A `dry_run` stops when everything
-    is planned and checked.
+    `source`: what `src` is expected to be (dcp, hf, meta, torch, torchtune); another kind is an error that names the
+    right command. `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A
+    `dry_run` stops when everything is planned and checked. `resume` goes on from what a killed run of the same plan
+    has written. Without `digests` the manifest has none.
     """
     output = get_output(to)
     src, dst, started = Path(src), Path(dst), time.monotonic()
-    check_places(src, dst, overwrite=overwrite)
+    into_file = dst.suffix in output.file_suffixes
+    (check_file_place if into_file else check_places)(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)
-    with native_weights(catalog, model_from=model_from) as weights:
+    with native_weights(
+        catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
+    ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
-        require_room(dst, plan.target)
-        done = Execution({}, [])
-        if not dry_run:
-            done = execute(
+        done, needs = Execution({}, []), None
+        if dry_run:
+            needs = estimate_needs(dst, plan.target, workers=workers)
+        else:
+            require_room(dst, plan.target)
+            done = (execute_into_file if into_file else execute)(
                 dst,
                 source=plan.contents.view,
                 target=plan.target,
@@ -93,7 +129,13 @@ def convert(
                 vouched=vouched,
                 overwrite=overwrite,
                 progress=progress,
+                workers=workers,
+                digests=digests,
+                fingerprint=plan_fingerprint(catalog, plan.target, plan.casts, digests=digests),
+                resume=resume,
+                allow_nonfinite=allow_nonfinite,
             )
+    ledger = weights.source.ledger
     return ConvertReport(
         source=str(src),
         destination=str(dst),
@@ -105,11 +147,16 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         num_cast=len(plan.casts),
-        dropped=weights.source.ledger.dropped,
-        left_out=sections_left_out(catalog),
+        kept_float32=plan.kept_float32,
+        dropped=ledger.dropped,
+        left_out=weights.left_out,
+        missing=tuple(ledger.missing),
+        extra=tuple(ledger.extra),
         non_finite=done.non_finite,
-        remarks=tuple(filter(None, [unchecked_remark(catalog, vouched)])),
+        remarks=(*filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else ""]), *done.remarks),
         other_files=tuple(done.other_files),
+        resumed_bytes=done.resumed_bytes,
+        needs=needs,
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
@@ -119,11 +166,10 @@ def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, 
     """Raise CheckpointError where `src` is not what the command's name says."""
     if source is None or catalog.container in _CONTAINERS_OF[source]:
         return
-    # "" for a torch file, which may hold anybody's names
-    found = next((kind for kind, containers in _CONTAINERS_OF.items() if catalog.container == containers[0]), "")
+    found = _KIND_OF[catalog.container]
     if found == to:
         tries = [f"titan reshard {src} {dst}"] if to == "dcp" else []
-    elif (found, to) in _COMMANDS:
+    elif (found == "dcp" and to in _BESIDE_DCP) or (to == "dcp" and found in _BESIDE_DCP):
         tries = [f"titan convert {found}-to-{to} {src} {dst}"]
     else:
         tries = [f"titan convert auto {src} {dst} --to {to}"]

@@ -18,6 +18,7 @@ META_SHARD = "consolidated.{index:02d}.pth"
 TIKTOKEN_MODEL = "tokenizer.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TORCH_MODEL = "model.pt"
 
 # Sections of a training checkpoint: everything but the weights, which lie flat at the root
 OPTIMIZER = "optimizer"

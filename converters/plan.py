@@ -1,19 +1,17 @@
 """What a conversion will write, settled before the first byte: source view, casts, files, and what is left out."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.catalog import Catalog, TensorInfo
+from converters.catalog import TensorInfo, count_dtypes
 from converters.copy import RowNumbers
-from converters.dtypes import DTYPES
+from converters.dtypes import DTYPES, itemsize
 from converters.errors import ConfigError
 from converters.families.registry import get_family
 from converters.formats.target import Target
-from converters.names import section_of
 from converters.outputs.base import Contents, Output, OutputOptions
-from converters.view import foreign_view
+from converters.view import foreign_view, is_named
 from converters.weights import NativeWeights
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
@@ -26,6 +24,7 @@ class ConversionPlan:
     contents: Contents
     target: Target
     casts: Mapping[str, str]
+    kept_float32: tuple[str, ...]  # native names of what a cast to 16 bits passes over
     stored: Mapping[str, str]  # target name → the source's own name
     native_rows: RowNumbers | None  # None: rows are written in native order
 
@@ -39,28 +38,57 @@ def plan_conversion(
     naming = output.naming(family, options)
     view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
     native = weights.source.ledger.used
-    stored = native if naming is None else {name: native[held] for name, held in view.ledger.used.items()}
-    casts = find_casts(view.tensors, dtype)
+    native_of = {name: name for name in view.tensors} if naming is None else view.ledger.used
+    native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
+    casts = {name: native_casts[held] for name, held in native_of.items() if held in native_casts}
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
-    native_rows = None if naming is None else view.native_rows
-    return ConversionPlan(contents, output.plan(contents, options), casts, stored, native_rows)
+    return ConversionPlan(
+        contents=contents,
+        target=output.plan(contents, options),
+        casts=casts,
+        kept_float32=tuple(find_islands(weights.source.tensors, dtype, keep=family.keep_float32)),
+        stored={name: native[held] for name, held in native_of.items()},
+        native_rows=None if naming is None else view.native_rows,
+    )
 
 
-def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None) -> dict[str, str]:
-    """Which floating tensors change their element type for `dtype`; none where it is None (the source dtype stays)."""
+def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
+    """Which floating tensors change their element type for `dtype`; none where it is None (the source dtype stays).
+
+    What `find_islands` names stays float32.
+    """
     if dtype is None:
         return {}
+    name, islands = _floating(dtype), set(find_islands(tensors, dtype, keep=keep))
+    return {
+        n: name
+        for n, info in tensors.items()
+        if info.dtype != name and DTYPES[info.dtype].is_floating and n not in islands
+    }
+
+
+def find_islands(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> list[str]:
+    """Tensors that stay float32 when the others are cast to 16 bits or less.
+
+    Whoever kept a few of them in float32 among weights of 16 bits (most, by bytes) did so on purpose. `keep`: native
+    names, `{n}` standing for the layer, that a family wants in float32 whatever the others are.
+    """
+    if dtype is None or itemsize(_floating(dtype)) > 2:
+        return []
+    wide = [n for n, info in tensors.items() if info.dtype == "float32"]
+    floating = {n: info for n, info in tensors.items() if DTYPES[info.dtype].is_floating}
+    num_bytes = count_dtypes(floating)
+    narrow_bytes = sum(size for kind, size in num_bytes.items() if itemsize(kind) <= 2)
+    if narrow_bytes > sum(num_bytes.values()) - narrow_bytes:
+        return wide
+    return [n for n in wide if is_named(n, keep)]
+
+
+def _floating(dtype: str) -> str:
+    """The name of an element type as a user may spell it. Raises ConfigError for what is no floating type."""
     name = DTYPE_SPELLINGS.get(dtype, dtype)
     if name not in DTYPES or not DTYPES[name].is_floating:
         floating = ", ".join(d.name for d in DTYPES.values() if d.is_floating)
         raise ConfigError(f"no floating element type is called {dtype!r}", hint=f"known: {floating}")
-    return {n: name for n, info in tensors.items() if info.dtype != name and DTYPES[info.dtype].is_floating}
-
-
-def sections_left_out(catalog: Catalog) -> dict[str, int]:
-    """Sections of a training checkpoint that are not weights, with their number of entries."""
-    if catalog.container != "dcp":
-        return {}
-    names = [*catalog.tensors, *catalog.blobs]
-    return dict(Counter(section for name in names if (section := section_of(name)) != "model"))
+    return name

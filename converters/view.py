@@ -5,7 +5,7 @@ Nothing is copied here. A view reads box by box, so a permutation costs the box 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -29,6 +29,8 @@ class Ledger:
 
     used: dict[str, str] = field(default_factory=dict)  # target name → source name
     dropped: dict[str, str] = field(default_factory=dict)  # source name → reason
+    missing: list[str] = field(default_factory=list)  # allowed to be: under the source's naming
+    extra: list[str] = field(default_factory=list)  # unknown, and allowed to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,20 @@ def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
     return np.arange(args.head_dim).reshape(2, args.head_dim // 2).T.reshape(-1)
 
 
-def native_view(source: TensorSource, info: ModelInfo, naming: Naming, *, where: str = "") -> View:
+def native_view(
+    source: TensorSource,
+    info: ModelInfo,
+    naming: Naming,
+    *,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
+    where: str = "",
+) -> View:
     """`source` under native names.
 
-    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. A tied model may
-    carry its output weight again; it is read, and dropped where it equals the embedding. `where` begins the messages.
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. What is allowed to
+    be missing or unknown is in the ledger instead, and not in the view. A tied model may carry its output weight again;
+    it is read, and dropped where it equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     by_foreign = _spell(family, args, naming)
@@ -93,13 +104,17 @@ def native_view(source: TensorSource, info: ModelInfo, naming: Naming, *, where:
         elif reason := _drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
-            problems.append(f"unexpected  {name}")
+            ledger.extra.append(name)
+    if tied_copy is not None and EMBEDDING not in ledger.used:  # the one weight of the two, under its other name
+        ledger.used[EMBEDDING], tied_copy = tied_copy, None
     foreign_of = {native: foreign for foreign, native in by_foreign.items()}
     tensors = {}
     for parameter in family.parameters(args):
         name = ledger.used.get(parameter.fqn)
         if name is None:
-            problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
+            ledger.missing.append(foreign_of[parameter.fqn])
+            if not allow_missing:
+                problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
             continue
         found = source.tensors[name]
         if found.shape != parameter.shape:
@@ -107,6 +122,8 @@ def native_view(source: TensorSource, info: ModelInfo, naming: Naming, *, where:
         if not DTYPES[found.dtype].is_floating:
             problems.append(f"dtype       {name}  is {found.dtype}, should be a floating type")
         tensors[parameter.fqn] = found
+    if not allow_extra:
+        problems += [f"unexpected  {name}" for name in ledger.extra]
     if problems:
         raise _ledger_error(problems, naming, missing_output=not args.tied and OUTPUT not in ledger.used, where=where)
     if tied_copy is not None:
@@ -114,11 +131,14 @@ def native_view(source: TensorSource, info: ModelInfo, naming: Naming, *, where:
         ledger.dropped[tied_copy] = TIED_REASON
     orders = {rule.native: _native_row_order(rule.op, args) for rule in naming.rules}
     row_orders = {fqn: order for fqn in tensors if (order := orders[_with_placeholder(fqn)]) is not None}
-    return View(source, tensors, row_orders, Ledger({fqn: ledger.used[fqn] for fqn in tensors}, ledger.dropped))
+    return View(source, tensors, row_orders, replace(ledger, used={fqn: ledger.used[fqn] for fqn in tensors}))
 
 
 def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
-    """Native tensors under the names and in the row order of `naming`; the inverse of native_view."""
+    """Native tensors under the names and in the row order of `naming`; the inverse of native_view.
+
+    What `native` lacks, because that was allowed, is lacking here too.
+    """
     family, args = get_family(info.family), info.args
     rules = {rule.native: rule for rule in naming.rules}
     ledger, tensors, row_orders = Ledger(), {}, {}
@@ -126,6 +146,8 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     if args.tied and naming.repeats_tied:
         natives[OUTPUT] = EMBEDDING
     for fqn, held in natives.items():
+        if held not in native.tensors:
+            continue
         rule = rules[_with_placeholder(fqn)]
         name = _with_number(rule.foreign, fqn)
         ledger.used[name] = held
@@ -142,22 +164,36 @@ def native_naming(family: Family) -> Naming:
     return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
 
 
-def detect_naming(names: Iterable[str], family: Family, *, where: str = "") -> Naming:
-    """The naming that explains most of `names`. Raises CheckpointError where none explains any."""
+def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where: str = "") -> Naming:
+    """The naming that explains most of `names`; one with `nest` in front of every name where that explains more.
+
+    Raises CheckpointError where none explains any.
+    """
     names = list(names)
-    candidates = [native_naming(family), *family.namings.values()]
-
-    def explained(naming: Naming) -> int:
-        patterns = [_pattern(text) for text in (*(r.foreign for r in naming.rules), *(d.pattern for d in naming.drops))]
-        return sum(any(p.fullmatch(name) for p in patterns) for name in names)
-
-    scores = [explained(naming) for naming in candidates]
+    plain = [native_naming(family), *family.namings.values()]
+    candidates = plain + ([_nested(naming, nest) for naming in plain] if nest else [])
+    scores = []
+    for naming in candidates:
+        known = _any_name(naming)
+        scores.append(sum(known.fullmatch(name) is not None for name in names))
     if not names or max(scores) == 0:
         raise CheckpointError(
             f"{_prefix(where)}no tensor here has a name that a {family.name} model has" + list_offenders(names, most=5),
-            hint=f"known namings: {', '.join(c.name for c in candidates)}",
+            hint=f"known namings: {', '.join(c.name for c in plain)}",
         )
     return candidates[scores.index(max(scores))]
+
+
+def _nested(naming: Naming, nest: str) -> Naming:
+    rules = tuple(replace(rule, foreign=nest + rule.foreign) for rule in naming.rules)
+    return replace(naming, rules=rules, drops=tuple(replace(d, pattern=nest + d.pattern) for d in naming.drops))
+
+
+@cache
+def _any_name(naming: Naming) -> re.Pattern[str]:
+    """What a checkpoint of this naming may call a tensor, in one pattern: asked of every tensor for every naming."""
+    texts = (*(rule.foreign for rule in naming.rules), *(drop.pattern for drop in naming.drops))
+    return re.compile("|".join(_pattern(text).pattern for text in texts))
 
 
 def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
@@ -167,6 +203,11 @@ def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
         natives.append(OUTPUT)
     rules = {rule.native: rule for rule in naming.rules}
     return {_with_number(rules[_with_placeholder(fqn)].foreign, fqn): fqn for fqn in natives}
+
+
+def is_named(fqn: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns, in which `{n}` stands for a layer number, is this name."""
+    return any(_pattern(text).fullmatch(fqn) for text in patterns)
 
 
 def _drop_reason(name: str, naming: Naming) -> str:

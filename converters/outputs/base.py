@@ -49,6 +49,7 @@ class Output:
     naming: Callable[[Family, OutputOptions], Naming | None]  # None: native names
     plan: Callable[[Contents, OutputOptions], Target]
     write_small_files: Callable[[Path, Contents, OutputOptions], list[str]]  # returns the names of what it wrote
+    file_suffixes: frozenset[str] = frozenset()  # of a DST that is not a folder, but the one file of this format
 
     def check_options(self, options: OutputOptions) -> None:
         """Raise ConfigError, in the words of the command line, for what means nothing in this format."""

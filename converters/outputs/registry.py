@@ -7,8 +7,9 @@ from converters.outputs.base import Output
 from converters.outputs.dcp import DCP
 from converters.outputs.hf import HF
 from converters.outputs.meta import META
+from converters.outputs.torch import TORCH
 
-OUTPUTS: Mapping[str, Output] = {output.name: output for output in (DCP, HF, META)}
+OUTPUTS: Mapping[str, Output] = {output.name: output for output in (DCP, HF, META, TORCH)}
 
 
 def get_output(name: str) -> Output:

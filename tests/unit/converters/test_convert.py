@@ -353,7 +353,7 @@ def test_dry_run_plans_and_writes_nothing(hf, tmp_path):
     report = convert(hf, tmp_path / "dcp", to="dcp", dry_run=True)
     assert list(tmp_path.iterdir()) == []
     done = convert(hf, tmp_path / "dcp", to="dcp")
-    skipped = ("secs", "dry_run", "other_files")
+    skipped = ("secs", "dry_run", "other_files", "needs")
     assert {k: v for k, v in asdict(report).items() if k not in skipped} == {
         k: v for k, v in asdict(done).items() if k not in skipped
     }

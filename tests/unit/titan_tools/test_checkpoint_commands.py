@@ -229,12 +229,12 @@ def test_layers_that_are_not_there_are_told_before_they_are_counted_out(titan, f
 
 def test_sizes():
     from converters.errors import ConfigError
-    from titan_tools.commands.convert import _parse_size
+    from titan_tools.conversion import parse_size
 
-    assert [_parse_size(text) for text in ("5GB", "1.5 MiB", "700", "2kb")] == [5 * 10**9, 1536 * 1024, 700, 2000]
+    assert [parse_size(text) for text in ("5GB", "1.5 MiB", "700", "2kb")] == [5 * 10**9, 1536 * 1024, 700, 2000]
     for text in ("", "GB", "-1GB", "5XB", "1e9"):
         with pytest.raises(ConfigError):
-            _parse_size(text)
+            parse_size(text)
 
 
 def test_no_command_here_loads_torch(folder, tmp_path):

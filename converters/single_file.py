@@ -1,0 +1,70 @@
+"""An output that is one file: made in a folder beside its place as any other, then moved out by one rename."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError, TitanError
+from converters.execute import Execution, check_places, execute
+from converters.formats import torch_file
+from converters.names import TEMPORARY_PREFIX
+
+
+def check_file_place(src: Path, dst: Path, *, overwrite: bool) -> None:
+    """Raise CheckpointError where the file `dst` may not be written; only a torch file is ever replaced."""
+    if not dst.exists() or dst.is_symlink() or src.resolve() == dst.resolve():
+        check_places(src, dst, overwrite=overwrite)
+        return
+    if src.is_dir() and dst.resolve().is_relative_to(src.resolve()):
+        raise CheckpointError(f"{dst} is a part of the source", hint="write to a file beside the source")
+    if not dst.is_file():
+        raise CheckpointError(f"{dst}: exists and is not a file", hint="a DST with this suffix is the file to write")
+    if not _is_torch_file(dst):
+        raise CheckpointError(
+            f"{dst}: exists already and is no torch file; it is not replaced",
+            hint="give a new name, or remove this one yourself",
+        )
+    if not overwrite:
+        raise CheckpointError(f"{dst}: exists already", hint="nothing was written", tries=["--overwrite"])
+
+
+def execute_into_file(dst: Path, *, overwrite: bool, **plan: Any) -> Execution:
+    """`execute` with a target of one file, which becomes `dst` itself; nothing is put beside it."""
+    folder = dst.absolute().parent / f"{TEMPORARY_PREFIX}{dst.name}"
+    (name,) = plan["target"].file_bytes
+    try:
+        done = execute(folder, overwrite=True, **plan | {"write_small_files": lambda folder: []})
+    except TitanError as error:
+        error.message = error.message.replace(str(folder), str(dst))
+        raise
+    try:
+        _move(folder / name, dst, overwrite=overwrite)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
+
+
+def _move(made: Path, dst: Path, *, overwrite: bool) -> None:
+    if overwrite:
+        os.replace(made, dst)
+    else:
+        try:
+            os.link(made, dst)  # unlike a rename, fails where somebody made one meanwhile
+        except FileExistsError as error:
+            raise CheckpointError(f"{dst}: appeared while it was being made", hint="another job wrote there") from error
+        except OSError:  # a file system without links
+            os.rename(made, dst)
+    descriptor = os.open(dst.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_torch_file(path: Path) -> bool:
+    try:
+        torch_file.read_catalog(path)
+    except TitanError:
+        return False
+    return True
