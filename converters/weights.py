@@ -1,5 +1,7 @@
 """The door to weights: any format in, native names out. Trainer, inference and conversion open checkpoints here."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ class NativeWeights:
     info: ModelInfo
     catalog: Catalog  # the whole checkpoint, sections such as the optimizer included
     naming: str  # how the checkpoint spells its weights
+    left_out: Mapping[str, int]  # what else the checkpoint holds: section or key → entries
     reader: CatalogReader
 
     def __enter__(self) -> "NativeWeights":
@@ -44,9 +47,14 @@ def open_native(
 
 
 def native_weights(
-    catalog: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+    catalog: Catalog,
+    *,
+    model_from: Path | str | None = None,
+    otherwise: ModelInfo | None = None,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
 ) -> NativeWeights:
-    """open_native for a catalog that is open already."""
+    """open_native for a catalog that is open already. What is allowed is listed in the ledger of `source`."""
     weights = model_part(catalog)
     place = Path(model_from) if model_from else catalog.root
     info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
@@ -55,19 +63,60 @@ def native_weights(
             f"{catalog.root}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
             f"that {place} says the model has"
         )
-    naming = detect_naming(weights.tensors, get_family(info.family), where=str(catalog.root))
+    where = str(catalog.root)
+    naming = detect_naming(weights.tensors, get_family(info.family), nest=_nest_prefix(catalog), where=where)
     reader = CatalogReader(weights)
     try:
         require_equal_copies(reader)
-        view = native_view(reader, info, naming, where=str(catalog.root))
-        return NativeWeights(view, info, catalog, naming.name, reader)
+        view = native_view(
+            reader, info, naming, allow_missing=allow_missing, allow_extra=allow_extra, where=str(catalog.root)
+        )
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
 
 
 def model_part(catalog: Catalog) -> Catalog:
-    """The weights of a training checkpoint without its other sections; other containers hold nothing else."""
-    if catalog.container != "dcp":
-        return catalog
-    return replace(catalog, tensors={n: t for n, t in catalog.tensors.items() if section_of(n) == "model"}, blobs={})
+    """The weights of a training checkpoint without what lies beside them; names stay as they are."""
+    tensors = {n: t for n, t in catalog.tensors.items() if not _is_beside(catalog, n)}
+    nest = _nest(catalog)
+    if nest is not None:
+        tensors = {n: t for n, t in tensors.items() if _path(catalog, n)[:-1] == nest}
+    return replace(catalog, tensors=tensors, blobs={}, values={})
+
+
+def left_out(catalog: Catalog) -> dict[str, int]:
+    """What a checkpoint holds beside the weights: section, or top key of a nested state dict → number of entries."""
+    weights = model_part(catalog).tensors
+    others = (n for n in (*catalog.tensors, *catalog.blobs, *catalog.values) if n not in weights)
+    return dict(Counter(section_of(n) if section_of(n) != "model" else str(_path(catalog, n)[0]) for n in others))
+
+
+# Under which key trainers keep the weights in a dict that holds the optimizer, too
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+
+
+def _nest(catalog: Catalog) -> tuple | None:
+    """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
+    if catalog.container not in ("dcp", "torch"):
+        return None
+    sizes = Counter(_path(catalog, n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
+    total = sum(sizes.values())
+    likely = [p for p, size in sizes.items() if (not p or p[-1] in _MODEL_KEYS) and 10 * size >= total]  # no lone step
+    if not likely:
+        return next(iter(sizes)) if len(sizes) == 1 else None
+    return max(likely, key=lambda path: (sizes[path], -len(path)))
+
+
+def _nest_prefix(catalog: Catalog) -> str:
+    return "".join(f"{key}." for key in _nest(catalog) or ())
+
+
+def _path(catalog: Catalog, name: str) -> tuple:
+    return catalog.planner_data.get(name) or (name,)
+
+
+def _is_beside(catalog: Catalog, name: str) -> bool:
+    """Whether a tensor lies in a section such as the optimizer: by its name, as DCP flattens state dicts."""
+    return catalog.container in ("dcp", "torch") and section_of(name) != "model"
