@@ -19,6 +19,12 @@ TIKTOKEN_MODEL = "tokenizer.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TORCH_MODEL = "model.pt"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+# What torchtune's recipes start from
+TORCHTUNE_RECIPE = "torchtune.yaml"
+TORCHTUNE_SPECIAL_TOKENS = "special_tokens.json"
+CHAT_LINES, CHAT_LIST = "chat.jsonl", "chat.json"  # what it trains on: a conversation a line, or one JSON list
 
 # Sections of a training checkpoint: everything but the weights, which lie flat at the root
 OPTIMIZER = "optimizer"
@@ -32,6 +38,7 @@ SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
 METRICS_FILE = "metrics.jsonl"
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
+EPOCH_FOLDER_PATTERN = re.compile(r"^epoch_(\d+)$")  # torchtune's
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
 RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; held, by the kernel, as long as the run lives
 ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
@@ -40,6 +47,12 @@ ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file sys
 def step_of(folder_name: str) -> int | None:
     """The step of a folder named exactly `step-<n>`, else None (`old-step-9-bak` is not a step)."""
     match = STEP_FOLDER_PATTERN.match(folder_name)
+    return int(match.group(1)) if match else None
+
+
+def epoch_of(folder_name: str) -> int | None:
+    """The epoch of a folder that torchtune named, `epoch_<n>`, else None."""
+    match = EPOCH_FOLDER_PATTERN.match(folder_name)
     return int(match.group(1)) if match else None
 
 

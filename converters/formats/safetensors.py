@@ -1,6 +1,7 @@
 """Open safetensors as a catalog: one file, or a folder with an index. Headers only."""
 
 import struct
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def read_catalog(path: Path) -> Catalog:
         return Catalog(path.parent, "safetensors", read_file(path.parent, path.name))
     index = path / HF_INDEX
     if index.exists():
-        return Catalog(path, "safetensors", _read_indexed(path, index))
+        return Catalog(path, "safetensors", read_indexed(path, index, read_file))
     single = path / HF_SINGLE
     names = [HF_SINGLE] if single.exists() else sorted(p.name for p in path.glob("*.safetensors"))
     if len(names) != 1:
@@ -37,7 +38,10 @@ def read_catalog(path: Path) -> Catalog:
     return Catalog(path, "safetensors", read_file(path, names[0]))
 
 
-def _read_indexed(folder: Path, index: Path) -> dict[str, TensorEntry]:
+def read_indexed(
+    folder: Path, index: Path, read_file: Callable[[Path, str], dict[str, TensorEntry]]
+) -> dict[str, TensorEntry]:
+    """The tensors that an index names, held against what its files, each opened by `read_file`, really have."""
     weight_map = read_weight_map(index)
     files: dict[str, None] = {}
     problems: list[str] = []

@@ -1,0 +1,201 @@
+"""torchtune.yaml: the recipe with which `tune run` fine-tunes an exported checkpoint as it is."""
+
+import glob
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.chat_file import ChatFile
+from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.families.base import ModelArgs, RopeScaling
+from converters.model_info import ModelInfo
+from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
+
+VERSION = "0.6.1"  # of torchtune: the last one on PyPI, whose names all of this is written for
+_FAMILIES = ("llama2", "llama3")
+CHECKPOINTERS = {
+    "hf": "torchtune.training.FullModelHFCheckpointer",
+    "meta": "torchtune.training.FullModelMetaCheckpointer",
+    "torchtune": "torchtune.training.FullModelTorchTuneCheckpointer",
+}
+_MOST_TOKENS = 2048  # of a conversation; longer ones are cut, so that the first run fits
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All that a recipe says of one checkpoint. Files lie in `folder`, those of the tokenizer in its assets/."""
+
+    folder: Path  # absolute
+    style: str  # one of CHECKPOINTERS
+    weights: Sequence[str]
+    info: ModelInfo
+    tokenizer: Mapping[str, Any]  # component and files
+    device: str
+    chat: ChatFile
+
+
+def require_family(name: str) -> None:
+    """Raise UnsupportedError for families that torchtune does not have."""
+    if name not in _FAMILIES:
+        raise UnsupportedError(
+            f"torchtune {VERSION} has no {name} models", hint=f"of the families here it has {', '.join(_FAMILIES)}"
+        )
+
+
+def require_model(info: ModelInfo) -> None:
+    """Raise UnsupportedError, with every reason, where no builder of torchtune makes this model."""
+    args, scaling, problems = info.args, info.args.rope_scaling, []
+    if args.qk_norm:
+        problems.append("norms on q and k")
+    if args.head_dim * args.num_heads != args.dim:
+        problems.append(f"head_dim {args.head_dim}: it takes dim / heads, {args.dim} / {args.num_heads}")
+    if scaling is not None and scaling != RopeScaling(factor=scaling.factor):
+        problems.append(f"{scaling}: of these it takes another factor only, from {RopeScaling()}")
+    if problems:
+        raise UnsupportedError(f"torchtune {VERSION} cannot build this model:" + list_offenders(problems))
+
+
+def require_device(device: str | None) -> None:
+    """Raise ConfigError unless torchtune knows the device; whether it is there, the machine that trains will say."""
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(
+            f"--device {device}: no device that this recipe is for", tries=["--device cpu", "--device cuda"]
+        )
+
+
+def require_path(folder: Path) -> None:
+    """Raise ConfigError where a recipe cannot name `folder`: the readers of its values would take it for more."""
+    if "${" in str(folder) or "::" in str(folder) or not str(folder).isprintable():
+        raise ConfigError(
+            f"{str(folder)!r}: torchtune would not understand this path",
+            hint="no `${`, no `::` and no unprintable character in it, please",
+        )
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """The YAML, with a comment where a user would have a question."""
+    folder, cuda = recipe.folder, recipe.device != "cpu"
+    batch_size = min(2, recipe.chat.num_conversations)  # torchtune drops a batch that is not full
+    seq_len = min(_MOST_TOKENS, recipe.info.args.max_seq_len)
+    return f"""\
+# Fine-tunes the checkpoint in this folder with torchtune {VERSION}:
+#
+#   tune run full_finetune_single_device --config {shlex.quote(str(folder / TORCHTUNE_RECIPE))}
+#
+# Every value can also be given on that command line, as in `epochs=3 optimizer.lr=1e-5`.
+# Paths are absolute: if you move the folder, change them.
+
+output_dir: {_yaml(f"{folder}-finetuned")}  # epoch_0, epoch_1, …: titan reads each of them
+
+checkpointer:
+  _component_: {CHECKPOINTERS[recipe.style]}
+  checkpoint_dir: {_yaml(f"{folder / ASSETS_FOLDER}")}  # copied into every epoch
+  checkpoint_files:
+{_list(f"../{name}" for name in recipe.weights)}
+  model_type: {_model_type(recipe.info)}
+  output_dir: ${{output_dir}}
+resume_from_checkpoint: false
+
+model:
+{_section(_model(recipe.info))}
+
+tokenizer:
+{_section(recipe.tokenizer)}
+  max_seq_len: {seq_len}  # tokens; longer conversations are cut
+
+dataset:
+  _component_: torchtune.datasets.chat_dataset
+  source: json
+  data_files: {_yaml(glob.escape(f"{folder / recipe.chat.name}"))}
+  split: train
+  conversation_column: messages
+  conversation_style: openai
+  packed: false
+seed: 42
+shuffle: true
+
+batch_size: {batch_size}
+gradient_accumulation_steps: 1
+epochs: 1
+max_steps_per_epoch: null
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 2.0e-05
+  fused: {_yaml(cuda)}
+optimizer_in_bwd: false  # true needs less memory, and gradient_accumulation_steps 1
+clip_grad_norm: null
+loss:
+  _component_: torchtune.modules.loss.CEWithChunkedOutputLoss
+compile: false
+
+device: {recipe.device}
+dtype: {"bf16" if cuda else "fp32"}
+enable_activation_checkpointing: {_yaml(cuda)}
+enable_activation_offloading: false
+
+metric_logger:
+  _component_: torchtune.training.metric_logging.DiskLogger
+  log_dir: ${{output_dir}}/logs
+log_every_n_steps: 1
+log_peak_memory_stats: {_yaml(cuda)}
+"""
+
+
+def _model(info: ModelInfo) -> dict[str, Any]:
+    args = info.args
+    return {
+        "_component_": _builder(info),
+        "vocab_size": args.vocab_size,
+        "num_layers": args.num_layers,
+        "num_heads": args.num_heads,
+        "num_kv_heads": args.num_kv_heads,
+        "embed_dim": args.dim,
+        "intermediate_dim": args.ffn_hidden,
+        "max_seq_len": args.max_seq_len,
+        "rope_base": args.rope_theta,
+        "norm_eps": args.norm_eps,
+        **_scale_factor(args),
+    }
+
+
+def _builder(info: ModelInfo) -> str:
+    """The builders differ in RoPE and in tying only, so the numbers decide."""
+    if info.args.tied:
+        return "torchtune.models.llama3_2.llama3_2"
+    if info.args.rope_scaling is not None:
+        return "torchtune.models.llama3_1.llama3_1"
+    return f"torchtune.models.{info.family}.{info.family}"
+
+
+def _scale_factor(args: ModelArgs) -> dict[str, float]:
+    if args.rope_scaling is not None:
+        return {"scale_factor": args.rope_scaling.factor}
+    return {"scale_factor": 1} if args.tied else {}  # its builder of tied models always scales
+
+
+def _model_type(info: ModelInfo) -> str:
+    """How the checkpointers tell a tied model; otherwise they do the same for all Llamas."""
+    return "LLAMA3_2" if info.args.tied else info.family.upper()
+
+
+def _section(values: Mapping[str, Any]) -> str:
+    return "\n".join(f"  {key}: {_yaml(value)}" for key, value in values.items())
+
+
+def _list(values: Iterable[str]) -> str:
+    return "\n".join(f"    - {_yaml(value)}" for value in values)
+
+
+def _yaml(value: Any) -> str:
+    """A scalar as every YAML reader takes it: 1.0e-05, since 1e-05 is a text to some of them."""
+    if isinstance(value, float):
+        text = repr(int(value)) if value.is_integer() else repr(value)
+        mantissa, e, exponent = text.partition("e")
+        return text if not e or "." in mantissa else f"{mantissa}.0e{exponent}"
+    if isinstance(value, str) and all(part.isidentifier() for part in value.split(".")):
+        return value  # a component
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,107 @@
+"""The tokenizer that torchtune uses: which of a checkpoint's files it opens, and the special tokens that it needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.json_file import read_json, write_json
+from converters.model_info import ModelInfo
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON, TORCHTUNE_SPECIAL_TOKENS
+from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
+from converters.torchtune_recipe import VERSION
+
+# What torchtune's Llama 3 tokenizer looks up, in the order of Meta's ids. The first eight go through the model; of the
+# last two a text has none.
+_NEEDED = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|finetune_right_pad_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|step_id|>",
+    "<|image|>",
+)
+_NUM_SEEN = 8
+_LLAMA3 = "torchtune.models.llama3.llama3_tokenizer"
+_WITHOUT = "to hand on weights alone, convert to hf or meta: torchtune reads both"
+_TRIES = ("--model-from FOLDER, a folder with the model's config and its tokenizer.model",)
+_RELEASED = (128000, 128256)  # ranks and vocabulary of Meta's releases, whose ids torchtune knows by heart
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """What a recipe says of the tokenizer, and the file of special tokens that has to be written for it, if any."""
+
+    component: str
+    special_tokens: Mapping[str, int] | None = None  # None: torchtune knows them
+    ranks: Mapping[bytes, int] | None = None  # made of a tokenizer.json, which torchtune cannot open
+
+    def section(self, folder: Path) -> dict[str, Any]:
+        """The recipe's section, for files that lie in `folder`."""
+        section = {"_component_": self.component, "path": str(folder / TIKTOKEN_MODEL)}
+        if self.special_tokens is not None:
+            section["special_tokens_path"] = str(folder / TORCHTUNE_SPECIAL_TOKENS)
+        return section
+
+    def write(self, folder: Path) -> list[str]:
+        """Write what is not carried along as it is. Returns the names."""
+        written = []
+        if self.ranks is not None:
+            write_ranks(folder / TIKTOKEN_MODEL, self.ranks)
+            written.append(TIKTOKEN_MODEL)
+        if self.special_tokens is not None:
+            tokens = [{"id": number, "content": token} for token, number in self.special_tokens.items()]
+            write_json(folder / TORCHTUNE_SPECIAL_TOKENS, {"added_tokens": tokens})
+            written.append(TORCHTUNE_SPECIAL_TOKENS)
+        return written
+
+
+def find_tokenizer(info: ModelInfo) -> Tokenizer:
+    """Raises CheckpointError or UnsupportedError where torchtune can open none that the checkpoint has."""
+    path, in_json = info.assets.get(TIKTOKEN_MODEL), info.assets.get(TOKENIZER_JSON)
+    if path is None and in_json is None:
+        raise CheckpointError(
+            "the checkpoint has no tokenizer, and torchtune fine-tunes on text", hint=_WITHOUT, tries=_TRIES
+        )
+    if path is not None and not looks_like_tiktoken(path):
+        return Tokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
+    ranks = _ranks_of(in_json) if path is None else read_ranks(path)
+    special_tokens = None
+    if len(ranks) != _RELEASED[0] or info.args.vocab_size < _RELEASED[1]:
+        special_tokens = _special_tokens(info, len(ranks))
+    return Tokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
+
+
+def _ranks_of(tokenizer_json: Path) -> Mapping[bytes, int]:
+    try:
+        return ranks_of_tokenizer_json(tokenizer_json, vocab_size=None)
+    except UnsupportedError as error:
+        hint = f"torchtune {VERSION} opens a tokenizer.model only; {_WITHOUT}"
+        raise UnsupportedError(error.message, hint=hint, tries=_TRIES) from None
+
+
+def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
+    """The checkpoint's own special tokens and, in rows of the embedding that no token has, those it lacks."""
+    vocab_size = info.args.vocab_size
+    if TOKENIZER_JSON in info.assets:
+        listed = read_json(info.assets[TOKENIZER_JSON]).get("added_tokens") or []
+        tokens = {token["content"]: token["id"] for token in listed if token["id"] >= num_ranks}
+    else:
+        tokens = {t: num_ranks + i for i, t in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
+    first_free = max([num_ranks - 1, *tokens.values()]) + 1
+    lacking = [token for token in _NEEDED if token not in tokens]
+    tokens |= {token: first_free + place for place, token in enumerate(lacking)}
+    homeless = [token for token in _NEEDED[:_NUM_SEEN] if tokens[token] >= vocab_size]
+    if homeless:
+        raise UnsupportedError(
+            f"a vocabulary of {vocab_size} has no room for tokens that torchtune's chat format needs:"
+            + list_offenders(homeless),
+            hint=f"its tokenizer has {num_ranks} tokens beside them: is it the one of this model?",
+        )
+    return tokens
