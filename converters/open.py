@@ -1,17 +1,21 @@
 """Open a checkpoint, whatever its container. The content decides, never a folder's name."""
 
+import re
 from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.commit import find_complete
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.formats import dcp, meta_shards, safetensors, torch_file
+from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_shards
 from converters.manifest import Manifest, check_sizes
-from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, step_of
+from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, TORCH_INDEX, epoch_of, step_of
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _SNIFF_BYTES = 512
+# What fine-tuning leaves beside the weights: a LoRA adapter, and the state of the run (torchtune's, transformers')
+_ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
+_RUN_STATE = re.compile(r"(recipe_state|optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 
 
 def open_checkpoint(path: str | Path) -> Catalog:
@@ -60,6 +64,8 @@ def _open_folder(path: Path) -> Catalog:
     names = {entry.name for entry in path.iterdir()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")
+    adapters = sorted(name for name in names if _ADAPTER.fullmatch(name))
+    names = {name for name in names if not _ADAPTER.fullmatch(name) and not _RUN_STATE.fullmatch(name)}
     found = {
         "dcp": DCP_METADATA in names,
         "safetensors": HF_INDEX in names or any(name.endswith(".safetensors") for name in names),
@@ -80,8 +86,16 @@ def _open_folder(path: Path) -> Catalog:
         _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".pth")])
         return meta_shards.read_catalog(path)
     torch_files = sorted(name for name in names if name.endswith(_TORCH_SUFFIXES) and (path / name).is_file())
+    if TORCH_INDEX in names:
+        _refuse_strange_files(path, torch_files)
+        return torch_shards.read_catalog(path)
     if len(torch_files) == 1:
         return _open_file(path / torch_files[0])
+    if adapters and not torch_files:
+        raise UnsupportedError(
+            f"{path}: holds a LoRA adapter ({', '.join(adapters)}), not a model",
+            hint="merge it into its base model first; torchtune does so unless save_adapter_weights_only is set",
+        )
     raise _nothing_here(path, names, torch_files)
 
 
@@ -101,6 +115,11 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
         return CheckpointError(
             f"{path}: a folder of checkpoints, not a checkpoint", tries=[str(path / name) for _, name in steps[-2:]]
         )
+    epochs = sorted((epoch, name) for name in names if (epoch := epoch_of(name)) is not None)
+    if epochs:
+        return CheckpointError(
+            f"{path}: a run of torchtune, not a checkpoint", tries=[str(path / name) for _, name in epochs[-2:]]
+        )
     if any(name.endswith(".distcp") for name in names):
         if any(name.endswith(".metadata") for name in names):
             return UnsupportedError(f"{path}: a DCP checkpoint with one metadata file per rank is not covered")
@@ -118,7 +137,7 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
 
 
 def _open_file(path: Path) -> Catalog:
-    if path.name in (DCP_METADATA, HF_INDEX, MANIFEST) or path.suffix == ".distcp":
+    if path.name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
         raise CheckpointError(f"{path}: a part of a checkpoint", hint="give its folder", tries=[str(path.parent)])
     start = _sniff(path)
     if start[:4] == b"PK\x03\x04":
