@@ -7,7 +7,7 @@ params.json. The order is that of the numbers in the names.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from converters.formats import torch_file
 from converters.json_file import read_json
 from converters.names import META_PARAMS, META_SHARD
 
-_EMBEDDING, _OUTPUT = "tok_embeddings.weight", "output.weight"
+_EMBEDDING = "tok_embeddings.weight"
+_VOCABULARY = {_EMBEDDING, "output.weight"}  # params.json of Llama 1 and 2 does not say how large it is
 _KEY_VALUE = (".attention.wk.weight", ".attention.wv.weight")
 _ROOT = re.compile(r"consolidated\.(\d+)")  # what torch.save calls the folder in the zip of consolidated.01.pth
 
@@ -36,6 +37,7 @@ def read_catalog(path: Path) -> Catalog:
     shards = _open_all(path, files)
     _require_own_names(path, files)
     if len(files) == 1:
+        _require_whole(path, files, shards[0])
         shards[0].container = "meta"
         return shards[0]
     _require_alike(path, files, shards)
@@ -118,7 +120,7 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalo
     first, count = shards[0], len(shards)
     args, parameters, dropped = _model(path, first, count)
     catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
-    problems, asked, cut = [], [], []
+    problems, asked, cut = [], set(), []
     for fqn, entry in first.tensors.items():
         chunks = [shard.tensors[fqn].chunks[0] for shard in shards]
         parameter = parameters.get(fqn)
@@ -138,9 +140,14 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalo
             catalog.copies[fqn] = tuple(replace(chunk, box=box) for box, chunk in copies)
         else:
             problems.append(f"{fqn}: {list(entry.shape)} in each shard, {list(parameter.shape)} in all")
-            asked.append(_shards_asked(parameter, entry.shape))
+            asked.add(_shards_asked(parameter, entry.shape))
     if problems:
-        raise _shape_error(path, files, problems, asked)
+        if _VOCABULARY.issuperset(cut):  # no other weight fits
+            _require_count(path, files, asked)
+        raise CheckpointError(
+            f"{path}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
+            hint="they are of another model, or one of them is too many",
+        )
     _require_no_doubles(path, files, shards, cut)
     return catalog
 
@@ -151,7 +158,7 @@ def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[s
     Nothing else is taken from the weights: half of the shards would make half a model, which fits itself.
     """
     params = read_json(path / META_PARAMS)
-    shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in (_EMBEDDING, _OUTPUT)}
+    shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
     embedding = shapes.get(_EMBEDDING, ())
     if len(embedding) == 2 and embedding[1] == params.get("dim"):
         shapes[_EMBEDDING] = (embedding[0] * count, embedding[1])
@@ -211,20 +218,27 @@ def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
     return 0
 
 
-def _shape_error(path: Path, files: Sequence[str], problems: Sequence[str], asked: Sequence[int]) -> CheckpointError:
-    counts = set(asked) - {0}
+def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> None:
+    """Raise CheckpointError where all shapes ask for one number of shards, and it is not that of the files."""
+    counts = {*asked} - {0}
     if len(counts) == 1 and (count := counts.pop()) != len(files):
         wanted = [META_SHARD.format(index=index) for index in range(count)]
         odd = [f"{file}: missing" for file in wanted if file not in files]
         odd += [f"{file}: too many" for file in files if file not in wanted]
-        return CheckpointError(
+        raise CheckpointError(
             f"{path}: the weights are cut into {count} shards, and there are {len(files)}:" + list_offenders(odd),
-            hint=f"so say the shapes in them and in {META_PARAMS}",
+            hint=f"so say their shapes beside {META_PARAMS}",
         )
-    return CheckpointError(
-        f"{path}: {len(files)} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
-        hint="a shard is missing or too many, or they are of another model",
-    )
+
+
+def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
+    """A single file may be the first of several. Its shapes are else compared with the model when it is opened."""
+    try:
+        _, parameters, _ = _model(path, shard, 1)
+    except TitanError:
+        return  # told there, too
+    matrices = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in parameters and len(entry.shape) == 2}
+    _require_count(path, files, {_shards_asked(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
 
 
 def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
