@@ -8,7 +8,7 @@ from converters.errors import ConfigError
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.formats.target import Target
-from converters.layout import boxes_for_any_mesh, boxes_for_mesh, check_mesh
+from converters.layout import boxes_for_any_mesh, boxes_for_mesh, check_mesh, split_stages
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
 from converters.outputs.base import Contents, Output, OutputOptions
@@ -21,9 +21,11 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     if options.shard_bytes is not None:
         raise ConfigError("--for-mesh settles the files, one for each rank; --shard-size has no say beside it")
     check_mesh(options.mesh, contents.info.args)
-    parameters = contents.family.parameters(contents.info.args)
+    # all that there are: of an incomplete source some are missing, and the stages are cut as if they were not
+    parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
+    stages = split_stages(options.mesh.pp, contents.info.args.num_layers)
     itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}
-    return plan_dcp(tensors, boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes))
+    return plan_dcp(tensors, boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes, stages=stages))
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:

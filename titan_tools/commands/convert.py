@@ -243,6 +243,7 @@ def dcp_to_torchtune(
     style: TorchtuneStyle = None,
     device: Device = None,
     dataset: Dataset = None,
+    shard_size: ShardSize = None,
     model_from: ModelFrom = None,
     dtype: DType = None,
     workers: Workers = DEFAULT_WORKERS,
