@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.errors import UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.sentencepiece_model import read_sentencepiece, require_exact, write_tokenizer_of_sentencepiece
 from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after, write_hf_tokenizer
+from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
 
 CARRIED = (
     TOKENIZER_JSON,
@@ -18,6 +21,8 @@ CARRIED = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "vocab.json",  # these two: what Qwen's slow tokenizers open
+    "merges.txt",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
@@ -53,6 +58,8 @@ def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, 
         id_of = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
         ends = [id_of[token] for token in _LLAMA3_ENDS if token in id_of]
         return {"bos_token_id": id_of["<|begin_of_text|>"], "eos_token_id": ends} if ends else {}
+    if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
+        return model.token_ids()
     return {}
 
 
@@ -71,11 +78,48 @@ def write_assets(folder: Path, assets: Mapping[str, Path], token_ids: Mapping[st
 
 
 def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_size: int, max_seq_len: int) -> list[str]:
-    """tokenizer.json and tokenizer_config.json beside a lone tiktoken file, which transformers cannot open alone."""
+    """tokenizer.json and tokenizer_config.json beside a lone tokenizer.model, which transformers cannot open alone.
+
+    Nothing where there is a tokenizer.json, or none is exact. Returns the names written.
+    """
     path = assets.get(TIKTOKEN_MODEL)
-    if TOKENIZER_JSON in assets or path is None or not looks_like_tiktoken(path):
+    if TOKENIZER_JSON in assets or path is None:
         return []
-    return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
+    if looks_like_tiktoken(path):
+        return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
+    try:
+        model = read_sentencepiece(path)
+        return write_tokenizer_of_sentencepiece(folder, model, max_seq_len=max_seq_len) if model else []
+    except UnsupportedError:  # the tokenizer.model is carried as it is; tokenizer_remark tells
+        return []
+
+
+def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_size: int) -> list[str]:
+    """tokenizer.model (tiktoken) beside a lone tokenizer.json, which Meta's code cannot open, where one is exact."""
+    if TIKTOKEN_MODEL in assets or TOKENIZER_JSON not in assets:
+        return []
+    try:
+        ranks = ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
+    except UnsupportedError:
+        return []
+    write_ranks(folder / TIKTOKEN_MODEL, ranks)
+    return [TIKTOKEN_MODEL]
+
+
+def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) -> str:
+    """What the readers of format `to` will miss in the tokenizer that was carried along; empty if nothing."""
+    path = assets.get(TIKTOKEN_MODEL)
+    try:
+        if to == "meta" and path is None and TOKENIZER_JSON in assets:
+            ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
+        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and not looks_like_tiktoken(path):
+            if (model := read_sentencepiece(path)) is None:
+                return f"{TIKTOKEN_MODEL} is carried along unread: it is neither tiktoken nor SentencePiece"
+            require_exact(model)
+    except UnsupportedError as error:
+        carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
+        return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"
+    return ""
 
 
 def _token_text(token: Any) -> str | None:

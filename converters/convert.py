@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from converters.assets import tokenizer_remark
 from converters.catalog import Catalog, count_dtypes
 from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
@@ -114,6 +115,7 @@ def convert(
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
+        untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=weights.info.args.vocab_size)
         done, needs = Execution({}, []), None
         if dry_run:
             needs = estimate_needs(dst, plan.target, workers=workers)
@@ -153,7 +155,10 @@ def convert(
         missing=tuple(ledger.missing),
         extra=tuple(ledger.extra),
         non_finite=done.non_finite,
-        remarks=(*filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else ""]), *done.remarks),
+        remarks=(
+            *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
+            *done.remarks,
+        ),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
         needs=needs,

@@ -1,0 +1,128 @@
+"""SentencePiece's tokenizer.model (Llama 2): its token ids, and the tokenizer.json that gives the same ids."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters.errors import UnsupportedError, list_offenders
+from converters.json_file import write_json
+from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+
+_BPE = 2  # trainer_spec.model_type
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece
+_SPACE = "\u2581"
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePiece:
+    """What a SentencePiece file says. `pieces`: text, score and type by id."""
+
+    pieces: tuple[tuple[str, float, int], ...]
+    model_type: int
+    control: dict[str, str]  # bos, eos, pad, unk → its text, where the model has it
+    plain: bool  # text is taken as it is, after a space in front; spaces become ▁
+
+    def token_ids(self) -> dict[str, int]:
+        """bos_token_id, eos_token_id and pad_token_id, as far as the model has them."""
+        id_of = {text: id for id, (text, _, kind) in enumerate(self.pieces) if kind == _CONTROL}
+        named = {f"{name}_token_id": id_of.get(self.control[name]) for name in ("bos", "eos", "pad")}
+        return {key: id for key, id in named.items() if id is not None}
+
+
+def read_sentencepiece(path: Path) -> SentencePiece | None:
+    """The content of a SentencePiece file; None where the file is anything else."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    model = ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except DecodeError:
+        return None
+    if not model.pieces:
+        return None
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    plain = (
+        not normalizer.precompiled_charsmap
+        and normalizer.add_dummy_prefix
+        and normalizer.escape_whitespaces
+        and not normalizer.remove_extra_whitespaces
+        and not trainer.treat_whitespace_as_suffix
+    )
+    return SentencePiece(
+        tuple((piece.piece, piece.score, piece.type) for piece in model.pieces),
+        trainer.model_type,
+        {name: getattr(trainer, f"{name}_piece") for name in ("bos", "eos", "pad", "unk")},
+        plain,
+    )
+
+
+def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_seq_len: int) -> list[str]:
+    """tokenizer.json and tokenizer_config.json for transformers. Returns the names written.
+
+    transformers 5 opens a lone SentencePiece file only where sentencepiece and protobuf are installed, and then gives
+    other ids to text that begins with a space. Raises UnsupportedError as require_exact does.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers.models import BPE
+
+    require_exact(model)
+    vocab = {text: id for id, (text, _, _) in enumerate(model.pieces)}
+    unk, bos, eos = model.control["unk"], model.control["bos"], model.control["eos"]
+    tokenizer = Tokenizer(BPE(vocab, _merges(model), unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = [text for text, _, kind in model.pieces if kind in (_UNKNOWN, _CONTROL)]
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
+    )
+    tokenizer.save(str(folder / TOKENIZER_JSON))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": unk,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_seq_len,
+    }
+    write_json(folder / TOKENIZER_CONFIG, config)
+    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
+
+
+def require_exact(model: SentencePiece) -> None:
+    """Raise UnsupportedError with every reason why no tokenizer.json gives the ids of a SentencePiece model."""
+    kinds = {kind for _, _, kind in model.pieces}
+    normal = [(text, score) for text, score, kind in model.pieces if kind == _NORMAL]
+    known, scores = {text for text, _ in normal}, [score for _, score in normal]
+    problems = []
+    if model.model_type != _BPE:
+        problems.append("it is not of type BPE")
+    if not model.plain:
+        problems.append("it normalizes text, or treats spaces another way than Llama 2's")
+    if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
+        problems.append("it has user-defined or unused pieces")
+    if sum(kind == _BYTE for _, _, kind in model.pieces) != 256:
+        problems.append("it does not spell unknown characters as bytes")
+    if len(set(scores)) != len(scores):
+        problems.append("pieces share a score, so that either may be merged first")
+    if lost := {letter for text in known for letter in text} - known:
+        problems.append(f"{len(lost)} characters stand inside of pieces only")
+    if not {model.control["bos"], model.control["eos"]} <= {text for text, _, kind in model.pieces if kind == _CONTROL}:
+        problems.append("it has no begin or no end of text")
+    if problems:
+        raise UnsupportedError(
+            "no tokenizer.json gives the ids of this SentencePiece model:" + list_offenders(problems)
+        )
+
+
+def _merges(model: SentencePiece) -> list[tuple[str, str]]:
+    """Every pair that makes a piece, in the order SentencePiece would merge: by the score of what they make."""
+    score_of = {text: score for text, score, kind in model.pieces if kind == _NORMAL}
+    merges = []
+    for text, score in score_of.items():
+        pairs = ((text[:i], text[i:]) for i in range(1, len(text)))
+        merges += [(-score, left, right) for left, right in pairs if left in score_of and right in score_of]
+    return [(left, right) for _, left, right in sorted(merges)]

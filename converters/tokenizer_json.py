@@ -1,0 +1,146 @@
+"""From a byte-level tokenizer.json to the tokenizer.model (tiktoken ranks) of the same ids, or why there is none.
+
+A tokenizer.model holds ranks only. How text is cut and what the special tokens are is written in Meta's code, so a
+tokenizer.json that does either another way has no tokenizer.model.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.json_file import read_json
+from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, special_tokens_after
+
+_BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
+_CUT = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
+_RESERVED = "<|reserved_special_token_"
+_OFF = {
+    "dropout": (None, 0, 0.0),
+    "unk_token": (None,),
+    "continuing_subword_prefix": (None, ""),
+    "end_of_word_suffix": (None, ""),
+    "byte_fallback": (None, False),
+}
+
+
+def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[bytes, int]:
+    """Token bytes → rank, in order. Raises UnsupportedError with every reason why tiktoken would give other ids.
+
+    `vocab_size`: rows of the model's embedding, which Meta's code fills with special tokens; None for a reader that is
+    told the special tokens, whatever they are.
+    """
+    stamp = path.stat() if path.is_file() else None
+    return _translate(path, vocab_size, stamp and (stamp.st_mtime_ns, stamp.st_size, stamp.st_ino))
+
+
+@lru_cache(maxsize=1)  # seconds for 128,000 tokens, and a conversion asks when it plans and when it writes
+def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None) -> Mapping[bytes, int]:
+    content = read_json(path)
+    try:
+        problems = _other_cuts(content)
+        if not problems:
+            ranks, problems = _ranks(content)
+            if vocab_size is not None:
+                problems += _other_specials(content["added_tokens"], len(ranks), vocab_size=vocab_size)
+        if not problems:
+            problems = _other_merges(content["model"], ranks)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
+    if problems:
+        raise UnsupportedError(f"{path}: no tokenizer.model gives its ids:" + list_offenders(problems, most=5))
+    return ranks
+
+
+def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
+    """A tokenizer.model: a line of base64 and rank for each token."""
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
+    path.write_text("".join(lines), encoding="ascii")
+
+
+def _other_cuts(content: Mapping[str, Any]) -> list[str]:
+    """How text is cut before merging, where it is not Llama 3's way."""
+    model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
+    if model["type"] != "BPE":
+        return [f"its model is {model['type']}, not BPE"]
+    problems = [f"{key} = {model[key]!r}" for key, off in _OFF.items() if model.get(key) not in off]
+    if normalizer is not None:
+        problems.append(f"it normalizes text ({normalizer['type']}) before it cuts it")
+    steps = cutter["pretokenizers"] if cutter and cutter["type"] == "Sequence" else [cutter]
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    is_llama3 = len(steps) == 2 and steps[0] == _CUT and letters.items() <= (steps[1] or {}).items()
+    if not is_llama3:
+        problems.append("it does not cut text by Llama 3's pattern")
+    return problems
+
+
+def _ranks(content: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str]]:
+    added = {token["content"] for token in content["added_tokens"]}
+    ordinary = sorted((id, text) for text, id in content["model"]["vocab"].items() if text not in added)
+    strange = [text for _, text in ordinary if not text or not _BYTE_OF.keys() >= set(text)]
+    if strange:
+        return {}, [f"tokens that are no bytes: {', '.join(map(repr, strange[:5]))}"]
+    ranks = {bytes(_BYTE_OF[letter] for letter in text): id for id, text in ordinary}
+    problems = []
+    if list(ranks.values()) != list(range(len(ranks))):
+        problems.append("the ids of its ordinary tokens do not count up from 0")
+    if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
+        problems.append(f"{missing} of the 256 single bytes are no tokens")
+    return ranks, problems
+
+
+def _other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
+    """Special tokens whose ids Meta's code gives to others. A reserved one stands in no text, so its name is free."""
+    end = max([vocab_size, *(token["id"] + 1 for token in added)])
+    places = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=end))}
+    return [
+        f"special token {text!r} has id {id}, Meta's code gives it {places.get(text, 'none')}"
+        for text, id in ((token["content"], token["id"]) for token in added)
+        if id < num_ranks or (places.get(text) != id and not text.startswith(_RESERVED))
+    ]
+
+
+def _other_merges(model: Mapping[str, Any], ranks: Mapping[bytes, int]) -> list[str]:
+    """Where merging by the listed pairs is not merging by rank.
+
+    tiktoken merges the neighbours whose token has the lowest rank, whichever they are. Two neighbours that span a token
+    came about as if it stood alone, for nothing outside of them was merged with them: so a token has one last pair
+    that ever occurs. The lists agree if each token's last pair is listed, and pairs are in the order of their tokens.
+    """
+    pairs = [_pair(merge) for merge in model["merges"]]
+    made = [ranks.get(left + right) for left, right in pairs]
+    if None in made:
+        return [f"{made.count(None)} merges make no token"]
+    if made != sorted(made):
+        return ["its merges are not in the order of the tokens that they make"]
+    listed, whole = set(pairs), bool(model.get("ignore_merges"))
+    problems = []
+    for token in ranks:
+        splits = [(token[:i], token[i:]) for i in range(1, len(token))]
+        if whole and all(pair in listed for pair in splits if pair[0] in ranks and pair[1] in ranks):
+            continue
+        last = _last_pair(token, ranks) if splits else None
+        if splits and (last not in listed if last else not whole):
+            problems.append(f"token {ranks[token]} ({token!r}) comes about another way")
+    return problems
+
+
+def _pair(merge: str | Sequence[str]) -> tuple[bytes, bytes]:
+    """Written as a list, or by older versions of tokenizers as text with a space, which no byte letter is."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return bytes(_BYTE_OF[letter] for letter in left), bytes(_BYTE_OF[letter] for letter in right)
+
+
+def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The two parts that tiktoken's merging makes of a token before the token itself; None where it ends with more."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
+        lowest = min(joined)
+        if lowest == len(ranks):
+            return None
+        at = joined.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts[0], parts[1]

@@ -1,0 +1,323 @@
+"""Tokenizers from one form to another: tiktoken, tokenizers, sentencepiece and transformers say whether ids stay."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiktoken.load import load_tiktoken_bpe
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_assets
+from converters.assets import write_tokenizer_for_hf as write_for_hf
+from converters.assets import write_tokenizer_for_meta as write_for_meta
+from converters.errors import CheckpointError, UnsupportedError
+from converters.sentencepiece_model import read_sentencepiece
+from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
+from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
+
+THIS_FILE = Path(__file__).read_text(encoding="utf-8")
+ROWS = 700  # of the embedding
+ALPHABETS = (
+    "abcdefghijklmnopqrstuvwxyz ",
+    "ETAOIN shrdlu 0123456789.,'",
+    "def if(x): return[]{}=+-*/\n\t  ",
+    "àéîõüßñçøæœ ÀÉ",
+    "漢字かなカナ한국어 ру́сский",
+    "🙂👩‍👩‍👧‍👦🇩🇪 \u200b\ufeff\u00a0\u3000\r\n",
+    "".join(map(chr, range(1, 0x250))),
+)
+
+
+def texts(count: int = 2000) -> list[str]:
+    """Pieces of this file and strings of letters that go together, and a few that nobody would write."""
+    rng = random.Random(7)
+    made = ["", " ", "  a", "a  ", "\n\n", "'S'll've", "1234567", "\x00", "\U0010ffff", "e\u0301", "ﬁ Å ①"]
+    while len(made) < count:
+        if rng.random() < 0.3:
+            start = rng.randrange(len(THIS_FILE))
+            made.append(THIS_FILE[start : start + rng.randrange(80)])
+        else:
+            made.append("".join(rng.choices(rng.choice(ALPHABETS), k=rng.randrange(40))))
+    return made
+
+
+def llama3_cut() -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A byte-level tokenizer as tokenizers trains one: only the merges that training made, ids in their order."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = llama3_cut(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([THIS_FILE], trainer)
+    tokenizer.add_special_tokens(special_tokens_after(600, vocab_size=620))
+    return json.loads(tokenizer.to_str())
+
+
+def write(folder: Path, content: dict) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+def judge(path: Path, special: dict[str, int], monkeypatch) -> tiktoken.Encoding:
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # else it would serve a file of the same name read earlier
+    ranks = load_tiktoken_bpe(str(path))
+    return tiktoken.Encoding("test", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_tiktoken_gives_the_ids_of_tokenizer_json(trained, whole, tmp_path, monkeypatch):
+    content = trained | {"model": trained["model"] | {"ignore_merges": whole}}
+    assets = {"tokenizer.json": write(tmp_path / "hf", content)}
+    assert tokenizer_remark(assets, to="meta", vocab_size=ROWS) == ""
+    assert write_for_meta(tmp_path, assets, vocab_size=ROWS) == ["tokenizer.model"]
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    theirs, ours = (
+        Tokenizer.from_file(str(assets["tokenizer.json"])),
+        judge(tmp_path / "tokenizer.model", special, monkeypatch),
+    )
+    for text in [*texts(), "<|begin_of_text|>x<|eot_id|>"]:
+        assert ours.encode(text, allowed_special="all") == theirs.encode(text).ids, repr(text)
+
+
+def test_there_and_back_is_the_same_file(trained, tmp_path):
+    """tokenizer.json → tokenizer.model → transformers' files → the same tokenizer.model; and the same ids."""
+    assets = {"tokenizer.json": write(tmp_path / "hf", trained)}
+    (tmp_path / "meta").mkdir()
+    write_for_meta(tmp_path / "meta", assets, vocab_size=ROWS)
+    (tmp_path / "again").mkdir()
+    write_for_hf(tmp_path / "again", find_assets(tmp_path / "meta"), vocab_size=ROWS, max_seq_len=64)
+    write_for_meta(tmp_path, {"tokenizer.json": tmp_path / "again" / "tokenizer.json"}, vocab_size=ROWS)
+    assert (tmp_path / "tokenizer.model").read_bytes() == (tmp_path / "meta" / "tokenizer.model").read_bytes()
+    first, again = (Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")) for name in ("hf", "again"))
+    assert all(first.encode(text).ids == again.encode(text, add_special_tokens=False).ids for text in texts(300))
+
+
+def test_a_tokenizer_model_is_never_written_over(trained, tmp_path):
+    write(tmp_path, trained)
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\n")
+    assert write_for_meta(tmp_path, find_assets(tmp_path), vocab_size=ROWS) == []
+    assert write_for_meta(tmp_path, {}, vocab_size=ROWS) == []
+
+
+def moved(added: list[dict], text: str, to: str) -> list[dict]:
+    """The special tokens, `text` and `to` with each other's ids."""
+    ids = {token["content"]: token["id"] for token in added}
+    swapped = ids | {text: ids[to], to: ids[text]}
+    return [token | {"id": swapped[token["content"]]} for token in added]
+
+
+CHANGES = {
+    "normalizes": lambda c: c | {"normalizer": {"type": "NFC"}},  # Qwen's
+    "pattern": lambda c: c | {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}},
+    "pattern ": lambda c: c | {"pre_tokenizer": None},
+    "not BPE": lambda c: c | {"model": {"type": "Unigram"}},
+    "byte_fallback": lambda c: c | {"model": c["model"] | {"byte_fallback": True}},
+    "unk_token": lambda c: c | {"model": c["model"] | {"unk_token": "!"}},
+    "<|eot_id|>": lambda c: c | {"added_tokens": moved(c["added_tokens"], "<|eot_id|>", "<|python_tag|>")},
+    "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
+    "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
+    "count up from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
+    "make no token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
+    "order of the tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
+    "another way": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_what_no_tokenizer_model_can_say_is_refused_and_told(said, trained, tmp_path):
+    path = write(tmp_path / "hf", CHANGES[said](trained))
+    with pytest.raises(UnsupportedError) as error:
+        ranks_of_tokenizer_json(path, vocab_size=ROWS)
+    assert said.strip() in error.value.message and str(path) in error.value.message
+    assets = {"tokenizer.json": path}
+    assert write_for_meta(tmp_path, assets, vocab_size=ROWS) == []
+    assert said.strip() in tokenizer_remark(assets, to="meta", vocab_size=ROWS)
+    assert tokenizer_remark(assets, to="hf", vocab_size=ROWS) == ""
+
+
+def test_a_reader_that_is_told_the_special_tokens_takes_any(trained, tmp_path):
+    path = write(tmp_path, CHANGES["<|eot_id|>"](trained))
+    assert len(ranks_of_tokenizer_json(path, vocab_size=None)) == 600
+
+
+def test_damage_is_an_error_not_a_remark(trained, tmp_path):
+    for change in ({"model": None}, {"added_tokens": [{"content": "x"}]}, {"model": {"type": "BPE"}}):
+        with pytest.raises(CheckpointError, match="not a tokenizer.json"):
+            ranks_of_tokenizer_json(write(tmp_path, trained | change), vocab_size=ROWS)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        ranks_of_tokenizer_json(tmp_path / "none.json", vocab_size=ROWS)
+
+
+def table(merges: list[tuple[bytes, bytes]], *, whole: bool) -> dict:
+    """tokenizer.json of the 256 bytes and of what `merges` make, ids in the order given."""
+
+    def spell(token: bytes) -> str:
+        return "".join(BYTE_LETTERS[byte] for byte in token)
+
+    tokens = dict.fromkeys([*(bytes([i]) for i in range(256)), *(a + b for a, b in merges)])
+    model = models.BPE(
+        {spell(token): id for id, token in enumerate(tokens)},
+        [(spell(a), spell(b)) for a, b in dict.fromkeys(merges)],
+        ignore_merges=whole,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = llama3_cut()
+    return json.loads(tokenizer.to_str())
+
+
+def test_another_way_to_a_token_is_another_tokenizer(tmp_path, monkeypatch):
+    """Merging "bc" before "ab" by rank, though only ("ab", "c") is listed: the judges disagree, so it is refused."""
+    content = table([(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")], whole=True)
+    path = write(tmp_path, content)
+    with pytest.raises(UnsupportedError, match="another way"):
+        ranks_of_tokenizer_json(path, vocab_size=ROWS)
+    vocab = {text.encode(): id for text, id in content["model"]["vocab"].items() if text.isascii() and len(text) > 1}
+    write_ranks(tmp_path / "tokenizer.model", {bytes([i]): i for i in range(256)} | vocab)
+    theirs, ours = Tokenizer.from_file(str(path)), judge(tmp_path / "tokenizer.model", {}, monkeypatch)
+    assert ours.encode("xabc") != theirs.encode("xabc").ids
+
+
+@st.composite
+def tables(draw) -> dict:
+    """Pairs of tokens that are there already, in any order: some tables tiktoken can say, most it cannot."""
+    known, merges = [b"a", b"b", b"c"], []
+    for _ in range(draw(st.integers(1, 7))):
+        pair = draw(st.tuples(st.sampled_from(known), st.sampled_from(known)))
+        if len(pair[0] + pair[1]) <= 6:
+            merges.append(pair)
+            known.append(pair[0] + pair[1])
+    ids = list(dict.fromkeys(a + b for a, b in merges))
+    merges.sort(key=lambda pair: ids.index(pair[0] + pair[1]))
+    return table(merges, whole=draw(st.booleans()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(tables(), st.lists(st.text("abc", min_size=1, max_size=14), min_size=20, max_size=20))
+def test_a_translation_is_exact_or_refused(tmp_path_factory, content, samples):
+    path = write(tmp_path_factory.mktemp("table"), content)
+    try:
+        ranks = ranks_of_tokenizer_json(path, vocab_size=ROWS)
+    except UnsupportedError:
+        return
+    theirs = Tokenizer.from_file(str(path))
+    ours = tiktoken.Encoding("t", pat_str=LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
+    for text in samples:
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+# SentencePiece, as Llama 2 has it
+
+
+def train_sentencepiece(folder: Path, **changes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text").write_text(THIS_FILE, encoding="utf-8")
+    llama2 = {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "allow_whitespace_only_pieces": True,
+        "vocab_size": 600,
+    }
+    places = {"input": folder / "text", "model_prefix": folder / "m", "num_threads": 1, "minloglevel": 2}
+    sentencepiece.SentencePieceTrainer.train(**{**llama2, **places, **changes})
+    (folder / "m.vocab").unlink()
+    (folder / "text").unlink()
+    return (folder / "m.model").rename(folder / "tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def meta_llama2(tmp_path_factory):
+    return train_sentencepiece(tmp_path_factory.mktemp("llama2"))
+
+
+def test_transformers_gives_the_ids_of_sentencepiece(meta_llama2, tmp_path):
+    assets = find_assets(meta_llama2.parent)
+    assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=64) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert tokenizer_remark(assets, to="hf", vocab_size=ROWS) == ""
+    shutil.copy(meta_llama2, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    theirs, ours = (
+        sentencepiece.SentencePieceProcessor(model_file=str(meta_llama2)),
+        AutoTokenizer.from_pretrained(tmp_path),
+    )
+    assert len(ours) == len(theirs) == 600
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_id(), theirs.eos_id()) == (1, 2)
+    for text in texts():
+        if "\x00" in text:  # SentencePiece's own text ends there
+            continue
+        ids = theirs.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == ids, repr(text)
+        assert ours.encode(text) == [1, *ids]
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_token_ids_of_sentencepiece(meta_llama2, tmp_path):
+    assert read_token_ids(find_assets(meta_llama2.parent), vocab_size=ROWS) == {"bos_token_id": 1, "eos_token_id": 2}
+    other = train_sentencepiece(tmp_path, pad_id=0, unk_id=3, bos_id=2, eos_id=1)
+    ids = read_token_ids(find_assets(other.parent), vocab_size=ROWS)
+    assert ids == {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "unigram"}, "not of type BPE"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalizes"),
+        ({"add_dummy_prefix": False}, "normalizes"),
+        ({"byte_fallback": False}, "as bytes"),
+        ({"user_defined_symbols": ["<fim>"]}, "user-defined"),
+        ({"eos_id": -1}, "no end of text"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_other_sentencepiece_models_are_carried_and_told(changes, said, tmp_path):
+    path = train_sentencepiece(tmp_path / "meta", **changes)
+    assets = find_assets(path.parent)
+    assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=64) == []
+    remark = tokenizer_remark(assets, to="hf", vocab_size=ROWS)
+    assert said in remark and "carried along untranslated" in remark
+    assert tokenizer_remark(assets, to="meta", vocab_size=ROWS) == ""
+    assert write_assets(tmp_path / "out", assets, {}) == ["tokenizer.model"]
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()
+
+
+def test_what_is_neither_is_carried_unread(tmp_path):
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b"", b"\x80\x04."):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        assets = find_assets(tmp_path)
+        assert read_sentencepiece(assets["tokenizer.model"]) is None
+        assert read_token_ids(assets, vocab_size=ROWS) == {}
+        assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=1) == []
+        assert "neither tiktoken nor SentencePiece" in tokenizer_remark(assets, to="hf", vocab_size=ROWS)
+
+
+def test_normalizers_are_seen_in_a_qwen_tokenizer(trained, tmp_path):
+    """Built by tokenizers itself: Qwen's NFC makes one id of two characters, and no rank table does."""
+    tokenizer = Tokenizer.from_str(json.dumps(trained))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert "NFC" in tokenizer_remark(find_assets(tmp_path), to="meta", vocab_size=ROWS)
+
+
+def test_ranks_are_read_back(tmp_path):
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    write_ranks(tmp_path / "tokenizer.model", ranks)
+    assert read_ranks(tmp_path / "tokenizer.model") == ranks
