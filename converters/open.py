@@ -8,6 +8,7 @@ from converters.commit import find_complete
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_shards
+from converters.formats.dcp_ranks import rank_metadata_files
 from converters.manifest import Manifest, check_sizes
 from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, TORCH_INDEX, epoch_of, step_of
 
@@ -67,17 +68,18 @@ def _open_folder(path: Path) -> Catalog:
     adapters = sorted(name for name in names if _ADAPTER.fullmatch(name))
     names = {name for name in names if not _ADAPTER.fullmatch(name) and not _RUN_STATE.fullmatch(name)}
     found = {
-        "dcp": DCP_METADATA in names,
+        "dcp": DCP_METADATA in names or bool(rank_metadata_files(names)),
         "safetensors": HF_INDEX in names or any(name.endswith(".safetensors") for name in names),
         "meta": any(Path(name).match("consolidated.*.pth") for name in names),
     }
     if found["dcp"] and (found["safetensors"] or found["meta"]):
         raise CheckpointError(
-            f"{path}: holds more than one checkpoint ({DCP_METADATA} beside other weights)",
+            f"{path}: holds more than one checkpoint (DCP metadata beside other weights)",
             hint="keep each in a folder of its own",
         )
     if found["dcp"]:
-        _refuse_strange_files(path, [DCP_METADATA], pickles=True)
+        metadata = [DCP_METADATA] if DCP_METADATA in names else rank_metadata_files(names)
+        _refuse_strange_files(path, metadata, pickles=True)
         return _covered(dcp.read_catalog(path))
     if found["safetensors"]:
         _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".safetensors")])
@@ -121,8 +123,6 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
             f"{path}: a run of torchtune, not a checkpoint", tries=[str(path / name) for _, name in epochs[-2:]]
         )
     if any(name.endswith(".distcp") for name in names):
-        if any(name.endswith(".metadata") for name in names):
-            return UnsupportedError(f"{path}: a DCP checkpoint with one metadata file per rank is not covered")
         return CheckpointError(
             f"{path}: DCP data without {DCP_METADATA}",
             hint=f"the save was cut off before its end, or {DCP_METADATA} (a hidden file) was not copied",

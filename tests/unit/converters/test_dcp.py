@@ -1,16 +1,20 @@
 """DCP both ways: stock dcp.load opens what we write, we open what stock dcp.save writes, whatever the cut."""
 
+import io
 import pickle
 import random
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from converters.catalog import Box
@@ -255,6 +259,108 @@ def test_metadata_of_other_pythons_and_forks_is_read(tmp_path, spelling):
         data = data.replace(old, new)
     path.write_bytes(data)
     assert read_all(open_checkpoint(folder)) == {"w": raw(torch.zeros(2))}
+
+
+def test_metadata_of_torch_before_2_2_is_read(tmp_path):
+    """Its records lived in torch.distributed._shard.checkpoint; Megatron hangs shapes on the Metadata."""
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.arange(3.0), "n": 5})
+
+    def age(metadata):
+        metadata.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (3,)}}
+        metadata.storage_meta = None
+
+    rewrite(folder, age)
+    path, now, then = folder / ".metadata", "torch.distributed.checkpoint.", "torch.distributed._shard.checkpoint."
+    data = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
+    sharded = "torch.distributed._shard.sharded_tensor.metadata\n"
+    for old, new in (
+        (f"{now}metadata\nTensorProperties", f"{sharded}TensorProperties"),
+        (f"{now}metadata\n_MEM_FORMAT", f"{sharded}MEM_FORMAT"),
+        (now, then),
+    ):
+        assert old.encode() in data
+        data = data.replace(old.encode(), new.encode())
+    path.write_bytes(data)
+    catalog = open_checkpoint(folder)
+    assert read_all(catalog) == {"w": raw(torch.arange(3.0))} and list(catalog.blobs) == ["n"]
+
+
+def test_entries_that_are_not_covered_are_listed_together(tmp_path):
+    folder = save_dcp(tmp_path / "dcp", {"w": torch.zeros(4), "v": torch.zeros(2), "u": torch.zeros(2)})
+
+    def change(metadata):
+        entries = metadata.state_dict_metadata
+        for name, dtype in (("w", torch.float8_e8m0fnu), ("v", torch.uint4)):
+            entries[name] = replace(entries[name], properties=replace(entries[name].properties, dtype=dtype))
+        entries["u"].properties.layout = torch.sparse_coo
+
+    rewrite(folder, change)
+    with pytest.raises(UnsupportedError, match=r"w: float8_e8m0fnu\n  v: uint4\n  u: a sparse tensor"):
+        open_checkpoint(folder)
+
+
+def test_a_safetensors_body_in_a_dcp_file_is_called_that(tmp_path):
+    """torch writes it and cannot load it."""
+    writer = FileSystemWriter(tmp_path / "dcp", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedError, match="safetensors body inside of a DCP file"):
+        open_checkpoint(tmp_path / "dcp")
+
+
+def test_items_that_an_extension_compressed_are_refused_with_the_way_out(tmp_path):
+    class Zlib(StreamTransformExtension):
+        @staticmethod
+        def from_descriptor(version):
+            return Zlib()
+
+        @staticmethod
+        def registry_name():
+            return "stream.zlib"
+
+        def get_descriptor(self):
+            return "stream.zlib/1"
+
+        def transform_to(self, output):
+            return io.BufferedWriter(_Deflating(output))
+
+        def transform_from(self, input):
+            raise NotImplementedError
+
+    writer = FileSystemWriter(tmp_path / "dcp", _extensions=[Zlib()])
+    dcp.save({"w": torch.zeros(300), "n": 5}, storage_writer=writer, no_dist=True)
+    with pytest.raises(UnsupportedError, match=r"(?s)compressed or encoded.*w: \['stream.zlib/1'\]") as caught:
+        open_checkpoint(tmp_path / "dcp")
+    assert "_extensions" in caught.value.hint
+
+
+class _Deflating(io.RawIOBase):
+    def __init__(self, output):
+        self.output, self.deflate = output, zlib.compressobj()
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.output.write(self.deflate.compress(bytes(data)))
+        return len(data)
+
+    def close(self):
+        if not self.closed:
+            self.output.write(self.deflate.flush())
+        super().close()
+
+
+def test_what_torchs_own_converters_write_is_read(tmp_path):
+    state = {"model": {"w": torch.randn(4, 3).bfloat16(), "b": torch.randn(3)}, "step": 7}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "out.pt")
+    found = open_checkpoint(tmp_path / "out.pt")
+    expected = {f"model.{name}": raw(tensor) for name, tensor in state["model"].items()}
+    assert read_all(found) == expected and found.values == {"step": 7}
+    torch.save(state, tmp_path / "in.pt")
+    torch_save_to_dcp(tmp_path / "in.pt", tmp_path / "back")
+    back = open_checkpoint(tmp_path / "back")
+    assert read_all(back) == expected and back.planner_data["model.w"] == ("model", "w")
 
 
 def test_a_layout_that_does_not_cover_is_refused():
