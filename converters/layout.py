@@ -271,6 +271,38 @@ def boxes_for_any_mesh(tensors: Mapping[str, TensorInfo], *, file_bytes: int) ->
     return files
 
 
+def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Files:
+    """Row blocks of at most 64 MiB in exactly `num_files` files of about the same size.
+
+    Raises ConfigError where rows, which stay whole, are too few or too long for so many files.
+    """
+    total = sum(prod(info.shape) * itemsize(info.dtype) for info in tensors.values())
+    held: list[list[tuple[str, Box]]] = [[] for _ in range(num_files)]
+    number = filled = 0
+    for fqn, info in tensors.items():
+        size, row, num_rows = itemsize(info.dtype), 0, info.shape[0] if info.shape else 1
+        row_bytes = prod(info.shape[1:]) * size
+        if not row_bytes * num_rows:
+            held[number].append((fqn, Box.whole(info.shape)))
+            continue
+        while row < num_rows:
+            until = total * (number + 1) // num_files  # where this file ends, in bytes of all tensors
+            fitting = max(0, round((until - filled) / row_bytes)) if number < num_files - 1 else num_rows
+            rows = min(num_rows - row, fitting)
+            if rows:
+                part = Box((row, *(0,) * len(info.shape[1:])), (rows, *info.shape[1:])) if info.shape else Box((), ())
+                held[number] += [(fqn, block) for block in row_blocks(part, size, SEED_CHUNK_BYTES)]
+                row, filled = row + rows, filled + rows * row_bytes
+            if rows == fitting and number < num_files - 1:
+                number += 1
+    if not all(held):
+        raise ConfigError(
+            f"{total:,} bytes cannot be shared out among {num_files:,} files",
+            hint=f"a row of a tensor lies in one file; at most {sum(map(bool, held)):,} files would hold something",
+        )
+    return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(held)}
+
+
 def row_blocks(box: Box, element_bytes: int, max_bytes: int) -> Iterator[Box]:
     """`box` cut along dim 0 into parts of at most `max_bytes` each (one row where a row is larger)."""
     if not box.sizes or box.num_elements * element_bytes <= max_bytes:

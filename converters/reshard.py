@@ -3,32 +3,43 @@
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from converters.assets import write_assets
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.copy import DEFAULT_WORKERS
 from converters.dtypes import itemsize
-from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
-from converters.families.base import Parameter
-from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.layout import Files, MeshShape, boxes_for_any_mesh, boxes_for_mesh, check_mesh
+from converters.journal import plan_fingerprint
+from converters.layout import (
+    Files,
+    MeshShape,
+    boxes_for_any_mesh,
+    boxes_for_mesh,
+    boxes_for_num_files,
+    check_mesh,
+)
+from converters.loader_state import tell_loader_state, tell_rng_state
 from converters.manifest import list_files
-from converters.model_info import write_model_info
-from converters.names import DATALOADER, DCP_METADATA, MODEL_INFO, OPTIMIZER, RNG, SECTIONS, section_of
+from converters.model_info import ModelInfo, write_model_info
+from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.open import open_checkpoint
 from converters.plan import find_casts
 from converters.read import CatalogReader
+from converters.sections import MODEL, Training, find_sections, with_titan_sections
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
-from converters.weights import native_weights
+from converters.training_contents import Contents, collect
+from converters.training_names import read_spelling
+from converters.view import View
 
 # Tensors that every rank needs whole (step counters, RNG states) lie together, not in some rank's large file
 SMALL_TENSOR_FILE = "__small_0.distcp"
-_STATE = f"{OPTIMIZER}.state."
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,8 @@ class ReshardReport:
 
     source: str
     destination: str
-    mesh: str
+    naming: str  # how the source spells its weights; the output has native names
+    cut: str  # for which mesh, or into how many files
     num_tensors: int
     num_blobs: int
     num_files: int
@@ -47,8 +59,12 @@ class ReshardReport:
     sections: Mapping[str, int]  # section → entries carried over
     dropped_sections: Mapping[str, int]  # section → entries left out as asked
     dropped: Mapping[str, str]  # tensor → reason
+    missing: tuple[str, ...]  # parameters without weights or optimizer state, where that is allowed
+    loader_state: str  # its kind and what became of it
+    non_finite: Mapping[str, int]  # tensor → values that are NaN or infinite
     remarks: tuple[str, ...]
     other_files: tuple[str, ...]
+    resumed_bytes: int
     secs: float
     dry_run: bool
 
@@ -61,184 +77,182 @@ def reshard(
     dst: Path | str,
     *,
     mesh: MeshShape | None = None,
+    num_files: int | None = None,
+    shard_bytes: int | None = None,
     dtype: str | None = None,
+    optimizer_dtype: str | None = None,
     drop: Sequence[str] = (),
     model_from: Path | str | None = None,
+    allow_missing: bool = False,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ReshardReport:
-    """Write the DCP checkpoint `src` to `dst`, cut for `mesh` (None: row blocks that suit any).
+    """Write the DCP checkpoint `src` to `dst`, cut for `mesh`, into `num_files`, or into files of `shard_bytes`.
 
-    Moments take their parameter's boxes; what is no tensor is copied as bytes, undecoded. `dtype` casts the weights,
-    not the optimizer; `drop` names sections to leave out.
+    Moments take their parameter's boxes; what is no tensor is copied as bytes. A checkpoint in another naming, or with
+    its optimizer under another name, comes out as the trainer writes it (see optimizer_state.py). `dtype` casts the
+    weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
     check_places(src, dst, overwrite=overwrite)
-    _check_sections(drop)
+    _check_choice(mesh, num_files, shard_bytes)
     catalog = open_checkpoint(src)
     if catalog.container != "dcp":
         raise CheckpointError(
             f"{src} is no DCP checkpoint, so it has no layout to change",
-            tries=[f"titan convert hf-to-dcp {src} {dst} --for-mesh MESH"],
+            tries=[f"titan convert auto {src} {dst} --to dcp --for-mesh MESH"],
         )
-    kept = _without_sections(catalog, drop)
-    with native_weights(catalog, model_from=model_from) as weights, CatalogReader(kept) as reader:
-        if any(native != name for native, name in weights.source.ledger.used.items()):
-            raise UnsupportedError(
-                f"{src} spells its weights as {weights.naming!r}; its other sections would need the same change",
-                tries=[f"titan convert auto {src} {dst} --to dcp, for the weights alone"],
-            )
-        if mesh is not None:
-            check_mesh(mesh, weights.info.args)
-        parameters = get_family(weights.info.family).parameters(weights.info.args)
-        _check_optimizer(kept, parameters)
-        vouched = vouched_for(
-            catalog, {name: name for name in kept.tensors if name not in weights.source.ledger.dropped}
-        )
+    training = with_titan_sections(catalog)
+    spelling = read_spelling(
+        training.catalog, renamed=bool(training.stored), model_from=model_from, allow_missing=allow_missing
+    )
+    sections = find_sections(training.catalog, [*spelling.weights.values(), *spelling.dropped])
+    _check_drop(drop, sections.values())
+    if mesh is not None:
+        check_mesh(mesh, spelling.info.args)
+    kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
+    loader_state = tell_loader_state([*kept.tensors, *kept.blobs], mesh)
+    with CatalogReader(kept) as reader:
+        contents = collect(reader, spelling, sections, allow_missing=allow_missing)
+        vouched = vouched_for(training.catalog, _stored(contents.source, training))
         check_blobs(reader)
-        casts = find_casts(weights.source.tensors, dtype)
-        others = {n: i for n, i in reader.tensors.items() if section_of(n) != "model"}
-        tensors = {
-            n: replace(i, dtype=casts.get(n, i.dtype)) for n, i in (*weights.source.tensors.items(), *others.items())
-        }
+        held = contents.source.tensors
+        weights = {n: i for n, i in held.items() if n in spelling.weights}
+        moments = {n: held[n] for names in contents.moments.values() for n in names}
+        casts = find_casts(weights, dtype) | find_casts(moments, optimizer_dtype)
+        tensors = {n: replace(i, dtype=casts.get(n, i.dtype)) for n, i in held.items()}
         target = plan_dcp(
             tensors,
-            _cut(tensors, parameters, mesh),
-            blobs={name: reader.read_blob(name) for name in kept.blobs},
-            planner_data={name: path for name, path in kept.planner_data.items() if section_of(name) not in drop},
+            _cut(tensors, contents, mesh=mesh, num_files=num_files, shard_bytes=shard_bytes),
+            blobs=contents.blobs,
+            planner_data=contents.paths,
         )
         require_room(dst, target)
-
-        def write_small_files(folder: Path) -> list[str]:
-            names = _carry_files(catalog, folder)
-            if MODEL_INFO not in names:
-                write_model_info(folder, weights.info)
-            return names
-
         done = Execution({}, [])
         if not dry_run:
             done = execute(
                 dst,
-                source=reader,
+                source=contents.source,
                 target=target,
                 casts=casts,
                 vouched=vouched,
-                write_small_files=write_small_files,
+                write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
                 overwrite=overwrite,
                 progress=progress,
+                workers=workers,
+                digests=digests,
+                fingerprint=plan_fingerprint(catalog, target, casts, digests=digests),
+                resume=resume,
             )
+    names = [*kept.tensors, *kept.blobs]
+    remarks = [
+        ""
+        if spelling.names.are_native
+        else f"names: {spelling.naming} in the source; now as `titan train` writes them",
+        loader_state,
+        tell_rng_state(names, mesh),
+        _tell_unknown(contents.unknown),
+        unchecked_remark(catalog, vouched),
+    ]
     return ReshardReport(
         source=str(src),
         destination=str(dst),
-        mesh=str(mesh) if mesh else "any",
+        naming=spelling.naming,
+        cut=f"mesh {mesh}" if mesh else f"{num_files} files" if num_files else "any mesh",
         num_tensors=len(tensors),
-        num_blobs=len(kept.blobs),
+        num_blobs=len(contents.blobs),
         num_files=len(target.file_bytes),
         num_bytes=target.total_bytes,
         dtypes=count_dtypes(tensors),
         num_cast=len(casts),
-        sections=_count_sections(kept),
-        dropped_sections={s: n for s, n in _count_sections(catalog).items() if s in drop},
-        dropped=weights.source.ledger.dropped,
-        remarks=(*_remarks(kept), *filter(None, [unchecked_remark(catalog, vouched)])),
+        sections=dict(Counter(sections[name] for name in names)),
+        dropped_sections=dict(Counter(section for section in sections.values() if section in drop)),
+        dropped=contents.dropped,
+        missing=contents.missing,
+        loader_state=loader_state,
+        non_finite=done.non_finite,
+        remarks=(*filter(None, remarks), *done.remarks),
         other_files=tuple(done.other_files),
+        resumed_bytes=done.resumed_bytes,
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
 
 
-def _check_sections(drop: Sequence[str]) -> None:
-    unknown = [name for name in drop if name not in SECTIONS]
+def _check_choice(mesh: MeshShape | None, num_files: int | None, shard_bytes: int | None) -> None:
+    given = {"--for-mesh": mesh, "--num-files": num_files, "--shard-size": shard_bytes}
+    chosen = [option for option, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} each settle the files; only one can", hint="choose one of them")
+
+
+def _check_drop(drop: Sequence[str], found: Collection[str]) -> None:
+    known = [*dict.fromkeys((MODEL, *SECTIONS, *found))]
+    unknown = [name for name in drop if name not in known]
     if unknown:
-        raise ConfigError(f"no section is called {', '.join(unknown)}", hint=f"sections: {', '.join(SECTIONS)}")
+        raise ConfigError(f"no section is called {', '.join(unknown)}", hint=f"sections: {', '.join(known)}")
+    if set(found) <= set(drop):
+        raise ConfigError(f"nothing is left without {', '.join(drop)}")
 
 
-def _without_sections(catalog: Catalog, drop: Sequence[str]) -> Catalog:
+def _only(catalog: Catalog, names: set[str]) -> Catalog:
     return replace(
         catalog,
-        tensors={n: t for n, t in catalog.tensors.items() if section_of(n) not in drop},
-        blobs={n: b for n, b in catalog.blobs.items() if section_of(n) not in drop},
+        tensors={n: t for n, t in catalog.tensors.items() if n in names},
+        blobs={n: b for n, b in catalog.blobs.items() if n in names},
     )
 
 
-def _count_sections(catalog: Catalog) -> dict[str, int]:
-    return dict(Counter(section_of(name) for name in (*catalog.tensors, *catalog.blobs)))
+def _stored(source: View, training: Training) -> dict[str, str]:
+    """Name to write → the name in the source's manifest."""
+    return {n: training.own_name(held) for n, held in source.ledger.used.items() if held in training.catalog.tensors}
 
 
-def _check_optimizer(catalog: Catalog, parameters: Sequence[Parameter]) -> None:
-    """Every state belongs to a parameter and every parameter has the states that the others have; shapes agree.
-
-    Group-indexed states (`state.<number>.…`) are refused: their numbers collide across pipeline stages.
-    """
-    shapes = {p.fqn: p.shape for p in parameters}
-    kinds_of: dict[str, set[str]] = {}
-    problems = []
-    for name in (n for n in (*catalog.tensors, *catalog.blobs) if n.startswith(_STATE)):
-        fqn, _, kind = name.removeprefix(_STATE).rpartition(".")
-        if fqn not in shapes:
-            problems.append(f"unexpected  {name}")
-            continue
-        kinds_of.setdefault(fqn, set()).add(kind)
-        entry = catalog.tensors.get(name)
-        if entry is not None and entry.shape not in ((), shapes[fqn]):
-            problems.append(f"shape       {name}  is {list(entry.shape)}, its parameter {list(shapes[fqn])}")
-    if kinds_of:
-        every = set().union(*kinds_of.values())
-        for fqn in shapes:
-            problems += [f"missing     {_STATE}{fqn}.{kind}" for kind in sorted(every - kinds_of.get(fqn, set()))]
-    if problems:
-        raise CheckpointError(
-            f"the optimizer state does not match the model, {len(problems)} problems:"
-            + list_offenders(sorted(problems)),
-            tries=[f"--drop {OPTIMIZER}, to go on with the weights alone"],
-        )
-
-
-def _cut(tensors: Mapping[str, TensorInfo], parameters: Sequence[Parameter], mesh: MeshShape | None) -> Files:
+def _cut(
+    tensors: Mapping[str, TensorInfo],
+    contents: Contents,
+    *,
+    mesh: MeshShape | None,
+    num_files: int | None,
+    shard_bytes: int | None,
+) -> Files:
     """Parameters as the mesh holds them, each followed by its moments; small tensors in a file of their own."""
-    shapes = {p.fqn: p.shape for p in parameters}
-    moments: dict[str, list[str]] = {fqn: [] for fqn in shapes}
-    small = []
-    for name, info in tensors.items():
-        fqn = name.removeprefix(_STATE).rpartition(".")[0] if name.startswith(_STATE) else ""
-        if fqn in shapes and info.shape == shapes[fqn]:
-            moments[fqn].append(name)
-        elif name not in shapes:
-            small.append((name, Box.whole(info.shape)))
-    if mesh is None:
-        small_names = {name for name, _ in small}
-        files = boxes_for_any_mesh(
-            {n: i for n, i in tensors.items() if n not in small_names}, file_bytes=DEFAULT_SHARD_BYTES
-        )
+    together = {
+        p.fqn: [n for n in (p.fqn, *contents.moments.get(p.fqn, ())) if n in tensors] for p in contents.parameters
+    }
+    large = {name: tensors[name] for names in together.values() for name in names}
+    small = [(name, Box.whole(info.shape)) for name, info in tensors.items() if name not in large]
+    if mesh is not None:
+        widest = {fqn: max([itemsize(tensors[n].dtype) for n in names], default=1) for fqn, names in together.items()}
+        held = boxes_for_mesh(contents.parameters, mesh, itemsizes=widest)
+        files = {f: [(name, box) for fqn, box in boxes for name in together[fqn]] for f, boxes in held.items()}
+        files = {file: boxes for file, boxes in files.items() if boxes}
+    elif num_files is not None:
+        files = boxes_for_num_files(large, num_files)
     else:
-        widest = {fqn: max(itemsize(tensors[n].dtype) for n in (fqn, *moments[fqn])) for fqn in shapes}
-        files = {
-            file: [(name, box) for fqn, box in held for name in (fqn, *moments[fqn])]
-            for file, held in boxes_for_mesh(parameters, mesh, itemsizes=widest).items()
-        }
+        files = boxes_for_any_mesh(large, file_bytes=shard_bytes or DEFAULT_SHARD_BYTES)
     return files | ({SMALL_TENSOR_FILE: small} if small else {})
 
 
-def _carry_files(catalog: Catalog, folder: Path) -> list[str]:
-    """Everything in the folder that is not tensor data: model info, assets, whatever else lies with them."""
+def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[str]:
+    """Everything in the source's folder that is not tensor data, and what the model is where nothing there says it."""
     names = [n for n in list_files(catalog.root) if n != DCP_METADATA and not n.endswith(".distcp")]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(catalog.root / name, folder / name)
+    if MODEL_INFO not in names:
+        write_model_info(folder, info)
+    if not (folder / ASSETS_FOLDER).is_dir():  # --model-from may have brought a tokenizer
+        names += [f"{ASSETS_FOLDER}/{n}" for n in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
     return names
 
 
-def _remarks(catalog: Catalog) -> list[str]:
-    """What a user should know about states that depend on the number of ranks."""
-    names = [*catalog.tensors, *catalog.blobs]
-    remarks = []
-    if any(n.startswith(f"{DATALOADER}.dp_rank_") for n in names):  # torchtitan's
-        remarks.append(
-            "dataloader: state per data-parallel rank, kept as it is; it fits only a run of the same dp degree"
-        )
-    elif any(section_of(n) == DATALOADER for n in names):
-        remarks.append("dataloader: kept; titan's state means the same for any mesh")
-    if num_ranks := sum(n.startswith(f"{RNG}.cpu.") for n in names):
-        remarks.append(f"rng: states of {num_ranks} ranks kept; a run with another number seeds anew")
-    return remarks
+def _tell_unknown(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+    return f"not known here, kept as they are: {shown}"

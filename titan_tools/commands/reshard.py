@@ -5,62 +5,90 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import (
+    DEFAULT_WORKERS,
+    DryRun,
+    ForMesh,
+    Json,
+    ModelFrom,
+    NoDigest,
+    Overwrite,
+    Resume,
+    ShardSize,
+    Workers,
+)
+
 
 def reshard(
     src: Annotated[Path, typer.Argument(help="A DCP checkpoint folder; it is never changed.", show_default=False)],
     dst: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
-    for_mesh: Annotated[
-        str | None,
+    for_mesh: ForMesh = None,
+    num_files: Annotated[
+        int | None,
         typer.Option(
-            metavar="MESH",
-            help="The mesh that will read it, e.g. dp_shard=64,tp=8,pp=4. Default: row blocks that suit any.",
-            show_default=False,
+            metavar="N", min=1, max=100_000, help="Cut into N data files of about one size.", show_default=False
         ),
     ] = None,
+    shard_size: ShardSize = None,
     drop: Annotated[
         str | None,
         typer.Option(
             metavar="SECTIONS",
-            help="Leave out: optimizer, lr_scheduler, dataloader, train_state, rng.",
+            help="Leave out: model, optimizer, lr_scheduler, dataloader, train_state, rng.",
             show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast the weights, not the optimizer. Default: as they are.", show_default=False)
     ] = None,
-    model_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Take config.json, params.json or titan_model.json from here, where SRC has none.",
-            show_default=False,
-        ),
+    optimizer_dtype: Annotated[
+        str | None, typer.Option(help="Cast the optimizer's moments. Default: as they are.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and check everything; write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST once the new one is complete.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    model_from: ModelFrom = None,
+    workers: Workers = DEFAULT_WORKERS,
+    allow_missing: Annotated[
+        bool,
+        typer.Option("--allow-missing", help="Go on where weights or optimizer states are missing; they are listed."),
+    ] = False,
+    no_digest: NoDigest = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
 ) -> None:
-    """Cut a DCP checkpoint for another mesh: weights, optimizer, and everything else in it.
+    """Cut a DCP checkpoint for another mesh or file count: weights, optimizer, and everything else in it.
 
     Stock DCP reads whole chunks, so ranks start faster, and from less memory, where each chunk is exactly one rank's.
+    A checkpoint that spells its parameters another way (torchtitan's other layouts, Hugging Face names) comes out as
+    `titan train` writes it, the moments permuted as their weights are.
 
     \b
     Examples:
       titan reshard outputs/checkpoint/step-1000 step-1000-fsdp8 --for-mesh dp_shard=8
       titan reshard step-1000 weights-only --drop optimizer,rng --for-mesh dp_shard=16,tp=8,pp=4
+      titan reshard step-1000 one-file --num-files 1 --dtype bfloat16 --optimizer-dtype bfloat16
+      titan reshard torchtitan/step-500 step-500 --model-from Llama-3.1-8B --drop dataloader
     """
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
     from converters.sizes import tell_bytes
     from titan_tools.console import count, print_json, progress
+    from titan_tools.conversion import parse_size
 
     report = reshard_checkpoint(
         src,
         dst,
         mesh=MeshShape.parse(for_mesh) if for_mesh else None,
+        num_files=num_files,
+        shard_bytes=None if shard_size is None else parse_size(shard_size),
         dtype=dtype,
+        optimizer_dtype=optimizer_dtype,
         drop=[name.strip() for name in drop.split(",") if name.strip()] if drop else (),
         model_from=model_from,
+        allow_missing=allow_missing,
+        workers=workers,
+        digests=not no_digest,
+        resume=resume,
         overwrite=overwrite,
         dry_run=dry_run,
         progress=progress,
@@ -69,7 +97,7 @@ def reshard(
         print_json(report.to_json())
         return
     verb = "to write" if report.dry_run else "wrote"
-    print(f"{report.source} to {report.destination}, cut for mesh {report.mesh}")
+    print(f"{report.source} to {report.destination}, cut for {report.cut}")
     print(
         f"  {verb:<9} {count(report.num_tensors, 'tensor')} and {count(report.num_blobs, 'value')}, "
         f"{tell_bytes(report.num_bytes)} in {count(report.num_files, 'file')}, {report.secs:.1f} s"
@@ -82,5 +110,11 @@ def reshard(
         print(f"  left out  {', '.join(report.dropped_sections)} ({entries}), as asked")
     for name, reason in report.dropped.items():
         print(f"  dropped   {name}: {reason}")
+    for name in report.missing:
+        print(f"  missing   {name}")
     for remark in report.remarks:
         print(f"  note      {remark}")
+    if report.resumed_bytes:
+        print(f"  resumed   {tell_bytes(report.resumed_bytes)} were written before, and are still good")
+    for name, number in report.non_finite.items():
+        print(f"  beware    {name} holds {count(number, 'value')} that are NaN or infinite")

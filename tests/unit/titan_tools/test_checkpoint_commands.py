@@ -151,7 +151,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=2", "--shard-size", "1GB"], "no say beside it"),
         (["convert", "hf-to-dcp", "hf"], "Missing argument"),
         (["reshard", "hf", "out"], "no DCP checkpoint"),
-        (["reshard", "hf", "out", "--drop", "weights"], "no section"),
+        (["reshard", "hf", "out", "--for-mesh", "tp=2", "--num-files", "3"], "each settle the files"),
         (["diff", "hf", "nowhere"], "no such file"),
         (["inspect", "hf/config.json"], "config.json"),
         (["verify", "nowhere"], "no such file"),

@@ -1,0 +1,242 @@
+"""The optimizer of a training checkpoint: which state belongs to which parameter, checked, under titan's names.
+
+Native names stay as they are. Other namings are translated: a state takes its parameter's native name and, where the
+naming orders rows differently, its permutation; settings that lie in numbered groups are told for each parameter, as
+torch's `flatten_optimizer_state_dict` and the trainer do, because group numbers collide between pipeline stages.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from converters.compare import first_differing_block
+from converters.errors import CheckpointError, list_offenders
+from converters.families.base import Parameter
+from converters.formats.dcp_item import read_blob_item
+from converters.names import OPTIMIZER
+from converters.read import CatalogReader
+from converters.training_values import is_number, number_item
+from converters.view import EMBEDDING, OUTPUT, TIED_REASON
+
+STATE, GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
+# States of torch's optimizers, and of Muon, that have their parameter's shape
+_LIKE_PARAMETER = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+    + ("sum", "prev", "step_size", "ax")
+)
+_ABOUT_PARAMETERS = ("params", "param_names")  # keys of a group that list its members
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterNames:
+    """The parameters of a model and how a checkpoint's optimizer may spell them."""
+
+    parameters: Sequence[Parameter]
+    native: Mapping[str, str]  # as spelled in the checkpoint → native name
+    row_orders: Mapping[str, np.ndarray]  # native name → for each row of a head, the checkpoint's row (see View)
+    are_native: bool  # nothing is to be translated
+    tied: bool
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """What to write for an optimizer, and from where."""
+
+    tensors: dict[str, str] = field(default_factory=dict)  # name to write → tensor that it is read from
+    row_orders: dict[str, np.ndarray] = field(default_factory=dict)  # by name to write
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # 0-dim tensors that were no tensors before
+    moments: dict[str, list[str]] = field(default_factory=dict)  # parameter → names to write of states of its shape
+    blobs: dict[str, str] = field(default_factory=dict)  # name to write → value whose bytes are copied
+    items: dict[str, bytes] = field(default_factory=dict)  # name to write → finished item of a value that was a tensor
+    dropped: dict[str, str] = field(default_factory=dict)  # the checkpoint's name → reason
+    without_state: list[str] = field(default_factory=list)  # parameters that lack states, where that is allowed
+    unknown: list[str] = field(default_factory=list)  # entries that are neither state nor setting; kept as they are
+
+
+def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missing: bool = False) -> OptimizerPlan:
+    """Plan the optimizer section of `reader`. Raises CheckpointError with everything that does not match the model.
+
+    Parameters need not have the same kinds of state (Muon beside AdamW), but one whose kinds are a part of another's
+    lacks some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: nothing says whose they are.
+    """
+    plan, problems = OptimizerPlan(), []
+    shapes = {p.fqn: p.shape for p in names.parameters}
+    kinds_of: dict[str, set[str]] = {fqn: set() for fqn in shapes}
+    second: list[tuple[str, str]] = []  # (name to write, tensor) of a tied model's output, which the embedding has too
+    entries = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if n.startswith(f"{OPTIMIZER}.")]
+    for name in entries:
+        if name.startswith(GROUPS):
+            continue
+        if not name.startswith(STATE):
+            plan.unknown.append(name)
+            _keep(plan, reader, name)
+            continue
+        owner, kind = _owner(name.removeprefix(STATE), names.native)
+        if names.tied and owner == OUTPUT:
+            second.append((f"{STATE}{EMBEDDING}.{kind}", name))
+        elif owner not in shapes:
+            problems.append(f"unexpected  {name}")
+        else:
+            kinds_of[owner].add(kind)
+            problems += _plan_state(plan, reader, names, name, owner, kind, shapes[owner])
+    for target, name in second:
+        problems += _settle_second(plan, reader, target, name)
+    if any(kinds_of.values()):
+        lacking = {fqn: told for fqn, kinds in kinds_of.items() if (told := _lacking(kinds, kinds_of.values()))}
+        if allow_missing:
+            plan.without_state += lacking
+        else:
+            problems += [f"missing     {STATE}{fqn}.{kind}" for fqn, told in lacking.items() for kind in told]
+    problems += _plan_groups(plan, reader, names, [name for name in entries if name.startswith(GROUPS)])
+    if problems:
+        raise _misfit(problems, numbered=any(n.removeprefix(STATE)[:1].isdecimal() for n in entries))
+    return plan
+
+
+def _owner(rest: str, native: Mapping[str, str]) -> tuple[str, str]:
+    """(native name of the parameter, what of it) of `<name>.<what>`; ("", …) where no parameter is called so."""
+    at = rest.rfind(".")
+    while at > 0:
+        if rest[:at] in native:
+            return native[rest[:at]], rest[at + 1 :]
+        at = rest.rfind(".", 0, at)
+    return "", rest
+
+
+def _plan_state(
+    plan: OptimizerPlan,
+    reader: CatalogReader,
+    names: ParameterNames,
+    name: str,
+    owner: str,
+    kind: str,
+    shape: tuple[int, ...],
+) -> list[str]:
+    target = f"{STATE}{owner}.{kind}"
+    info = reader.tensors.get(name)
+    if info is None:
+        return _plan_value(plan, reader, names, name, target, kind)
+    if info.shape == shape:
+        plan.moments.setdefault(owner, []).append(target)
+        if owner in names.row_orders:
+            plan.row_orders[target] = names.row_orders[owner]
+    elif info.shape and kind in _LIKE_PARAMETER:
+        return [f"shape       {name}  is {list(info.shape)}, its parameter {list(shape)}"]
+    elif info.shape and owner in names.row_orders:
+        return [f"rows        {name}  {list(info.shape)}: nothing says how to permute it as its parameter is"]
+    plan.tensors[target] = name
+    return []
+
+
+def _plan_value(
+    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, name: str, target: str, kind: str
+) -> list[str]:
+    """A state that is no tensor. Old torch counts steps in plain numbers; whoever resumes wants a tensor."""
+    if names.are_native or kind != "step":
+        plan.blobs[target] = name
+        return []
+    value = read_blob_item(reader.read_blob(name), what=name)
+    if type(value) not in (int, float):
+        return [f"value       {name}  is {value!r:.40}, no number of steps"]
+    plan.numbers[target] = np.array(value, np.float32)
+    return []
+
+
+def _settle_second(plan: OptimizerPlan, reader: CatalogReader, target: str, name: str) -> list[str]:
+    """A tied model has one optimizer state for its one weight: a second one must be the same, bit for bit."""
+    known = plan.tensors.get(target)
+    if known is None or reader.tensors.get(name) != reader.tensors[known]:
+        return [f"tied        {name}: the embedding has no such state"]
+    if first_differing_block(reader, known, reader, name):
+        return [f"tied        {name}: is not {known}, though the model is tied"]
+    plan.dropped[name] = TIED_REASON
+    return []
+
+
+def _lacking(kinds: set[str], others: Iterable[set[str]]) -> list[str]:
+    """Kinds of state that another parameter has beside all of these; `*` where this one has none at all."""
+    if not kinds:
+        return ["*"]
+    return sorted(set().union(*(other for other in others if kinds < other)) - kinds)
+
+
+def _plan_groups(
+    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, entries: Sequence[str]
+) -> list[str]:
+    if names.are_native:  # in whatever style: the bytes are right as they are
+        for name in entries:
+            _keep(plan, reader, name)
+        return []
+    problems = []
+    members = _group_members(reader, names, entries, problems.append)
+    for name in entries:
+        rest = name.removeprefix(GROUPS)
+        number, _, key = rest.partition(".")
+        owners = members.get(number, ())
+        if not number.isdecimal():
+            owner, key = _owner(rest, names.native)
+            owners = (EMBEDDING if names.tied and owner == OUTPUT else owner,)
+            if not owner:
+                problems.append(f"unexpected  {name}")
+                continue
+        if key in _ABOUT_PARAMETERS:
+            continue
+        made = None
+        if name in reader.tensors:  # a learning rate may be one, for torch.compile's sake
+            info = reader.tensors[name]
+            if not is_number(info):
+                problems.append(f"value       {name}  is {info.dtype} {list(info.shape)}, no setting")
+                continue
+            made = number_item(reader, name)
+        for owner in owners:
+            target = f"{GROUPS}{owner}.{key}"
+            if made is not None:
+                plan.items[target] = made
+            else:
+                plan.blobs[target] = name
+    return problems
+
+
+def _group_members(
+    reader: CatalogReader, names: ParameterNames, entries: Sequence[str], complain: Callable[[str], Any]
+) -> dict[str, list[str]]:
+    """Group number → native names of its parameters, from the lists that the groups hold."""
+    members: dict[str, list[str]] = {}
+    for name in entries:
+        number, _, key = name.removeprefix(GROUPS).partition(".")
+        if not number.isdecimal() or key != "params":
+            continue
+        listed = read_blob_item(reader.read_blob(name), what=name) if name in reader.catalog.blobs else None
+        if not isinstance(listed, list | tuple):
+            complain(f"value       {name}  is no list of parameters")
+            continue
+        strangers = [str(spelled) for spelled in listed if spelled not in names.native]
+        if strangers:
+            complain(f"unexpected  {name}  lists {', '.join(strangers[:3])}{', …' if len(strangers) > 3 else ''}")
+        found = [names.native[spelled] for spelled in listed if spelled in names.native]
+        members[number] = [fqn for fqn in found if not (names.tied and fqn == OUTPUT)]
+    return members
+
+
+def _keep(plan: OptimizerPlan, reader: CatalogReader, name: str) -> None:
+    (plan.tensors if name in reader.tensors else plan.blobs)[name] = name
+
+
+def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
+    found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return CheckpointError(
+        f"the optimizer state does not match the model, {found}:" + list_offenders(sorted(problems)),
+        hint="its states are numbered: save what torch's get_optimizer_state_dict returns, which names them"
+        if numbered
+        else "",
+        tries=[
+            f"--drop {OPTIMIZER}, to go on without it",
+            *(
+                ["--allow-missing, where parameters were frozen"]
+                if any(p.startswith("missing") for p in problems)
+                else []
+            ),
+        ],
+    )

@@ -1,0 +1,82 @@
+"""Find the optimizer of a training checkpoint, whatever it is called and nested in, and give it titan's place."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from converters.catalog import Catalog
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.names import OPTIMIZER, section_of
+
+MODEL = "model"  # the section of the weights, which lie at the root
+# torchtitan and most scripts; torch's tutorials; dicts that were made for torch.save
+_OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training checkpoint whose optimizer lies at `optimizer.`; `stored`: name here → the checkpoint's own name."""
+
+    catalog: Catalog
+    stored: dict[str, str]  # only where they differ
+
+    def own_name(self, name: str) -> str:
+        return self.stored.get(name, name)
+
+
+def with_titan_sections(catalog: Catalog) -> Training:
+    """`app.optim.state…` becomes `optimizer.state…`, and what lies beside it in `app` moves up as well."""
+    names = [*catalog.tensors, *catalog.blobs]
+    places = {place for name in names if (place := _optimizer_place(path_of(catalog, name)))}
+    if len(places) > 1:
+        found = [".".join(map(str, place)) for place in sorted(places, key=str)]
+        raise UnsupportedError(f"{catalog.root} holds several optimizers:{list_offenders(found)}")
+    place = next(iter(places), (OPTIMIZER,))
+    if place == (OPTIMIZER,):
+        return Training(catalog, {})
+    paths = {name: _moved(path_of(catalog, name), place) for name in names}
+    new = {name: ".".join(map(str, path)) for name, path in paths.items()}
+    if len(set(new.values())) < len(new):
+        taken = sorted(name for name, moved in new.items() if list(new.values()).count(moved) > 1)
+        raise CheckpointError(f"{catalog.root}: titan's places are taken already:{list_offenders(taken)}")
+    moved = replace(
+        catalog,
+        tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
+        blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
+        planner_data={new[n]: path for n, path in paths.items()},
+    )
+    return Training(moved, {moved: name for name, moved in new.items() if moved != name})
+
+
+def path_of(catalog: Catalog, name: str) -> tuple:
+    """The keys that lead to an entry in the nested state dict that was saved."""
+    return catalog.planner_data.get(name) or (name,)
+
+
+def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
+    """Entry → section: `model` for `weights`, else titan's own name or, of what titan does not know, the first key."""
+    weights = set(weights)
+
+    def find(name: str) -> str:
+        if name in weights:
+            return MODEL
+        section = section_of(name)
+        return section if section != MODEL else str(path_of(catalog, name)[0])
+
+    return {name: find(name) for name in (*catalog.tensors, *catalog.blobs)}
+
+
+def _optimizer_place(path: tuple) -> tuple:
+    """The keys that lead to the optimizer, where `path` leads into one."""
+    for depth, key in enumerate(path[:-1]):
+        inner = str(path[depth + 1])
+        if key in _OPTIMIZER_KEYS and inner.split(".")[0] in ("state", "param_groups"):
+            return path[: depth + 1]
+    return ()
+
+
+def _moved(path: tuple, place: tuple) -> tuple:
+    outer = len(place) - 1
+    if path[:outer] != place[:outer]:
+        return path
+    path = path[outer:]
+    return (OPTIMIZER, *path[1:]) if path[:1] == place[-1:] else path

@@ -1,0 +1,69 @@
+"""What a resharded checkpoint will hold: every name, where its values come from, and its place in the state dict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from converters.catalog import Catalog
+from converters.families.base import Parameter
+from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
+from converters.optimizer_state import plan_optimizer
+from converters.read import CatalogReader
+from converters.sections import MODEL, path_of
+from converters.training_names import Spelling
+from converters.training_values import WithNumbers, is_number, number_item
+from converters.view import Ledger, View
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What will be written: every name of it, and where it comes from."""
+
+    source: View
+    parameters: Sequence[Parameter]
+    moments: Mapping[str, Sequence[str]]  # parameter → states of its shape
+    blobs: Mapping[str, bytes]  # finished items
+    paths: Mapping[str, tuple]  # keys in the nested state dict
+    dropped: Mapping[str, str]
+    missing: tuple[str, ...]
+    unknown: Sequence[str]
+
+
+def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool) -> Contents:
+    """Gather what the sections of `reader` become. Raises CheckpointError where the optimizer does not fit."""
+    names = spelling.names
+    optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
+    used = {fqn: name for fqn, name in spelling.weights.items() if name in reader.tensors}
+    row_orders = {fqn: order for fqn, order in names.row_orders.items() if fqn in used} | optimizer.row_orders
+    used |= optimizer.tensors | {name: name for name in optimizer.numbers}
+    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: where their bytes lie; or made here
+    others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
+    for name in others:
+        if name in reader.catalog.blobs:
+            copied[name] = name
+        elif sections[name] == TRAIN_STATE and not names.are_native and is_number(reader.tensors[name]):
+            items[name] = number_item(reader, name)  # the trainer's counters are plain numbers
+        else:
+            used[name] = name
+    source = WithNumbers(reader, optimizer.numbers)
+    view = View(source, {n: source.tensors[held] for n, held in used.items()}, row_orders, Ledger(used))
+    read = cache(reader.read_blob)  # a group's settings go to each of its parameters
+    paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*used, *copied, *items)}
+    return Contents(
+        source=view,
+        parameters=names.parameters,
+        moments=optimizer.moments,
+        blobs={name: read(held) for name, held in copied.items()} | items,
+        paths=paths,
+        dropped={**{n: why for n, why in spelling.dropped.items() if n in reader.tensors}, **optimizer.dropped},
+        missing=(*spelling.missing, *(f"{OPTIMIZER} state of {fqn}" for fqn in optimizer.without_state)),
+        unknown=[*optimizer.unknown, *(name for name in others if sections[name] not in SECTIONS)],
+    )
+
+
+def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple:
+    """Where an entry lies in the nested state dict: as it did, or as the trainer nests what is translated."""
+    if spelling.names.are_native or sections.get(name, MODEL) not in (MODEL, OPTIMIZER):
+        return path_of(catalog, name)
+    head, _, rest = name.partition(".")
+    return (OPTIMIZER, rest) if head == OPTIMIZER else (name,)
