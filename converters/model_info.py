@@ -11,6 +11,8 @@ from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
+from converters.formats.hf_cache import snapshot_of
+from converters.formats.paths import refuse_links_out
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
@@ -32,7 +34,7 @@ class ModelInfo:
 
 def says_model(path: Path) -> bool:
     """Whether something in a checkpoint's folder says what model it is."""
-    folder = path if path.is_dir() else path.parent
+    folder = snapshot_of(path) if path.is_dir() else path.parent
     return any((folder / name).is_file() for name in TELLING_FILES)
 
 
@@ -41,10 +43,11 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
 
     `path`: a folder, or a weights file in one. Raises CheckpointError where nothing there says what the model is.
     """
-    folder = path if path.is_dir() else path.parent
+    folder = snapshot_of(path) if path.is_dir() else path.parent
     assets = find_assets(folder)
     told_ids: dict[str, Any] = {}
     told_by = next((name for name in TELLING_FILES if (folder / name).is_file()), None)
+    refuse_links_out(folder, [*assets.values(), *([folder / told_by] if told_by else [])])  # assets are copied along
     if told_by == MODEL_INFO:
         family, args = _from_titan(folder / MODEL_INFO)
     elif told_by == HF_CONFIG:

@@ -9,10 +9,13 @@ from converters.cover import cover_problem
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_shards
 from converters.formats.dcp_ranks import rank_metadata_files
+from converters.formats.hf_cache import snapshot_of
+from converters.formats.paths import linked_files, refuse_links_out
 from converters.manifest import Manifest, check_sizes
 from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, TORCH_INDEX, epoch_of, step_of
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_READ_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
 _SNIFF_BYTES = 512
 # What fine-tuning leaves beside the weights: a LoRA adapter, and the state of the run (torchtune's, transformers')
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
@@ -27,16 +30,17 @@ def open_checkpoint(path: str | Path) -> Catalog:
     """
     path = Path(path)
     try:
-        return _open(find_complete(path))
+        return _open(snapshot_of(find_complete(path)))
     except OSError as error:  # no permission, a name that is too long, a disk that fails
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
 
 
 def _open(path: Path) -> Catalog:
     if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
+        what = "a link that leads nowhere" if path.is_symlink() else "no such file or folder"
+        raise CheckpointError(f"{path}: {what}")
     if path.is_file():
-        catalog = _open_file(path)
+        catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
         _compare_with_manifest(catalog, check_sizes(path))
@@ -50,6 +54,8 @@ def _open(path: Path) -> Catalog:
 def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:
     if manifest is None:
         return
+    listed = [catalog.root / name for name in manifest.files]
+    refuse_links_out(catalog.root, [p for p in listed if p.parent != catalog.root or p.is_symlink()])
     claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}
     found = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
     odd = [
@@ -61,7 +67,18 @@ def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:
         raise CheckpointError(f"{catalog.root}: the files and {MANIFEST} disagree:{list_offenders(odd)}")
 
 
+def _own_place(path: Path) -> Path:
+    """Where a file lies that the user has named himself: then a link may lead anywhere."""
+    try:
+        refuse_links_out(path.parent, [path])
+    except CheckpointError:
+        return path.resolve()
+    return path  # in the HF cache what says the model lies beside the link
+
+
 def _open_folder(path: Path) -> Catalog:
+    # before any file is opened
+    refuse_links_out(path, [p for p in linked_files(path) if p.name.endswith(_READ_SUFFIXES)])
     names = {entry.name for entry in path.iterdir()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")

@@ -2,9 +2,11 @@
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, list_offenders
+from converters.formats.hf_cache import is_blob_of
 
 
 def checked_file_name(name: object, *, what: str) -> str:
@@ -25,9 +27,11 @@ def checked_file_name(name: object, *, what: str) -> str:
 
 
 def checked_file_size(folder: Path, name: str) -> int:
-    """The size of a regular file of `folder`. A link is followed (HF caches are links), a device or pipe is refused."""
+    """The size of a regular file of `folder`. Links may lead where `refuse_links_out` says; no device, no pipe."""
     path = folder / name
     try:
+        if path.is_symlink():
+            refuse_links_out(folder, [path])
         status = os.stat(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing", hint="the checkpoint is incomplete") from None
@@ -36,3 +40,41 @@ def checked_file_size(folder: Path, name: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path}: not a regular file")
     return status.st_size
+
+
+def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise CheckpointError, naming all of them, where files of `folder` lie outside of it by way of links.
+
+    A checkpoint that somebody has packed with such links would have any file of the reader's read, and copied along
+    with the tokenizer. Links to the folder itself (`latest`) are the user's own and followed; so are those of a
+    snapshot in the Hugging Face cache, which lead to the blobs of its repository.
+    """
+    home = Path(os.path.realpath(folder))
+    leading_out = {}
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if not target.is_relative_to(home) and not is_blob_of(target, home):
+            leading_out[str(path.relative_to(folder))] = target
+    if not leading_out:
+        return
+    places = {target.parent for name, target in leading_out.items() if target.name == name}
+    raise CheckpointError(
+        f"{folder}: files that are links to outside of the checkpoint:"
+        + list_offenders([f"{name} → {target}" for name, target in leading_out.items()]),
+        hint="who made such a folder can have any file of yours read; if it was you, give the folder of the files, or a"
+        " copy that holds them",
+        tries=[*(str(place) for place in list(places)[:1] if len(places) == 1), f"cp -rL {folder} {folder}-copy"],
+    )
+
+
+def linked_files(folder: Path) -> list[Path]:
+    """What in `folder` is a link, but no link to another folder."""
+    with os.scandir(folder) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.is_symlink() and not _is_folder(entry))
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False

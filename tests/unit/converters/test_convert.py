@@ -254,10 +254,12 @@ def test_torch_files_with_hf_names(hf, tmp_path):
 
 def test_links_are_followed(hf, tmp_path):
     """Hugging Face's cache holds links into a folder of blobs."""
-    (tmp_path / "snapshot").mkdir()
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(hf, snapshot.parent.parent / "blobs")
     for file in hf.iterdir():
-        (tmp_path / "snapshot" / file.name).symlink_to(file)
-    convert(tmp_path / "snapshot", tmp_path / "dcp", to="dcp")
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    convert(snapshot, tmp_path / "dcp", to="dcp")
     assert (tmp_path / "dcp" / "assets" / "tokenizer.json").read_bytes() == (hf / "tokenizer.json").read_bytes()
     assert not any(p.is_symlink() for p in (tmp_path / "dcp").rglob("*"))
 

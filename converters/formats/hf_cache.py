@@ -1,0 +1,56 @@
+"""The Hugging Face cache: which snapshot a repository's folder stands for, and where the links of a snapshot may lead.
+
+models--org--name/refs/main            the commit of a branch
+models--org--name/snapshots/COMMIT/x   a link to ../../blobs/SUM
+models--org--name/blobs/SUM            a file, or a link into the store that all repositories share:
+blobs/AB/ABCD…                         beside a marker file
+"""
+
+import re
+from pathlib import Path
+
+from converters.errors import CheckpointError
+
+_SNAPSHOTS, _BLOBS, _REFS = "snapshots", "blobs", "refs"
+_SHARED_MARKER = ".huggingface-shared-blobs"
+_SHARED_SUM = re.compile("[0-9a-f]{64}")
+
+
+def snapshot_of(path: Path) -> Path:
+    """`path`, or, where it is a repository's folder of the cache, the snapshot that its branch `main` names.
+
+    Raises CheckpointError where there are several and no `main` among them.
+    """
+    snapshots = path / _SNAPSHOTS
+    if not ((path / _BLOBS).is_dir() and snapshots.is_dir()):
+        return path
+    found = sorted(p for p in snapshots.iterdir() if p.is_dir())
+    main = path / _REFS / "main"
+    if main.is_file():
+        commit = main.read_text(errors="replace").strip()
+        if any(p.name == commit for p in found):
+            return snapshots / commit
+    if len(found) == 1:
+        return found[0]
+    what = f"{len(found)} snapshots, none of which is its branch main" if found else "no snapshot"
+    raise CheckpointError(
+        f"{path}: a repository of the Hugging Face cache with {what}",
+        hint="name one of them" if found else "the download was broken off; the same command goes on",
+        tries=[str(p) for p in found[:8]],
+    )
+
+
+def is_blob_of(target: Path, folder: Path) -> bool:
+    """Whether `target` is a blob of the repository whose snapshot `folder` is, or lies in. Both free of links."""
+    repository = next((p.parent for p in (folder, *folder.parents) if p.parent.name == _SNAPSHOTS), None)
+    if repository is None:
+        return False
+    repository = repository.parent
+    if target.parent == repository / _BLOBS:
+        return True
+    store = repository.parent / _BLOBS
+    return (
+        bool(_SHARED_SUM.fullmatch(target.name))
+        and target.parent == store / target.name[:2]
+        and (store / _SHARED_MARKER).is_file()
+    )
