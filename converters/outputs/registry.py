@@ -8,8 +8,9 @@ from converters.outputs.dcp import DCP
 from converters.outputs.hf import HF
 from converters.outputs.meta import META
 from converters.outputs.torch import TORCH
+from converters.outputs.torchtune import TORCHTUNE
 
-OUTPUTS: Mapping[str, Output] = {output.name: output for output in (DCP, HF, META, TORCH)}
+OUTPUTS: Mapping[str, Output] = {output.name: output for output in (DCP, HF, META, TORCH, TORCHTUNE)}
 
 
 def get_output(name: str) -> Output:
