@@ -1,4 +1,4 @@
-"""Fill a target from a source: whole-row blocks of at most 8 MiB, read once, cast, hashed, written in their place."""
+"""Fill a target from a source: whole-row blocks of about 1 MiB, read once, cast, hashed, written in their place."""
 
 import os
 from collections import deque
@@ -24,9 +24,11 @@ from converters.formats.target import Slot, Target
 from converters.formats.write_at import write_all
 from converters.journal import Journal
 from converters.open_files import OpenFiles
-from converters.read import BLOCK_BYTES
+from converters.read import BLOCK_BYTES as MOST_BYTES
 
 DEFAULT_WORKERS = 2
+BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next
+UNIT_BYTES = 8 << 20  # what a thread takes, and the journal notes, at a time
 RowNumbers = Callable[[str, Sequence[int]], Sequence[int]]  # (FQN, rows as stored) → native rows (see digest.py)
 
 
@@ -57,7 +59,7 @@ class _Unit:
     number: int
     fqn: str
     boxes: list[Box]
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)  # one for each slot that it touches
     digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
     source_digest: int | None = None  # the same before a cast
     non_finite: int = 0
@@ -95,7 +97,7 @@ def copy_tensors(
 
     `casts` (FQN → dtype) are the only changes of type that are allowed; a finite value that becomes infinite is an
     error, told with all tensors it happened in. `check_source` is given the digests of what was read, before any cast,
-    and raises where they are not what they should be. Memory: 8 MiB blocks, a few per worker. `on_bytes` hears of each.
+    and raises where they are not what they should be. Memory: a few blocks per worker. `on_bytes` hears of each unit.
     `journal` is told of every unit that is written; units that it has recorded already are skipped where the bytes in
     `folder` still have the CRC32s that it recorded.
     """
@@ -122,6 +124,8 @@ def copy_tensors(
         if check_source and fqn in changed:
             source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
 
+        written: dict[int, _Piece] = {}
+
         def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
             rows = digest.row_numbers(box)
             digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
@@ -141,8 +145,11 @@ def copy_tensors(
                 number = by_tensor[fqn][position]
                 common = target.slots[number].box.intersect(box)
                 if common is not None:
-                    unit.pieces.append(_write(files, target.slots[number], number, box, common, array))
+                    written[number] = _write(
+                        files, target.slots[number], number, box, common, array, after=written.get(number)
+                    )
             unit.num_bytes += array.nbytes
+        unit.pieces = list(written.values())
         unit.digest = digest and digest.partial
         unit.source_digest = source_digest and source_digest.partial
         return unit
@@ -153,7 +160,7 @@ def copy_tensors(
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order, however it ends: first no thread writes any more, then the files go.
-    with closing(files), closing(_in_parallel(run, _units(target), workers)) as units:
+    with closing(files), closing(_in_parallel(run, _units(source, target), workers)) as units:
         for unit in units:
             for piece in unit.pieces:  # units come in order, so each slot's pieces do
                 assert piece.offset == filled[piece.slot], f"{unit.fqn}: a gap in a slot"
@@ -209,15 +216,37 @@ _CREATE = os.O_RDWR | os.O_CREAT
 _RECORDED = ("digest", "source_digest", "non_finite", "overflows", "num_bytes")
 
 
-def _units(target: Target) -> Iterator[_Unit]:
+def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
     number = 0
     for fqn, info in target.tensors.items():
-        for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
-            yield _Unit(number, fqn, boxes)
+        width = itemsize(info.dtype)
+        unit_boxes: list[Box] = []
+        for boxes in row_blocks(info.shape, width, _block_bytes(source, fqn, prod(info.shape[1:]) * width)):
+            unit_boxes += boxes
+            if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
+                yield _Unit(number, fqn, unit_boxes)
+                number, unit_boxes = number + 1, []
+        if unit_boxes:
+            yield _Unit(number, fqn, unit_boxes)
             number += 1
 
 
-def _write(files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray) -> _Piece:
+def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
+    """Most bytes of a block. Rows that a view gathers from all over each other (a head's) stay together in one."""
+    rows = 1
+    while (inner := getattr(source, "source", None)) is not None and hasattr(source, "row_orders"):
+        rows = max(rows, len(source.row_orders.get(fqn, ".")))
+        source, fqn = inner, source.ledger.used[fqn]
+    head_bytes = rows * row_bytes
+    if rows == 1 or not 0 < head_bytes <= MOST_BYTES:
+        return BLOCK_BYTES
+    return max(head_bytes, BLOCK_BYTES - BLOCK_BYTES % head_bytes)
+
+
+def _write(
+    files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _Piece | None
+) -> _Piece:
+    """Write the `common` part of a box to a slot; its piece, joined with the one `after` which it comes."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
     data = memoryview(part.reshape(-1).view(np.uint8))
     element = 0  # of the slot; whole rows (or parts of one row) lie in it one after the other
@@ -226,16 +255,21 @@ def _write(files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, arr
     offset = element * itemsize(slot.dtype)
     with files.use(slot.file) as descriptor:
         write_all(descriptor, data, slot.byte_offset + offset, what=slot.file)
-    return _Piece(number, offset, len(data), crc32(data))
+    if after is None:
+        return _Piece(number, offset, len(data), crc32(data))
+    assert offset == after.offset + after.length, f"{slot.fqn}: a gap in a slot"
+    return _Piece(number, after.offset, after.length + len(data), crc32(data, after.crc32))
 
 
 def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> bool:
     """Whether the bytes of the pieces are those that were written."""
     for piece in pieces:
-        slot = target.slots[piece.slot]
+        slot, found = target.slots[piece.slot], 0
+        start, end = slot.byte_offset + piece.offset, slot.byte_offset + piece.offset + piece.length
         with files.use(slot.file) as descriptor:
-            data = os.pread(descriptor, piece.length, slot.byte_offset + piece.offset)
-        if len(data) != piece.length or crc32(data) != piece.crc32:
+            for position in range(start, end, BLOCK_BYTES):
+                found = crc32(os.pread(descriptor, min(BLOCK_BYTES, end - position), position), found)
+        if found != piece.crc32:
             return False
     return True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from converters.catalog import TensorSource
 from converters.commit import check_destination, require_space
-from converters.copy import DEFAULT_WORKERS, RowNumbers, copy_tensors
+from converters.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, RowNumbers, copy_tensors
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Target
@@ -74,7 +74,7 @@ def execute(
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
     require_room(dst, target)
-    plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source)[:12]}"
+    plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
     try:
         with making(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
             _keep_only(made.folder, target.file_bytes)

@@ -51,9 +51,9 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
     return summed.hexdigest()
 
 
-def reading_order(source: TensorSource) -> str:
-    """32 hex digits for the names and the row orders that a source gives its tensors by (those of nested views)."""
-    summed = xxh3_128()
+def reading_order(source: TensorSource, *numbers: int) -> str:
+    """32 hex digits for `numbers`, and the names and row orders that a source (a view, of views) gives tensors by."""
+    summed = xxh3_128(repr(numbers).encode())
     while (inner := getattr(source, "source", None)) is not None:
         ledger = getattr(source, "ledger", None)
         summed.update(repr(sorted(ledger.used.items()) if ledger else type(source).__name__).encode())

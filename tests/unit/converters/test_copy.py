@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import threading
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +21,7 @@ from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
 from converters.manifest import check_files
 from converters.open import open_checkpoint
+from converters.read import BLOCK_BYTES as MOST_BYTES
 from tests.unit.converters.samples import raw, read_all, write
 
 
@@ -86,6 +88,7 @@ def test_what_does_not_match_is_told_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize("block_bytes", [8 << 20, 100])
 def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, workers, block_bytes):
     monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(copying, "UNIT_BYTES", 3 * block_bytes)
     generator = np.random.default_rng(0)
     arrays = {
         "long_rows": generator.normal(size=(3, 70)).astype("float32"),
@@ -119,6 +122,27 @@ def test_blocks_stay_small_and_nothing_depends_on_them(tmp_path, monkeypatch, wo
         whole = TensorDigest("float32", array.shape)
         whole.update(Box.whole(array.shape), array)
         assert result.digests[fqn] == whole.hexdigest()
+
+
+@pytest.mark.parametrize(("width", "rows"), [(700, 96), (5000, 32), (300_000, 3)])
+def test_the_rows_of_a_head_are_read_together(tmp_path, width, rows):
+    """A view gathers them from all over the head; in parts the head would be read several times."""
+
+    class Reordered(Arrays):
+        row_orders = {"w": np.arange(32)}
+        ledger = SimpleNamespace(used={"w": "w"})
+        source = Arrays()
+
+        def read(self, fqn: str, box: Box) -> np.ndarray:
+            seen.append(box)
+            return super().read(fqn, box)
+
+    seen = []
+    source = Reordered(w=np.zeros((rows * 8, width), "uint8"))
+    copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=1)
+    if width * 32 <= MOST_BYTES:
+        assert all(box.offsets[0] % 32 == 0 and box.sizes[0] % 32 == 0 for box in seen)
+    assert max(box.num_elements for box in seen) <= MOST_BYTES
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (1, 50), (2, 3, 4), (2, 1, 9)])

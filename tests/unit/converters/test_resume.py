@@ -27,6 +27,7 @@ BLOCK = 4096
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(copying, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(copying, "UNIT_BYTES", BLOCK)
 
 
 @pytest.fixture
