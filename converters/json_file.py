@@ -24,9 +24,10 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
-    """A JSON object in which no key stands twice ("the last one wins" would hide a tensor), and without NaN.
+    """A JSON object in which no key stands twice: "the last one wins" would hide a tensor.
 
-    `what` begins the messages. A byte order mark is passed over: editors on Windows leave one.
+    `what` begins the messages. A byte order mark is passed over: editors on Windows leave one. NaN comes through, so
+    that who reads a number can name the key it stands under.
     """
     twice: list[str] = []
 
@@ -36,11 +37,8 @@ def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
             twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         return content
 
-    def refuse_constant(name: str) -> None:
-        raise ValueError(f"it holds {name}, which is no JSON number")
-
     try:
-        content = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse_constant)
+        content = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         hint = "an interrupted download, or a Git LFS pointer?"
         raise CheckpointError(f"{what} is not JSON: {in_words(error)}", hint=hint) from None

@@ -13,6 +13,7 @@ from converters.dtypes import itemsize
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
 from converters.families.registry import get_family
+from converters.formats.safetensors import index_remarks
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
 from converters.open import open_checkpoint
@@ -23,10 +24,10 @@ from converters.weights import native_weights
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check and what came of it; `problems` list every offender."""
+    """One check and what came of it; `problems` list every offender, of a warning what was seen."""
 
     name: str
-    outcome: Literal["ok", "failed", "not possible"]
+    outcome: Literal["ok", "warning", "failed", "not possible", "not done"]
     detail: str
     problems: tuple[str, ...] = ()
 
@@ -46,12 +47,26 @@ class VerifyReport:
     def ok(self) -> bool:
         return not any(check.outcome == "failed" for check in self.checks)
 
+    @property
+    def verdict(self) -> str:
+        """The whole report in one clause, which claims nothing that was not checked."""
+        if not self.ok:
+            return "FAILED"
+        left = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
+        warned = [check.name for check in self.checks if check.outcome == "warning"]
+        parts = ["nothing wrong was found" if left else "all checks passed"]
+        if warned:
+            parts.append(f"with warnings: {', '.join(warned)}")
+        if left:
+            parts.append(f"not checked: {', '.join(left)}")
+        return "; ".join(parts)
+
     def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
 
 
 def verify(path: Path | str, *, quick: bool = False, progress: Progress = no_progress) -> VerifyReport:
-    """Check everything that `path` offers to check. `quick` reads headers only.
+    """Check everything that `path` offers to check. `quick` reads headers and small files, and no tensor.
 
     Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
     """
@@ -63,20 +78,50 @@ def verify(path: Path | str, *, quick: bool = False, progress: Progress = no_pro
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line)
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
-    num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
-    checks = [Check("structure", "ok", f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly")]
+    checks = [_tell_structure(catalog)]
+    if catalog.container == "safetensors" and path.is_dir():
+        checks += _check_index(catalog)
     model_check, native_rows = _check_model(catalog)
     checks.append(model_check)
+    manifest = _manifest_of(catalog, path)
     non_finite: dict[str, int] = {}
-    if not quick:
-        manifest = read_manifest(catalog.root) if path.is_dir() else None
-        checks.append(_check_files(catalog, manifest))
-        if checks[-1].outcome == "ok":  # values of files that are known to be damaged say nothing more
-            with progress(catalog.num_bytes, "reading") as advance:
-                checks.append(_check_values(catalog, manifest, native_rows, non_finite, advance))
+    checks.append(_check_files(catalog, manifest, path, quick=quick))
+    if quick:
+        checks.append(Check("values", "not done", "no tensor was read (--quick)"))
+    elif checks[-1].outcome == "failed":  # values of files that are known to be damaged say nothing more
+        checks.append(Check("values", "not done", "the files are damaged"))
+    else:
+        with progress(catalog.num_bytes, "reading") as advance:
+            checks.append(_check_values(catalog, manifest, native_rows, non_finite, advance))
     return VerifyReport(
         str(path), catalog.container, tuple(checks), len(catalog.tensors), catalog.num_bytes, non_finite
     )
+
+
+def _tell_structure(catalog: Catalog) -> Check:
+    """What opening has checked: it raises where anything of it is wrong."""
+    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
+    parts = [
+        f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
+        f"{len(files):,} file{'s' if len(files) > 1 else ''} as long as they must be",
+    ]
+    if catalog.container == "safetensors":
+        parts.append("no hole, overlap or trailing byte")
+    if catalog.blobs:
+        parts.append(f"{len(catalog.blobs):,} other entries")
+    return Check("structure", "ok", "; ".join(parts))
+
+
+def _check_index(catalog: Catalog) -> list[Check]:
+    """The index against the files, beyond what opening compares, which is each tensor's place. None: nothing to say."""
+    tensor_bytes = sum(entry.num_bytes for entry in catalog.tensors.values())
+    problems, remarks = index_remarks(catalog.root, tensor_bytes)
+    if problems:
+        return [Check("index", "failed", "the index and the folder disagree", (*problems, *remarks))]
+    if remarks:
+        return [Check("index", "warning", "every tensor is where it should be, but", tuple(remarks))]
+    return []
 
 
 def _check_model(catalog: Catalog) -> tuple[Check, RowNumbers | None]:
@@ -96,26 +141,62 @@ def _check_model(catalog: Catalog) -> tuple[Check, RowNumbers | None]:
         return Check(name, "failed" if says_model(catalog.root) else "not possible", error.message), None
 
 
-def _check_files(catalog: Catalog, manifest: Manifest | None) -> Check:
+def _manifest_of(catalog: Catalog, path: Path) -> Manifest | None:
+    """The manifest of a folder; of a single file the one beside it, where that lists the file and its tensors."""
+    manifest = read_manifest(catalog.root)
+    if manifest is None or path.is_dir():
+        return manifest
+    return manifest if path.name in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None
+
+
+def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, quick: bool) -> Check:
     """Every byte against the manifest; without one, against the CRC32s that the container itself carries."""
     if manifest is not None:
+        if quick:
+            holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+            small = sorted(manifest.files.keys() - holding)
+            detail = (
+                f"sizes of {len(manifest.files)} files against {MANIFEST}, CRC32 of the {len(small)} without tensors"
+            )
+            return _judge("files", detail, check_files(catalog.root, small))
+        if path.is_file():
+            problems = check_files(catalog.root, [path.name])
+            return _judge("files", f"{path.name} against size and CRC32 in {MANIFEST}", problems)
         problems = check_files(catalog.root)
         return _judge("files", f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}", problems)
     if catalog.container == "safetensors":
-        return Check("files", "ok", f"structure only: safetensors carries no checksums, and there is no {MANIFEST}")
-    problems = []
+        return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")
+    if quick:
+        return Check("files", "not done", "no item was compared with its CRC32 (--quick)")
+    return _check_items(catalog)
+
+
+def _check_items(catalog: Catalog) -> Check:
+    """Each record of torch's against the CRC32 that torch writes and never looks at."""
+    problems, num_summed, num_unsummed = [], 0, 0
     with CatalogReader(catalog) as reader:
-        num_unsummed = 0
         for fqn, entry in catalog.tensors.items():
             try:
                 problems += reader.record_problems(fqn)
-                num_unsummed += sum(reader.located(fqn, chunk).crc32 is None for chunk in entry.chunks)
-            except CheckpointError as error:
+                absent = sum(_carries_none(reader, fqn, chunk) for chunk in entry.chunks)
+            except (CheckpointError, UnsupportedError) as error:
                 problems.append(error.message)
+                continue
+            num_unsummed += absent
+            num_summed += len(entry.chunks) - absent
         for fqn in catalog.blobs:
             problems += reader.blob_problems(fqn)
-    detail = f"every item against the CRC32 that it carries (there is no {MANIFEST})"
-    return _judge("files", detail + (f"; {num_unsummed} items carry none" if num_unsummed else ""), problems)
+    num_summed += len(catalog.blobs)
+    detail = f"{num_summed:,} items against the CRC32 that each carries (there is no {MANIFEST})"
+    if num_unsummed and not problems:
+        told = f"{num_unsummed:,} items carry no CRC32 and could not be checked"
+        return Check("files", "warning" if num_summed else "not possible", detail if num_summed else told, (told,))
+    return _judge("files", detail, problems)
+
+
+def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:
+    chunk = reader.located(fqn, chunk)
+    return chunk.crc32 is None and chunk.record is not None and chunk.record[1] > 0
 
 
 def _check_values(
@@ -126,12 +207,12 @@ def _check_values(
     advance: Callable[[int], None],
 ) -> Check:
     """Every tensor read as a reader would, against dtype, shape and digest of the manifest."""
-    problems, num_digests = [], 0
+    problems, without = [], []
     with CatalogReader(catalog) as reader:
         for fqn, info in reader.tensors.items():
             try:
                 digest, count = _read_through(reader, fqn, native_rows, advance)
-            except CheckpointError as error:
+            except (CheckpointError, UnsupportedError) as error:
                 problems.append(error.message)
                 continue
             if count:
@@ -143,13 +224,20 @@ def _check_values(
                 problems.append(
                     f"{fqn}: {info.dtype} {list(info.shape)}, listed as {listed.dtype} {list(listed.shape)}"
                 )
-            elif listed.digest:
-                num_digests += 1
-                if listed.digest != digest:
-                    problems.append(f"{fqn}: its values have changed (digest)")
-    if manifest is None and not problems:
-        return Check("values", "ok", f"all tensors can be read; there is no {MANIFEST} to compare them with")
-    return _judge("values", f"{num_digests} tensors against their digests", problems)
+            elif not listed.digest:
+                without.append(fqn)
+            elif listed.digest != digest:
+                problems.append(f"{fqn}: its values have changed (digest)")
+    if problems:
+        return Check("values", "failed", "tensors as a reader gets them", tuple(problems))
+    total = len(catalog.tensors)
+    if manifest is None:
+        detail = f"all {total:,} tensors can be read, but there is no {MANIFEST} to compare them with"
+        return Check("values", "not possible", detail)
+    if without:  # the CRC32 of their files is all there is
+        told = f"{len(without):,} of {total:,} tensors have no digest: written with --no-digest"
+        return Check("values", "not possible" if len(without) == total else "warning", told)
+    return Check("values", "ok", f"{total:,} tensors against their digests")
 
 
 def _read_through(

@@ -1,5 +1,6 @@
 """Open safetensors as a catalog: one file, or a folder with an index. Headers only."""
 
+import re
 import struct
 from collections.abc import Callable
 from math import prod
@@ -93,6 +94,36 @@ def read_weight_map(index: Path) -> dict[str, Any]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map")
     return weight_map
+
+
+_SERIES = re.compile(r"(.*)-\d+(-of-\d+\.safetensors)")
+
+
+def index_remarks(folder: Path, num_bytes: int) -> tuple[list[str], list[str]]:
+    """(problems, remarks) about what an index says beside which tensor lies where, and files that it does not name.
+
+    `num_bytes`: of all tensors. A wrong total is harmless (nobody reads it) and not rare, so it is a remark; so are
+    files of other series, as Mistral's repositories hold the weights twice. One of the same series is a problem.
+    """
+    index = folder / HF_INDEX
+    problems, remarks = [], []
+    named = {HF_SINGLE}
+    if index.exists():
+        metadata = read_json(index).get("metadata")
+        named = set(read_weight_map(index).values())
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if total is not None and total != num_bytes:
+            remarks.append(f"{HF_INDEX}: says total_size {total}, the tensors take {num_bytes}")
+    series = {match.groups() for name in named if (match := _SERIES.fullmatch(name))}
+    for name in sorted(path.name for path in folder.glob("*.safetensors")):
+        if name in named or len(named) == 1 and not index.exists() and not (folder / HF_SINGLE).exists():
+            continue
+        match = _SERIES.fullmatch(name)
+        if match and match.groups() in series:
+            problems.append(f"{name}: of the index's own series, but not in {HF_INDEX}")
+        else:
+            remarks.append(f"{name}: lies beside the checkpoint and belongs to nothing; it was not looked into")
+    return problems, remarks
 
 
 def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
