@@ -16,7 +16,7 @@ from zlib import crc32
 
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.formats.paths import checked_file_name
-from converters.names import MANIFEST
+from converters.names import EDITABLE, MANIFEST
 
 VERSION = 2
 _READ_BYTES = 8 << 20
@@ -54,7 +54,7 @@ def write_manifest(
 ) -> Manifest:
     """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
     known = dict(files or {})
-    found = {name: known.get(name) or sum_file(folder / name) for name in list_files(folder)}
+    found = {name: known.get(name) or sum_file(folder / name) for name in _files_to_keep(folder)}
     if absent := sorted(known.keys() - found.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found)
@@ -145,7 +145,7 @@ def check_files(folder: Path, names: Iterable[str] | None = None) -> list[str]:
             if found.crc32 != manifest.files[name].crc32:
                 problems.append(f"{name}: its bytes have changed (CRC32)")
     if names is None:
-        strangers = [name for name in list_files(folder) if name not in manifest.files]
+        strangers = [name for name in _files_to_keep(folder) if name not in manifest.files]
         problems += [f"{name}: not in the manifest" for name in strangers]
     return problems
 
@@ -154,6 +154,11 @@ def list_files(folder: Path) -> list[str]:
     """Every file below `folder` but the manifest itself, as paths with `/`, sorted."""
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
     return sorted(name for name in names if name not in (MANIFEST, MANIFEST + ".tmp"))
+
+
+def _files_to_keep(folder: Path) -> list[str]:
+    """The files that must stay as they are written; some are there to be edited."""
+    return [name for name in list_files(folder) if name not in EDITABLE]
 
 
 def sum_file(path: Path) -> FileSum:

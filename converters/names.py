@@ -25,6 +25,7 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCHTUNE_RECIPE = "torchtune.yaml"
 TORCHTUNE_SPECIAL_TOKENS = "special_tokens.json"
 CHAT_LINES, CHAT_LIST = "chat.jsonl", "chat.json"  # what it trains on: a conversation a line, or one JSON list
+EDITABLE = (TORCHTUNE_RECIPE, CHAT_LINES, CHAT_LIST)  # the user's from the start: no manifest vouches for them
 
 # Sections of a training checkpoint: everything but the weights, which lie flat at the root
 OPTIMIZER = "optimizer"

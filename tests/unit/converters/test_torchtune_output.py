@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -85,6 +86,19 @@ def test_the_recipe_names_what_is_there(case, style, tmp_path):
     sample = dataset[0]
     assert max(sample["tokens"]) < recipe.model.vocab_size and tokenizer.pad_id < recipe.model.vocab_size
     assert {False, True} == {*sample["mask"]}, "questions are not trained on, answers are"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_recipe_and_conversations_may_be_edited(case, style, tmp_path):
+    shutil.copytree(case.root / style, tmp_path / "mine")
+    for name in ("torchtune.yaml", "chat.jsonl"):
+        with (tmp_path / "mine" / name).open("a") as file:
+            file.write("# mine\n")
+    assert verify(tmp_path / "mine").ok
+    (tmp_path / "mine" / "chat.jsonl").unlink()
+    assert verify(tmp_path / "mine").ok
+    (tmp_path / "mine" / "assets" / "tokenizer.model").unlink()
+    assert not verify(tmp_path / "mine").ok
 
 
 def test_what_an_epoch_gets_is_no_manifest(case):
