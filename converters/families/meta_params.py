@@ -92,12 +92,14 @@ def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
 def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
     """params.json's content for Llama 2, whose code knows fewer arguments and fails on any other.
 
-    Raises UnsupportedError as llama3_meta_params does. A theta that is not Llama 2's is written as Code Llama has it.
+    Raises UnsupportedError as llama3_meta_params does. A theta that does not go without saying is written as Code Llama
+    has it.
     """
     params = _numbers(args)
     if args.rope_scaling is not None:
         raise UnsupportedError(f"params.json of Llama 2 cannot say {args.rope_scaling}")
-    return params if args.rope_theta == LLAMA2_THETA else params | {"rope_theta": args.rope_theta}
+    understood = args.rope_theta == LLAMA2_THETA and args.vocab_size < _TIKTOKEN_VOCABULARY
+    return params if understood else params | {"rope_theta": args.rope_theta}
 
 
 def _numbers(args: ModelArgs) -> dict[str, Any]:
