@@ -4,18 +4,21 @@ import hashlib
 import json
 import re
 import shutil
-from contextlib import suppress
+import zipfile
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import converters.copy as copying
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.formats import meta_shards
 from converters.inspect import inspect_checkpoint
+from converters.layout import MeshShape
 from converters.manifest import read_manifest
 from converters.open import open_checkpoint
 from converters.outputs.base import OutputOptions
@@ -156,18 +159,77 @@ def test_there_and_back_is_byte_identical(release, tmp_path, count):
     assert digests == {name: tensor.digest for name, tensor in read_manifest(tmp_path / "one").tensors.items()}
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_c21_transformers_says_the_same_of_shards(release, tmp_path, count):
+@pytest.mark.parametrize(("count", "through"), [(1, "dcp"), (2, "dcp"), (4, "dcp"), (8, None), (16, None)])
+def test_c21_transformers_says_the_same_of_shards(release, tmp_path, count, through):
     root, family = release
     folder = save(tmp_path / "meta", root, shards_of(full(root), count, family))
-    convert(folder, tmp_path / "dcp", to="dcp")
-    convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
+    if through:
+        convert(folder, tmp_path / through, to=through)
+        folder = tmp_path / through
+    convert(folder, tmp_path / "hf", to="hf")
     models = [AutoModelForCausalLM.from_pretrained(place, dtype="float32") for place in (root / "hf", tmp_path / "hf")]
     tokens = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
         one, other = (model(tokens).logits for model in models)
     assert torch.equal(one, other)
     assert sha256s(models[0].state_dict()) == sha256s(models[1].state_dict())
+
+
+@pytest.mark.parametrize("block_bytes", [64, 300, 5000])
+def test_neither_blocks_nor_the_source_s_layout_matter(release, tmp_path, monkeypatch, block_bytes):
+    root, _ = release
+    options = OutputOptions(num_shards=4)
+    convert(root / "hf", tmp_path / "whole", to="meta", options=options)
+    monkeypatch.setattr(copying, "BLOCK_BYTES", block_bytes)  # parts of rows, single rows, a few rows
+    convert(tmp_path / "whole", tmp_path / "dcp", to="dcp", options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)))
+    convert(tmp_path / "dcp", tmp_path / "blocks", to="meta", options=options)
+    assert files_in(tmp_path / "blocks") == files_in(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("stop_after", [1, 40, 100])
+def test_a_stopped_conversion_goes_on_to_the_same_shards(llama3, tmp_path, monkeypatch, stop_after):
+    monkeypatch.setattr(copying, "BLOCK_BYTES", 4096)
+    options, steps = OutputOptions(num_shards=4), []
+
+    def advance(num_bytes):
+        steps.append(num_bytes)
+        if len(steps) == stop_after:
+            raise KeyboardInterrupt
+
+    def progress(total_bytes, what):
+        return nullcontext(advance)
+
+    convert(llama3 / "hf", tmp_path / "whole", to="meta", options=options)
+    with pytest.raises(KeyboardInterrupt):
+        convert(llama3 / "hf", tmp_path / "out", to="meta", options=options, resume=True, progress=progress)
+    assert not (tmp_path / "out").exists() and len(steps) == stop_after
+    convert(llama3 / "hf", tmp_path / "out", to="meta", options=options, resume=True)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
+
+
+def test_a_value_in_every_shard_is_counted_once(llama3, tmp_path):
+    state = full(llama3)
+    state["norm.weight"][3] = torch.nan
+    state["layers.0.attention.wo.weight"][5, 40] = torch.inf
+    folder = save(tmp_path / "meta", llama3, shards_of(state, 4))
+    with pytest.raises(CheckpointError, match="norm.weight: 1"):
+        convert(folder, tmp_path / "none", to="meta", options=OutputOptions(num_shards=8))
+    allowed = {"options": OutputOptions(num_shards=8), "allow_nonfinite": True}
+    report = convert(folder, tmp_path / "out", to="meta", dtype="bf16", **allowed)
+    assert report.non_finite == {"norm.weight": 1, "layers.0.attention.wo.weight": 1}
+    ours = loaded(tmp_path / "out", 8)
+    for name, tensor in state.items():
+        dim = cut_dim(name, "llama3")
+        found = ours[5][name] if dim is None else torch.cat([rank[name] for rank in ours], dim)
+        assert torch.equal(found.nan_to_num(7), tensor.bfloat16().nan_to_num(7))
+
+
+def test_the_zip_has_the_name_that_torch_gives_it(llama3, tmp_path):
+    convert(llama3 / "hf", tmp_path / "meta", to="meta", options=OutputOptions(num_shards=2))
+    for number in (0, 1):
+        with zipfile.ZipFile(shard(tmp_path / "meta", number)) as archive:
+            assert archive.testzip() is None
+            assert {name.split("/")[0] for name in archive.namelist()} == {f"consolidated.{number:02d}"}
 
 
 def test_a_tied_model_has_its_output_in_every_shard(tmp_path):
