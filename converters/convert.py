@@ -10,7 +10,7 @@ from converters.assets import tokenizer_remark
 from converters.catalog import Catalog, count_dtypes
 from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
-from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
+from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.journal import plan_fingerprint
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint
@@ -118,9 +118,8 @@ def convert(
         untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=weights.info.args.vocab_size)
         done, needs = Execution({}, []), None
         if dry_run:
-            needs = estimate_needs(dst, plan.target, workers=workers)
+            needs = estimate_needs(dst.absolute().parent if into_file else dst, plan.target, workers=workers)
         else:
-            require_room(dst, plan.target)
             done = (execute_into_file if into_file else execute)(
                 dst,
                 source=plan.contents.view,

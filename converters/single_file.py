@@ -36,8 +36,8 @@ def execute_into_file(dst: Path, *, overwrite: bool, **plan: Any) -> Execution:
     try:
         done = execute(folder, overwrite=True, **plan | {"write_small_files": lambda folder: []})
     except TitanError as error:
-        error.message = error.message.replace(str(folder), str(dst))
-        raise
+        message = error.message.replace(str(folder), str(dst))
+        raise type(error)(message, hint=error.hint, tries=error.tries) from error
     try:
         _move(folder / name, dst, overwrite=overwrite)
     finally:
