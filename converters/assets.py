@@ -24,6 +24,7 @@ CARRIED = (
     "vocab.json",  # these two: what Qwen's slow tokenizers open
     "merges.txt",
 )
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for those beside the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
 # end a generation: a base model never says the last two.
@@ -34,7 +35,8 @@ def find_assets(folder: Path) -> dict[str, Path]:
     """Carried files of a checkpoint by name: in its folder, in assets/ (DCP), or in original/ (HF's Llama repos)."""
     found = {}
     for place in (folder, folder / ASSETS_FOLDER, folder / "original"):
-        for name in CARRIED:
+        further = sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (place / CHAT_TEMPLATES).glob("*.jinja"))
+        for name in (*CARRIED, *further):
             if name not in found and (place / name).is_file():
                 found[name] = place / name
     return found
@@ -69,6 +71,7 @@ def write_assets(folder: Path, assets: Mapping[str, Path], token_ids: Mapping[st
         return []
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in assets.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     written = list(assets)
     if token_ids and HF_GENERATION_CONFIG not in assets:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import UnsupportedError, list_offenders
-from converters.json_file import write_json
-from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.names import TOKENIZER_JSON
+from converters.tokenizer_config import write_tokenizer_config
 
 _BPE = 2  # trainer_spec.model_type
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece
@@ -79,17 +79,8 @@ def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_
         single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
     )
     tokenizer.save(str(folder / TOKENIZER_JSON))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "unk_token": unk,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": max_seq_len,
-    }
-    write_json(folder / TOKENIZER_CONFIG, config)
-    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
+    tokens = {"bos_token": bos, "eos_token": eos, "unk_token": unk}
+    return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
 
 
 def require_exact(model: SentencePiece) -> None:

@@ -4,8 +4,8 @@ import base64
 from pathlib import Path
 
 from converters.errors import CheckpointError
-from converters.json_file import write_json
-from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.names import TOKENIZER_JSON
+from converters.tokenizer_config import write_tokenizer_config
 
 # How Llama 3 cuts text before merging (llama-models, models/llama3/tokenizer.py)
 LLAMA3_PATTERN = (
@@ -99,16 +99,8 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
         ]
     )
     tokenizer.save(str(folder / TOKENIZER_JSON))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BEGIN,
-        "eos_token": END,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "model_max_length": max_seq_len,
-    }
-    write_json(folder / TOKENIZER_CONFIG, config)
-    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
+    tokens = {"bos_token": BEGIN, "eos_token": END}
+    return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
 
 
 def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -31,11 +31,14 @@ def family_of(name: str) -> str:
     return name.partition("_")[0]
 
 
-def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, **save):
-    """Write an HF folder and return its model. Every weight is random and large, norms too: none is like another."""
+def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, numbers=None, **save):
+    """Write an HF folder and return its model; `numbers` are the config's.
+
+    Every weight is random and large, norms too: none is like another.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    numbers = {
+    defaults = {
         "vocab_size": 97,
         "hidden_size": 32,
         "intermediate_size": 56,
@@ -46,7 +49,7 @@ def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, *
         "rope_theta": 10000.0,
     }
     of_qwen = family_of(name) == "qwen3"
-    config = (Qwen3Config if of_qwen else LlamaConfig)(**numbers | TINY[name])
+    config = (Qwen3Config if of_qwen else LlamaConfig)(**defaults | TINY[name] | (numbers or {}))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = (Qwen3ForCausalLM if of_qwen else LlamaForCausalLM)(config).eval()

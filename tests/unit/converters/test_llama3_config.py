@@ -1,4 +1,4 @@
-"""families/{hf_config,meta_params}.py on Llama 3: config.json as transformers writes and reads it, params.json as Meta's code reads it."""
+"""Llama 3: config.json as transformers writes and reads it, params.json as Meta's code reads it."""
 
 import json
 from dataclasses import asdict, replace

@@ -12,15 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_assets
 from converters.assets import write_tokenizer_for_hf as write_for_hf
 from converters.assets import write_tokenizer_for_meta as write_for_meta
+from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.sentencepiece_model import read_sentencepiece
 from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
 from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
+from tests.tiny_families import family_of, write_tiny
+from tests.tiny_llama import write_tokenizer
 
 THIS_FILE = Path(__file__).read_text(encoding="utf-8")
 ROWS = 700  # of the embedding
@@ -321,3 +324,95 @@ def test_ranks_are_read_back(tmp_path):
     ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256}
     write_ranks(tmp_path / "tokenizer.model", ranks)
     assert read_ranks(tmp_path / "tokenizer.model") == ranks
+
+
+# Whole conversions
+
+
+def beside(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def read(folder: Path, names) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "qwen3_tied"])
+def test_what_goes_with_the_weights_goes_everywhere(name, tmp_path):
+    """Every file that a model of the hub has beside its weights, byte for byte: to DCP, to Meta and back."""
+    write_tiny(tmp_path / "hf", name)
+    write_tokenizer(tmp_path / "hf")
+    files = {
+        "generation_config.json": b'{"bos_token_id": 256, "eos_token_id": [257, 255],\n "temperature": 0.6}',
+        "tokenizer_config.json": b'{"bos_token": "<|begin_of_text|>", "chat_template": "{{ messages }}"}',
+        "special_tokens_map.json": b'{"bos_token": "<|begin_of_text|>"}',
+        "added_tokens.json": b"{}",
+        "chat_template.jinja": "{{ 'ü' }}\r\n".encode(),
+        "chat_template.json": b'{"chat_template": "{{ x }}"}',
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+        "vocab.json": b'{"a": 0}',
+        "merges.txt": b"#version: 0.2\na b\n",
+        "tokenizer.json": (tmp_path / "hf" / "tokenizer.json").read_bytes(),
+    }
+    beside(tmp_path / "hf", files)
+    convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    assert read(tmp_path / "dcp" / "assets", files) == files
+    last = "dcp"
+    if family_of(name) != "qwen3":
+        report = convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
+        assert read(tmp_path / "meta", files) == files
+        assert any("tokenizer.json is carried along untranslated" in remark for remark in report.remarks)  # GPT-2's cut
+        assert not (tmp_path / "meta" / "tokenizer.model").exists()
+        last = "meta"
+    convert(tmp_path / last, tmp_path / "back", to="hf")
+    assert read(tmp_path / "back", files) == files
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, [257, 255])
+    assert GenerationConfig.from_pretrained(tmp_path / "back").temperature == 0.6
+
+
+def test_a_llama2_release_of_meta_opens_in_transformers(meta_llama2, tmp_path):
+    """SentencePiece alone: token ids are told, the file goes along, transformers opens the folder, through DCP too."""
+    write_tiny(tmp_path / "first", "llama2")
+    convert(tmp_path / "first", tmp_path / "meta", to="meta")
+    for name in ("titan_model.json", "titan_manifest.json", "generation_config.json"):
+        (tmp_path / "meta" / name).unlink(missing_ok=True)
+    shutil.copy(meta_llama2, tmp_path / "meta")
+    convert(tmp_path / "meta", tmp_path / "dcp", to="dcp")
+    report = convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
+    assert {"tokenizer.model", "tokenizer.json", "tokenizer_config.json"} <= set(report.other_files)
+    assert not any("tokenizer" in remark for remark in report.remarks)
+    assert read(tmp_path / "hf", ["tokenizer.model"]) == {"tokenizer.model": meta_llama2.read_bytes()}
+    for told in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / "hf" / told).read_text())
+        assert (content["bos_token_id"], content["eos_token_id"]) == (1, 2)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(meta_llama2))
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").encode(" a  b") == [1, *theirs.encode(" a  b")]
+
+
+def test_a_release_of_meta_opens_with_what_was_made_of_tokenizer_json(trained, tmp_path, monkeypatch):
+    write_tiny(tmp_path / "hf", "llama3", numbers={"vocab_size": ROWS})
+    write(tmp_path / "hf", trained)
+    report = convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    assert "tokenizer.model" in report.other_files and not any("tokenizer" in remark for remark in report.remarks)
+    ours = judge(tmp_path / "meta" / "tokenizer.model", {}, monkeypatch)
+    theirs = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    assert ours.encode(THIS_FILE[:3000]) == theirs.encode(THIS_FILE[:3000]).ids
+    dry = convert(tmp_path / "hf", tmp_path / "other", to="meta", dry_run=True)
+    assert not (tmp_path / "other").exists() and not any("tokenizer" in remark for remark in dry.remarks)
+
+
+def test_a_tokenizer_config_that_is_there_stays(meta_llama2, trained, tmp_path):
+    """It may hold the chat template; and with it transformers reads what it read before."""
+    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    places = [tmp_path / "theirs", tmp_path / "ours"]
+    for place in places:
+        place.mkdir()
+        shutil.copy(meta_llama2, place)
+        (place / "tokenizer_config.json").write_text(json.dumps(own))
+    assert write_for_hf(places[1], find_assets(places[1]), vocab_size=ROWS, max_seq_len=64) == ["tokenizer.json"]
+    assert json.loads((places[1] / "tokenizer_config.json").read_text()) == own
+    theirs, ours = (AutoTokenizer.from_pretrained(place) for place in places)
+    assert all(theirs.encode(text) == ours.encode(text) for text in texts(300) if "\x00" not in text)
