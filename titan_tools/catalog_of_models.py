@@ -4,10 +4,12 @@ from typing import Any
 
 from converters.families.base import Family
 from converters.families.registry import all_families
+from titan_tools.memory.from_config import COVERED_FAMILIES
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
-MODEL_COMMANDS = ("seed", "train", "estimate-memory", "infer")  # these build the model, so the trainer must know it
+MODEL_COMMANDS = ("seed", "train", "infer")  # these build the model, so the trainer must know it
+ESTIMATE = ("estimate-memory",)  # knows the tensors of a layer by name
 
 
 def list_models() -> list[dict[str, Any]]:
@@ -18,7 +20,11 @@ def list_models() -> list[dict[str, Any]]:
 def _describe(family: Family) -> dict[str, Any]:
     return {
         "family": family.name,
-        "commands": [*BYTES_COMMANDS, *(MODEL_COMMANDS if family.name in trained_families() else ())],
+        "commands": [
+            *BYTES_COMMANDS,
+            *(MODEL_COMMANDS if family.name in trained_families() else ()),
+            *(ESTIMATE if family.name in COVERED_FAMILIES else ()),
+        ],
         "namings": ["native", *family.namings],
         "flavors": [
             {

@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.catalog import Box
-from converters.families.llama3 import FLAVORS
+from converters.families.base import ModelArgs
+from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.build import TrainModel, build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
@@ -22,6 +23,17 @@ from trainer.step import TrainStep
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
 WARMUP_STEPS = 20
+
+
+def family_of(flavor: str) -> tuple[str, str]:
+    """`debug_gqa` → llama3's, `qwen3/debug_gqa` → that family's."""
+    family, _, name = flavor.rpartition("/")
+    return family or "llama3", name
+
+
+def args_of(flavor: str) -> ModelArgs:
+    family, name = family_of(flavor)
+    return get_family(family).flavors[name]
 
 
 @dataclass(frozen=True)
@@ -39,8 +51,9 @@ class Layout:
         keys = {"mixed_precision_param": "float32", "seq_len": SEQ_LEN} | self.training
         degrees = Parallelism(**self.parallelism)
         dims = resolve(degrees, self.world_size)
+        family, name = family_of(flavor)
         return Config(
-            model=Model(flavor=flavor),
+            model=Model(name=family, flavor=name),
             training=Training(local_batch_size=GLOBAL_BATCH // dims.batch, **keys),
             parallelism=degrees,
             optimizer=Optimizer(lr=1e-3),
@@ -54,7 +67,7 @@ def build_model(layout: Layout, flavor: str) -> TrainModel:
     """The model of a layout, initialised."""
     dims = resolve(layout.config(flavor).parallelism, layout.world_size)
     meshes = make_meshes(dims, "cpu")
-    model = build(layout.config(flavor), FLAVORS[flavor], dims, meshes, torch.device("cpu"))
+    model = build(layout.config(flavor), args_of(flavor), dims, meshes, torch.device("cpu"))
     model.initialize(SEED)
     return model
 
@@ -120,7 +133,7 @@ def first_gradients(layout: Layout, flavor: str) -> dict[str, torch.Tensor]:
 def initial_differences(layout: Layout, flavor: str) -> tuple[list[str], int]:
     """Parameters that do not start as the seed says, and how many were looked at."""
     model = build_model(layout, flavor)
-    weights = InitialWeights(ModelInfo("llama3", FLAVORS[flavor]), seed=SEED)
+    weights = InitialWeights(ModelInfo(family_of(flavor)[0], args_of(flavor)), seed=SEED)
     differing = []
     for fqn, tensor in model.state_dict().items():
         expected = torch.from_numpy(weights.read(fqn, Box.whole(weights.tensors[fqn].shape)))

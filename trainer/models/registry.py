@@ -8,6 +8,7 @@ from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs, Parameter
 from trainer.models.llama3.plan import tensor_plan
 from trainer.models.llama3.spread import initial_spread
+from trainer.models.qwen3.plan import tensor_plan as qwen3_tensor_plan
 from trainer.models.spread import Spread
 from trainer.models.styles import TensorStyle
 
@@ -34,8 +35,18 @@ def _build_llama3(args: ModelArgs) -> "nn.Module":
     return Transformer(args)
 
 
+def _build_qwen3(args: ModelArgs) -> "nn.Module":
+    from trainer.models.qwen3.model import build_model
+
+    return build_model(args)
+
+
 _LLAMA = TrainerFamily(_build_llama3, tensor_plan, initial_spread)
-_FAMILIES = {"llama3": _LLAMA, "llama2": _LLAMA}  # one computation; the numbers differ
+_FAMILIES = {
+    "llama3": _LLAMA,
+    "llama2": _LLAMA,  # one computation; the numbers differ
+    "qwen3": TrainerFamily(_build_qwen3, qwen3_tensor_plan, initial_spread),
+}
 
 
 def register(name: str, family: TrainerFamily) -> None:

@@ -8,6 +8,7 @@ class TensorStyle(Enum):
 
     EMBEDDING = "rows of the vocabulary here; output becomes sequence shards"
     SEQUENCE_SHARDS = "weights replicated, works on sequence shards (norms)"
+    HEADS = "weights replicated, works on the heads here: [B, L, heads, H]"
     GATHER_SEQUENCE = "input sequence shards are gathered for the module"
     COLUMNS = "output features here"
     ROWS = "input features here; partial sums become sequence shards"

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 from trainer.models.styles import TensorStyle
 
 _SEQUENCE = Shard(1)  # of [B, L, D]
+_HEADS_DIM = 2  # of [B, L, heads, H]
 
 
 def apply_tp(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle], *, loss_parallel: bool) -> None:
@@ -36,6 +37,9 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
         case TensorStyle.SEQUENCE_SHARDS:
             return SequenceParallel()
+        case TensorStyle.HEADS:
+            # torch's class for replicated weights over a sharded dim, whichever: it sums their gradients over the ranks
+            return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
         case TensorStyle.GATHER_SEQUENCE:
             return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())
         case TensorStyle.COLUMNS:

@@ -1,11 +1,13 @@
 """Llama 3 in plain PyTorch.
 
 No rank, mesh or config file is known here: tensor parallelism, FSDP, pipeline stages, context parallelism and cached
-inference are all applied from outside.
+inference are all applied from outside. Families that differ in attention only pass their own to `Transformer`.
 
 Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N query heads, K key/value heads,
 H head dim, V vocabulary. N and K are what this rank holds, so they are inferred with -1.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +66,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """One layer: attention and feed-forward, each behind its norm and beside the residual stream."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, attention: nn.Module):
         super().__init__()
-        self.attention = Attention(args)
+        self.attention = attention
         self.feed_forward = FeedForward(args)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
@@ -79,12 +81,14 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage of it: modules set to None (and layers taken out) are skipped, FQNs stay."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, make_attention: Callable[[ModelArgs], nn.Module] = Attention):
         super().__init__()
         self.args = args
         self.rope = RotaryAngles(args)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(n): TransformerBlock(args) for n in range(args.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(n): TransformerBlock(args, make_attention(args)) for n in range(args.num_layers)}
+        )
         self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie()

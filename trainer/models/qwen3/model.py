@@ -1,0 +1,50 @@
+"""Qwen 3 in plain PyTorch: Llama 3's blocks around an attention that norms every head of q and k, and turns halves.
+
+Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N query heads, K key/value heads, H head
+dim, P = H/2 rotation pairs.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from converters.families.base import ModelArgs
+from trainer.models.llama3.model import CausalAttention, Transformer
+
+
+class Attention(nn.Module):
+    """Grouped-query attention around a seam: `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, q and k rotated.
+
+    The norms go over the head dim with one weight for all heads of a layer, before the rotation.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+        self.inner_attention: nn.Module = CausalAttention()
+
+    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
+        q_BLNH = self.q_norm(self.wq(x_BLD).unflatten(-1, (-1, self.head_dim)))
+        k_BLKH = self.k_norm(self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)))
+        v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
+        out_BLNH = self.inner_attention(rotate_halves(q_BLNH, turns), rotate_halves(k_BLKH, turns), v_BLKH)
+        return self.wo(out_BLNH.flatten(-2))
+
+
+def rotate_halves(x_BLNH: Tensor, turns: Tensor) -> Tensor:
+    """Rotate the pairs (0, P), (1, P+1), … of each head, in fp32, and return x's dtype.
+
+    `turns` are those of `RotaryAngles`: the order of the pairs is all that differs from Llama's rotation.
+    """
+    first, second = x_BLNH.float().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * turns
+    return torch.cat((turned.real, turned.imag), dim=-1).type_as(x_BLNH)
+
+
+def build_model(args: ModelArgs) -> Transformer:
+    return Transformer(args, Attention)
