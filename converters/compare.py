@@ -13,6 +13,9 @@ from converters.layout import row_blocks
 BLOCK_BYTES = 8 * 1024**2
 
 
+_AT_ONCE = 1 << 20  # elements that are widened at a time: float64 and what is computed from it stay in the cache
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How far two tensors of one shape are apart. `num_different` is 0 where only bits or dtypes differ."""
@@ -21,13 +24,24 @@ class Gap:
     first: tuple[int, ...] | None  # index of the first element that differs
     max_abs: float  # max |A - B|
     relative: float  # ‖A - B‖ / ‖A‖
+    rounded: str  # "A" or "B" where that one is the other one, cast to its dtype; "" else
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one dtype and shape hold the same bytes."""
+    return np.array_equal(_bytes(a), _bytes(b))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat.view(np.uint64) if flat.size % 8 == 0 else flat
 
 
 def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b: str) -> Box | None:
     """The first block whose bits differ, None where all are the same. Dtypes and shapes must agree."""
     info = a.tensors[name_a]
     for box in row_blocks(Box.whole(info.shape), itemsize(info.dtype), BLOCK_BYTES):
-        if a.read(name_a, box).tobytes() != b.read(name_b, box).tobytes():
+        if not same_bits(a.read(name_a, box), b.read(name_b, box)):
             return box
     return None
 
@@ -35,34 +49,72 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
 def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Gap | None:
     """The gap between two tensors of one shape; None where dtype and every bit agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
-    same, num_different, max_abs, squares, first = x.dtype == y.dtype, 0, 0.0, 0.0, None
+    sums = _Sums()
+    equal_boxes: list[Box] = []  # their norm is only needed where a difference follows
+    same = x.dtype == y.dtype
+    rounded = {} if same else {"A": True, "B": True}
     for box in row_blocks(Box.whole(x.shape), max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK_BYTES):
         left, right = a.read(name, box), b.read(name, box)
         advance(left.nbytes)
-        if x.dtype == y.dtype and left.tobytes() == right.tobytes():
+        if x.dtype == y.dtype and same_bits(left, right):
+            equal_boxes.append(box)
             continue
         same = False
-        left, right = _widened(left), _widened(right)
-        differs = (left != right) & ~(np.isnan(left) & np.isnan(right))
-        if not differs.any():
-            continue
-        if first is None:
-            first = tuple(int(i + o) for i, o in zip(np.argwhere(differs)[0], box.offsets, strict=True))
-        num_different += int(differs.sum())
-        with np.errstate(invalid="ignore"):  # inf - inf
-            gaps = np.abs(left[differs] - right[differs])
-        max_abs = nan if np.isnan(gaps).any() else max(max_abs, float(gaps.max()))
-        squares += float(np.square(gaps).sum())
+        with np.errstate(over="ignore", invalid="ignore"):
+            for which, wide, narrow in (("A", right, left), ("B", left, right)):
+                if rounded.get(which):
+                    rounded[which] = same_bits(wide.astype(narrow.dtype), narrow)
+        sums.add(left, right, box)
     if same:
         return None
-    norm = _norm(a, name) if num_different else 0.0
-    return Gap(num_different, first, max_abs, squares**0.5 / norm if norm else (inf if num_different else 0.0))
+    if not sums.num_different:
+        return Gap(0, None, 0.0, 0.0, "")
+    squares_a = sums.squares_a + sum(_squares(a.read(name, box)) for box in equal_boxes)
+    relative = (sums.squares_gap / squares_a) ** 0.5 if squares_a else inf
+    narrower = "B" if rounded.get("B") else "A" if rounded.get("A") else ""
+    return Gap(sums.num_different, sums.first, sums.max_abs, relative, narrower)
 
 
-def _norm(source: TensorSource, name: str) -> float:
-    info = source.tensors[name]
-    blocks = row_blocks(Box.whole(info.shape), itemsize(info.dtype), BLOCK_BYTES)
-    return sum(float(np.square(np.abs(_widened(source.read(name, box)))).sum()) for box in blocks) ** 0.5
+class _Sums:
+    """What blocks that differ add up to."""
+
+    def __init__(self) -> None:
+        self.num_different, self.max_abs, self.squares_gap, self.squares_a = 0, 0.0, 0.0, 0.0
+        self.first: tuple[int, ...] | None = None
+
+    def add(self, left: np.ndarray, right: np.ndarray, box: Box) -> None:
+        left, right = np.ascontiguousarray(left).reshape(-1), np.ascontiguousarray(right).reshape(-1)
+        for start in range(0, left.size, _AT_ONCE):
+            x, y = _widened(left[start : start + _AT_ONCE]), _widened(right[start : start + _AT_ONCE])
+            self.squares_a += _norm2(x)
+            with np.errstate(invalid="ignore"):  # inf - inf
+                gap = np.subtract(x, y)
+            differs = x != y
+            if left.dtype == right.dtype and left.dtype.kind in "iu":  # float64 cannot tell large integers apart
+                differs = left[start : start + _AT_ONCE] != right[start : start + _AT_ONCE]
+            if np.isnan(gap).any():
+                both_nan = np.isnan(x) & np.isnan(y)
+                differs &= ~both_nan
+                gap[~differs] = 0  # NaN against NaN, inf against the same inf
+            if not differs.any():
+                continue
+            if self.first is None:
+                flat = start + int(np.argmax(differs))
+                index = np.unravel_index(flat, box.sizes) if box.sizes else ()
+                self.first = tuple(int(i) + o for i, o in zip(index, box.offsets, strict=True))
+            self.num_different += int(np.count_nonzero(differs))
+            largest = float(np.abs(gap).max())
+            self.max_abs = nan if largest != largest else max(self.max_abs, largest)
+            self.squares_gap += _norm2(gap)
+
+
+def _squares(array: np.ndarray) -> float:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return sum(_norm2(_widened(flat[start : start + _AT_ONCE])) for start in range(0, flat.size, _AT_ONCE))
+
+
+def _norm2(values: np.ndarray) -> float:
+    return float(np.vdot(values, values).real)
 
 
 def _widened(array: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ class Difference:
     """One thing in which two checkpoints differ."""
 
     name: str
-    kind: str  # "only in A" | "only in B" | "dtype" | "shape" | "values" | "model"
+    kind: str  # "only in A" | "only in B" | "dtype" (values equal, or rounded) | "shape" | "values" | "model"
     detail: str
     max_abs: float | None = None  # of values: max |A - B|
     relative: float | None = None  # |A - B| / |A|, Frobenius norms
@@ -46,13 +46,23 @@ class DiffReport:
     num_compared_bytes: int
     differences: tuple[Difference, ...]
     not_compared: Mapping[str, str]
+    notes: tuple[str, ...]  # what differs and makes no difference to what the model computes
 
     @property
     def equal(self) -> bool:
         return not self.differences
 
+    @property
+    def first_tensor(self) -> str:
+        """The first tensor that differs, in the order of A's model; "" where none does."""
+        return next((d.name for d in self.differences if d.kind != "model"), "")
+
     def to_json(self) -> dict[str, Any]:
-        return {"equal": self.equal, **asdict(self)}
+        return {"equal": self.equal, "first_tensor": self.first_tensor, **asdict(self)}
+
+
+# A limit that somebody set, not a number of the computation; Meta's and torchtune's files do not know it.
+_NO_DIFFERENCE = ("max_seq_len",)
 
 
 @dataclass(slots=True)
@@ -75,9 +85,9 @@ def diff(
     """
     with ExitStack() as stack:
         one, other = _open_both(Path(a), Path(b), model_from, stack)
-        differences = _model_differences(one.info, other.info)
+        differences, notes = _model_differences(one.info, other.info)
         not_compared = {}
-        sections = [_section_names(side.catalog) for side in (one, other)]
+        sections = [_section_names(side) for side in (one, other)]
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
         both = sections[0].keys() & sections[1].keys()
@@ -92,9 +102,9 @@ def diff(
                 found, equal = _compare_sources(x, y, info, advance)
                 differences += found
                 num_equal += equal
-        differences += _blob_differences(one.sections, other.sections, both)
+        differences += _value_differences(one, other, both)
     by = "native names" if one.info else "names as stored"
-    return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared)
+    return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes))
 
 
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
@@ -110,7 +120,8 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
             weights, info = opened.source, opened.info
         else:
             weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
-        others = {n: t for n, t in catalog.tensors.items() if _section(catalog, n) != "model"}
+        inside = model_part(catalog).tensors
+        others = {n: t for n, t in catalog.tensors.items() if n not in inside}
         sides.append(
             _Side(catalog, weights, info, stack.enter_context(CatalogReader(replace(catalog, tensors=others))))
         )
@@ -118,12 +129,14 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
 
 
 def _section(catalog: Catalog, name: str) -> str:
-    return section_of(name) if catalog.container == "dcp" else "model"
+    """The section of what is no weight: its own, or the first key of its path in the nested state dict."""
+    found = section_of(name)
+    return found if found != "model" else str((catalog.planner_data.get(name) or (name,))[0])
 
 
-def _section_names(catalog: Catalog) -> dict[str, None]:
-    names = (*catalog.tensors, *catalog.blobs)
-    return {section: None for n in names if (section := _section(catalog, n)) != "model"}
+def _section_names(side: _Side) -> dict[str, None]:
+    names = (*side.sections.tensors, *side.catalog.blobs, *side.catalog.values)
+    return {_section(side.catalog, name): None for name in names}
 
 
 @dataclass(slots=True)
@@ -135,20 +148,22 @@ class _Part:
 
     def __init__(self, source: CatalogReader, sections: set[str]):
         self.source = source
-        self.tensors = {n: info for n, info in source.tensors.items() if section_of(n) in sections}
+        self.tensors = {n: info for n, info in source.tensors.items() if _section(source.catalog, n) in sections}
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         return self.source.read(fqn, box)
 
 
-def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> list[Difference]:
-    """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same."""
+def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[Difference], list[str]]:
+    """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same; and mere limits."""
     if a is None or b is None:
-        return []
+        return [], []
     ours, theirs = {"family": a.family, **asdict(a.args)}, {"family": b.family, **asdict(b.args)}
-    return [
-        Difference(key, "model", f"{ours[key]} in A, {theirs[key]} in B") for key in ours if ours[key] != theirs[key]
+    told = {key: f"{ours[key]} in A, {theirs[key]} in B" for key in ours if ours[key] != theirs[key]}
+    notes = [
+        f"{key}: {told[key]} (a limit, which changes nothing that is computed)" for key in _NO_DIFFERENCE if key in told
     ]
+    return [Difference(key, "model", text) for key, text in told.items() if key not in _NO_DIFFERENCE], notes
 
 
 def _common_bytes(a: TensorSource, b: TensorSource) -> int:
@@ -172,7 +187,9 @@ def _compare_sources(
                 Difference(name, "only in B" if x is None else "only in A", f"{present.dtype} {list(present.shape)}")
             )
         elif x.shape != y.shape:
-            differences.append(Difference(name, "shape", f"{list(x.shape)} in A, {list(y.shape)} in B"))
+            transposed = x.dtype == y.dtype and x.shape == y.shape[::-1] and len(x.shape) == 2
+            reason = "equal after a transpose; " if transposed and _same_bits(_Transposed(a), b, name) else ""
+            differences.append(Difference(name, "shape", f"{reason}{list(x.shape)} in A, {list(y.shape)} in B"))
         elif gap := measure_gap(a, b, name, advance):
             differences.append(_tell(a, b, name, gap, info))
         else:
@@ -182,24 +199,26 @@ def _compare_sources(
 
 def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo | None) -> Difference:
     x, y = a.tensors[name], b.tensors[name]
-    details = []
-    if x.dtype != y.dtype:
-        details.append(f"{x.dtype} in A, {y.dtype} in B")
-    if gap.num_different:
-        total = Box.whole(x.shape).num_elements
-        details.append(f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}")
-    else:
-        details.append("values are equal" if x.dtype != y.dtype else "bits differ (-0.0 or NaN), values are equal")
-    if info and gap.num_different and (reason := _explained(a, b, name, info)):
+    total = Box.whole(x.shape).num_elements
+    dtypes = [f"{x.dtype} in A, {y.dtype} in B"] if x.dtype != y.dtype else []
+    if not gap.num_different:
+        told = "values are equal" if dtypes else "bits differ (-0.0 or NaN), values are equal"
+        return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+    if gap.rounded:
+        other, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
+        told = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
+        return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+    details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
+    if reason := _explained(a, b, name, info):
         details.insert(0, reason)
-    return Difference(name, "values" if gap.num_different else "dtype", "; ".join(details), gap.max_abs, gap.relative)
+    return Difference(name, "values", "; ".join(details), gap.max_abs, gap.relative)
 
 
-def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo) -> str:
+def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | None) -> str:
     """Why two tensors differ, where that is one of the known mix-ups: "" else. Only whole-tensor equality counts."""
     if a.tensors[name] != b.tensors[name]:
         return ""
-    for naming in get_family(info.family).namings.values():
+    for naming in get_family(info.family).namings.values() if info else ():
         for x, y in ((a, b), (b, a)):
             permuted = _under_native_name(x, name, info, naming)
             if permuted is not None and _same_bits(permuted, y, name):
@@ -222,13 +241,13 @@ def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming:
 
 @dataclass(frozen=True, slots=True)
 class _Transposed:
-    """A source whose square matrices are read transposed."""
+    """A source whose matrices are read transposed."""
 
     source: TensorSource
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self.source.tensors
+        return {n: TensorInfo(info.dtype, info.shape[::-1]) for n, info in self.source.tensors.items()}
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         return self.source.read(fqn, Box(box.offsets[::-1], box.sizes[::-1])).T
@@ -238,20 +257,31 @@ def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:
     return first_differing_block(a, name, b, name) is None
 
 
-def _blob_differences(a: CatalogReader, b: CatalogReader, sections: Set[str]) -> list[Difference]:
+def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Difference]:
     """Entries that are no tensors, of sections that both have: as bytes, then by value where they are plain."""
-    ours, theirs = ({n for n in side.catalog.blobs if section_of(n) in sections} for side in (a, b))
+    ours, theirs = (_values_in(side, sections) for side in (a, b))
     found = [Difference(n, "only in A", "a value") for n in sorted(ours - theirs)]
     found += [Difference(n, "only in B", "a value") for n in sorted(theirs - ours)]
     for name in sorted(ours & theirs):
-        left, right = a.read_blob(name), b.read_blob(name)
-        if left == right:
+        stored = name in a.catalog.blobs and name in b.catalog.blobs
+        if stored and a.sections.read_blob(name) == b.sections.read_blob(name):
             continue
         try:
-            left, right = read_blob_item(left, what=name), read_blob_item(right, what=name)
+            left, right = _value(a, name), _value(b, name)
         except CheckpointError:
             found.append(Difference(name, "values", "bytes differ; not plain values, so they are not decoded"))
             continue
-        if left != right:
+        if type(left) is not type(right) or left != right and not (left != left and right != right):
             found.append(Difference(name, "values", f"{left!r:.60} in A, {right!r:.60} in B"))
     return found
+
+
+def _values_in(side: _Side, sections: Set[str]) -> set[str]:
+    names = (*side.catalog.blobs, *side.catalog.values)
+    return {name for name in names if _section(side.catalog, name) in sections}
+
+
+def _value(side: _Side, name: str) -> Any:
+    if name in side.catalog.values:
+        return side.catalog.values[name]
+    return read_blob_item(side.sections.read_blob(name), what=name)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+MOST_LINES = 100
+
 
 def diff(
     a: Annotated[Path, typer.Argument(help="A checkpoint of any format.", show_default=False)],
@@ -17,9 +19,13 @@ def diff(
             show_default=False,
         ),
     ] = None,
+    every: Annotated[bool, typer.Option("--every", help="List all differences, however many.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor, whatever their formats. Exits with 1 where they differ.
+
+    Names, shapes, dtypes and values are compared, in model order, and the numbers of the model; of training checkpoints
+    also the other sections. A known mix-up is called by its name: a missing RoPE permutation, a transpose, a cast.
 
     \b
     Examples:
@@ -33,15 +39,22 @@ def diff(
     if as_json:
         print_json(report.to_json())
     else:
-        if report.differences:
+        shown = report.differences if every else report.differences[:MOST_LINES]
+        if shown:
             rows = [
                 (d.name, d.kind, "" if d.max_abs is None else f"{d.max_abs:.3g}", _percent(d.relative), d.detail)
-                for d in report.differences
+                for d in shown
             ]
             table(("name", "differs in", "max |A-B|", "relative", "detail"), rows)
+        if len(shown) < len(report.differences):
+            print(f"… and {len(report.differences) - len(shown):,} more (--every lists them)")
         for where in dict.fromkeys(report.not_compared.values()):
             sections = (section for section, place in report.not_compared.items() if place == where)
             print(f"not compared, being {where}: {', '.join(sections)}")
+        for text in report.notes:
+            print(f"not counted: {text}")
+        if report.first_tensor:
+            print(f"first differing tensor: {report.first_tensor}")
         verdict = count(len(report.differences), "difference") if report.differences else "equal"
         print(f"{verdict}; {count(report.num_equal, 'tensor')} equal bit for bit (matched by {report.by})")
     if not report.equal:

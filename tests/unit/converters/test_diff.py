@@ -84,7 +84,15 @@ def test_dtypes_and_signs_of_zero(hf, changed, tmp_path):
     report = diff(hf, tmp_path / "bf16")
     kinds = {d.name: d for d in report.differences}
     assert kinds["norm.weight"].kind == "dtype" and "values are equal" in kinds["norm.weight"].detail  # ones
-    assert kinds["output.weight"].kind == "values" and 0 < kinds["output.weight"].relative < 2**-8
+    rounded = kinds["output.weight"]
+    assert rounded.kind == "dtype" and 0 < rounded.relative < 2**-8 and "B is A, cast to bfloat16" in rounded.detail
+    back = {d.name: d for d in diff(tmp_path / "bf16", hf).differences}["output.weight"]
+    assert back.kind == "dtype" and "A is B, cast to bfloat16" in back.detail and back.max_abs == rounded.max_abs
+    tensors = load_file(hf / "model.safetensors")
+    tensors["lm_head.weight"][7, 3] += 1
+    other = changed(lambda t: t.update({n: v.bfloat16() for n, v in tensors.items()}))
+    found = {d.name: d for d in diff(hf, other).differences}["output.weight"]  # a cast, and one value more
+    assert found.kind == "values" and found.max_abs == pytest.approx(1, abs=0.02)
     zero = changed(lambda tensors: tensors["model.norm.weight"].zero_())
     shutil.copytree(zero, tmp_path / "plus")
     minus = changed(lambda tensors: tensors["model.norm.weight"].zero_().neg_())
@@ -107,6 +115,77 @@ def test_one_side_that_does_not_say_what_it_is(hf, tmp_path):
     (tmp_path / "dcp" / "titan_model.json").unlink()
     (tmp_path / "dcp" / "titan_manifest.json").unlink()
     assert diff(hf, tmp_path / "dcp").equal and diff(tmp_path / "dcp", hf).equal
+
+
+def test_a_limit_is_no_difference(hf, tmp_path):
+    """Meta's params.json and torchtune's files do not know max_seq_len, and it changes nothing that is computed."""
+    shutil.copytree(hf, tmp_path / "other")
+    path = tmp_path / "other" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 512}))
+    report = diff(hf, tmp_path / "other")
+    assert report.equal and report.notes[0].startswith("max_seq_len: 256 in A, 512 in B")
+
+
+def test_shapes_that_are_each_others_transpose(tmp_path):
+    weight = torch.randn(5, 3)
+    for name, tensor in (("a", weight), ("b", weight.T.contiguous()), ("c", weight.T.contiguous() + 1)):
+        torch.save({"w": tensor}, tmp_path / f"{name}.pt")
+    (found,) = diff(tmp_path / "a.pt", tmp_path / "b.pt").differences
+    assert found.kind == "shape" and found.detail.startswith("equal after a transpose; [5, 3] in A")
+    (found,) = diff(tmp_path / "a.pt", tmp_path / "c.pt").differences
+    assert found.kind == "shape" and found.detail == "[5, 3] in A, [3, 5] in B"
+
+
+def test_gaps_against_torch(tmp_path):
+    """Every number that is told, over several blocks, dtypes and special values, against torch's own."""
+    generator = torch.Generator().manual_seed(0)
+    size = (3 << 20) + 5
+    a = {
+        "bf16": torch.randn(size, generator=generator).bfloat16(),
+        "fp32": torch.randn(70, 50, generator=generator),
+        "big": torch.tensor([2**62, 2**62, 5]),
+        "inf": torch.tensor([math.inf, 1.0, math.nan, 2.0]),
+        "z": torch.tensor([1 + 2j, 3j]),
+        "scalar": torch.tensor(2.0),
+        "flag": torch.tensor([True, False]),
+    }
+    b = {name: tensor.clone() for name, tensor in a.items()}
+    b["bf16"][size - 3 :] += 1
+    b["fp32"][60:, 7] *= 1.5
+    b["big"][1] += 1
+    b["inf"][3] = 2.5
+    b["z"][1] = 7j
+    b["scalar"] += 1
+    b["flag"][1] = True
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert report.first_tensor == "bf16" and [d.name for d in report.differences] == list(a)
+    for found in report.differences:
+        left, right = a[found.name], b[found.name]
+        exact = torch.complex128 if left.is_complex() else torch.float64
+        number = int((left.nan_to_num() != right.nan_to_num() if left.is_floating_point() else left != right).sum())
+        assert found.detail.startswith(f"{number:,} of {left.numel():,} values differ")
+        gaps = (left.to(exact) - right.to(exact)).nan_to_num() if found.name != "inf" else torch.tensor([0.5])
+        assert found.max_abs == pytest.approx(float(gaps.abs().max()), rel=1e-12)
+        if found.name != "inf":
+            assert found.relative == pytest.approx(float(gaps.abs().norm() / left.to(exact).abs().norm()), rel=1e-9)
+    firsts = {d.name: d.detail.rpartition("first at ")[2] for d in report.differences}
+    assert firsts["bf16"] == f"[{size - 3}]" and firsts["fp32"] == "[60, 7]" and firsts["scalar"] == "[]"
+
+
+def test_the_rest_of_nested_state_dicts_is_compared(tmp_path):
+    state = {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.zeros(3), "lr": 0.1}, "epoch": 3}
+    other = {"model": {"w": torch.ones(3)}, "optimizer": {"m": torch.ones(3), "lr": 0.2}, "epoch": 4}
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(other, tmp_path / "b.pt")
+    report = diff(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert {d.name for d in report.differences} == {"optimizer.m", "optimizer.lr", "epoch"} and report.num_equal == 1
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert diff(tmp_path / "a.pt", tmp_path / "dcp").equal
+    torch.save(state["model"], tmp_path / "weights.pt")
+    report = diff(tmp_path / "a.pt", tmp_path / "weights.pt")
+    assert set(report.not_compared) == {"optimizer", "epoch"}
 
 
 def test_names_as_stored(tmp_path):
