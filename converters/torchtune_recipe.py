@@ -98,11 +98,14 @@ checkpointer:
 {_list(f"../{name}" for name in recipe.weights)}
   model_type: {_model_type(recipe.info)}
   output_dir: ${{output_dir}}
+# To go on with a run that was cut off: true, and as checkpoint_files those of its newest epoch, such as
+# {_resume(recipe)}
 resume_from_checkpoint: false
 
 model:
 {_section(_model(recipe.info))}
 
+# tiktoken caches a tokenizer.model by its path: after another one took its place, set TIKTOKEN_CACHE_DIR=""
 tokenizer:
 {_section(recipe.tokenizer)}
   max_seq_len: {seq_len}  # tokens; longer conversations are cut
@@ -175,6 +178,12 @@ def _scale_factor(args: ModelArgs) -> dict[str, float]:
     if args.rope_scaling is not None:
         return {"scale_factor": args.rope_scaling.factor}
     return {"scale_factor": 1} if args.tied else {}  # its builder of tied models always scales
+
+
+def _resume(recipe: Recipe) -> str:
+    """The file that torchtune writes in a first epoch; it looks for it in output_dir."""
+    suffix = "safetensors" if recipe.style == "hf" else "bin"
+    return f"epoch_0/model-00001-of-{len(recipe.weights):05}.{suffix}"
 
 
 def _model_type(info: ModelInfo) -> str:

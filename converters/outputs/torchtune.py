@@ -49,6 +49,11 @@ def _style(options: OutputOptions) -> str:
     return options.style or "hf"
 
 
+def _place(contents: Contents) -> Path:
+    """Where the folder will lie, without `..` and links in the way."""
+    return contents.dst.parent.resolve() / contents.dst.name
+
+
 def _naming(family: Family, options: OutputOptions) -> Naming:
     if _style(options) not in CHECKPOINTERS:
         raise ConfigError(f"--style {options.style}: torchtune has no such checkpoints", tries=_STYLES)
@@ -60,7 +65,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     info, style = contents.info, _style(options)
     require_model(info)
     require_device(options.device)
-    require_path(contents.dst.absolute())
+    require_path(_place(contents))
     find_tokenizer(info)
     check_chat_file(options.dataset)
     if style == "hf":
@@ -73,7 +78,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
-    info, style, dst = contents.info, _style(options), contents.dst.absolute()
+    info, style, dst = contents.info, _style(options), _place(contents)
     tokenizer, assets = find_tokenizer(info), folder / ASSETS_FOLDER
     in_assets = write_assets(assets, info.assets, info.token_ids) + tokenizer.write(assets)
     if style == "hf":

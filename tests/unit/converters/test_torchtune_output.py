@@ -214,7 +214,7 @@ def test_a_chat_file_of_one_s_own(source, tmp_path, form):
 @pytest.mark.parametrize("name", ["with space [1] and 'quotes'", "ünï-漢🙂"])
 def test_odd_and_relative_places(source, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    convert(os.path.relpath(source), name, to="torchtune", options=OutputOptions())
+    convert(os.path.relpath(source), f"src/../{name}", to="torchtune", options=OutputOptions())
     recipe = OmegaConf.load(tmp_path / name / "torchtune.yaml")
     assert recipe.checkpointer.checkpoint_dir == str(tmp_path / name / "assets")
     monkeypatch.chdir("/")

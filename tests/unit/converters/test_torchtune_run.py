@@ -120,9 +120,19 @@ def test_lora_leaves_an_adapter_beside_the_weights(tmp_path, environment, style)
 @pytest.mark.slow
 def test_of_a_run_of_several_epochs_each_comes_back(tmp_path, environment):
     case = make_case(tmp_path, "3.1")
-    tune(case.root / "hf", environment, "epochs=2", "max_steps_per_epoch=1")
+    losses = tune(case.root / "hf", environment, "epochs=2", "max_steps_per_epoch=1")
     run = tmp_path / "hf-finetuned"
     assert (run / "recipe_state" / "recipe_state.pt").exists()
     for epoch in (0, 1):
         convert(run / f"epoch_{epoch}", tmp_path / f"back{epoch}", to="dcp", source="torchtune")
     assert read_manifest(tmp_path / "back0").tensors != read_manifest(tmp_path / "back1").tensors
+    shutil.rmtree(run / "epoch_1")
+    shutil.rmtree(run / "logs")
+    told = re.search(r"# (epoch_0/\S+)", (case.root / "hf" / "torchtune.yaml").read_text())[1]
+    files = f"checkpointer.checkpoint_files=[{told}]"
+    again = tune(
+        case.root / "hf", environment, "epochs=2", "max_steps_per_epoch=1", "resume_from_checkpoint=True", files
+    )
+    assert again == losses[1:]
+    convert(run / "epoch_1", tmp_path / "again", to="dcp", source="torchtune")
+    assert read_manifest(tmp_path / "again").tensors == read_manifest(tmp_path / "back1").tensors
