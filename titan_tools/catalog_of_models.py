@@ -1,15 +1,18 @@
 """Which families and flavors exist, and what can be done with each."""
 
+from collections.abc import Iterator
 from typing import Any
 
+from converters.errors import UnsupportedError
 from converters.families.base import Family
 from converters.families.registry import all_families
+from converters.outputs.base import OutputOptions
+from converters.outputs.registry import OUTPUTS
 from titan_tools.memory.from_config import COVERED_FAMILIES
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
 MODEL_COMMANDS = ("seed", "train", "infer")  # these build the model, so the trainer must know it
-ESTIMATE = ("estimate-memory",)  # knows the tensors of a layer by name
 
 
 def list_models() -> list[dict[str, Any]]:
@@ -20,11 +23,9 @@ def list_models() -> list[dict[str, Any]]:
 def _describe(family: Family) -> dict[str, Any]:
     return {
         "family": family.name,
-        "commands": [
-            *BYTES_COMMANDS,
-            *(MODEL_COMMANDS if family.name in trained_families() else ()),
-            *(ESTIMATE if family.name in COVERED_FAMILIES else ()),
-        ],
+        "architectures": list(family.hf_architectures),
+        "commands": list(_commands(family)),
+        "formats": list(_formats(family)),
         "namings": ["native", *family.namings],
         "flavors": [
             {
@@ -43,3 +44,21 @@ def _describe(family: Family) -> dict[str, Any]:
             for flavor, args in family.flavors.items()
         ],
     }
+
+
+def _commands(family: Family) -> Iterator[str]:
+    yield from BYTES_COMMANDS
+    if family.name in trained_families():
+        yield from MODEL_COMMANDS
+    if family.name in COVERED_FAMILIES:
+        yield "estimate-memory"
+
+
+def _formats(family: Family) -> Iterator[str]:
+    """What `titan convert … --to` can write of it; one model may still ask for what a format cannot say."""
+    for name, output in OUTPUTS.items():
+        try:
+            output.naming(family, OutputOptions())
+        except UnsupportedError:
+            continue
+        yield name

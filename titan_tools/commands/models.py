@@ -22,7 +22,7 @@ def models(
     if as_json:
         print_json({"families": listed})
         return
-    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "vocabulary", "tied")
+    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "head dim", "vocabulary", "tied")
     rows = [
         (
             family["family"],
@@ -32,6 +32,7 @@ def models(
             flavor["dim"],
             flavor["heads"],
             flavor["kv_heads"],
+            flavor["head_dim"],
             flavor["vocab_size"],
             "yes" if flavor["tied"] else "no",
         )
@@ -41,4 +42,7 @@ def models(
     table(columns, rows)
     print()
     for family in listed:
-        print(f"{family['family']} is taken by {', '.join(family['commands'])}; names: {', '.join(family['namings'])}")
+        print(f"{family['family']} ({', '.join(family['architectures'])})")
+        print(f"  commands  {', '.join(family['commands'])}")
+        print(f"  written   {', '.join(family['formats'])}")
+        print(f"  names     {', '.join(family['namings'])}")

@@ -1,0 +1,42 @@
+"""titan models: every family with its flavors, what each is taken by, and nothing that would then be refused."""
+
+import json
+
+import pytest
+
+from converters.errors import UnsupportedError
+from converters.families.registry import all_families, get_family
+from converters.outputs.base import OutputOptions
+from converters.outputs.registry import OUTPUTS
+from titan_tools.catalog_of_models import list_models
+from titan_tools.commands.models import models
+from trainer.models.registry import get_trainer_family
+
+
+def test_every_flavor_is_listed(capsys):
+    models(as_json=True)
+    families = json.loads(capsys.readouterr().out)["families"]
+    assert [f["family"] for f in families] == list(all_families())
+    for family in families:
+        known = get_family(family["family"])
+        assert {f["flavor"]: f["parameters"] for f in family["flavors"]} == {
+            name: known.num_parameters(args) for name, args in known.flavors.items()
+        }
+    models()
+    shown = capsys.readouterr().out
+    for text in ("qwen3", "32,762,123,264", "68,976,648,192", "Qwen3ForCausalLM", "torchtune"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("listed", list_models(), ids=lambda listed: listed["family"])
+def test_what_is_listed_is_what_is_done(listed):
+    family = get_family(listed["family"])
+    assert "convert" in listed["commands"] and {"dcp", "hf", "torch"} <= set(listed["formats"])
+    for name, output in OUTPUTS.items():
+        if name in listed["formats"]:
+            output.naming(family, OutputOptions())
+        else:
+            with pytest.raises(UnsupportedError):
+                output.naming(family, OutputOptions())
+    assert "train" not in listed["commands"] or get_trainer_family(family.name)
+    assert ("meta" in listed["formats"]) == (family.meta_params is not None)
