@@ -104,6 +104,7 @@ class Catalog:
     planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again (see copies.py)
+    unread: dict[str, str] = field(default_factory=dict)  # files that belong to the weights, and why they are not read
 
     @property
     def num_bytes(self) -> int:

@@ -156,6 +156,7 @@ def convert(
         non_finite=done.non_finite,
         remarks=(
             *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
+            *(f"{name} is not read: {why}" for name, why in catalog.unread.items()),
             *done.remarks,
         ),
         other_files=tuple(done.other_files),

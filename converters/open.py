@@ -19,6 +19,7 @@ _READ_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metada
 _SNIFF_BYTES = 512
 # What fine-tuning leaves beside the weights: a LoRA adapter, and the state of the run (torchtune's, transformers')
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
+_MERGED = "a LoRA adapter; torchtune has merged it into the weights beside it"
 _RUN_STATE = re.compile(r"(recipe_state|optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 
 
@@ -43,6 +44,7 @@ def _open(path: Path) -> Catalog:
         catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
+        catalog.unread |= {p.name: _MERGED for p in sorted(path.iterdir()) if _ADAPTER.fullmatch(p.name)}
         _compare_with_manifest(catalog, check_sizes(path))
     else:
         raise CheckpointError(f"{path}: neither a file nor a folder")

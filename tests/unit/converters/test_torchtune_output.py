@@ -346,6 +346,8 @@ def test_adapters_and_run_state_are_not_weights(source, tmp_path, style):
     torch.save({"seed": 1, "optimizer": {}}, tmp_path / "out" / "recipe_state.pt")
     with open_native(tmp_path / "out") as weights:
         assert weights.source.tensors == expected
+    report = convert(tmp_path / "out", tmp_path / "dcp", to="dcp", source="torchtune")
+    assert any(remark.startswith("adapter_model.pt is not read: a LoRA adapter") for remark in report.remarks)
 
 
 def test_an_adapter_alone_is_refused(tmp_path):
