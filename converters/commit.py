@@ -80,15 +80,16 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
     fsync_folder(staging)
     parent = dst.absolute().parent
     check_destination(dst, overwrite=overwrite, marks=marks)
+    aside = aside_of(dst)
     if not dst.exists():
         _rename_new(staging, dst)
         _fsync(parent)
+        shutil.rmtree(aside, ignore_errors=True)  # of a kill between the two renames below
         return
     if _renameat2(staging, dst, _RENAME_EXCHANGE):
         _fsync(parent)
         shutil.rmtree(staging, ignore_errors=True)  # now the old one
         return
-    aside = aside_of(dst)
     if aside.exists():
         shutil.rmtree(aside)  # left by an earlier kill after the new one was in place
     os.rename(dst, aside)

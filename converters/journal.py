@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 from converters.catalog import Catalog, TensorSource
 from converters.errors import CheckpointError
 from converters.formats.target import Target
-from converters.names import MANIFEST
+from converters.names import DCP_METADATA, MANIFEST
 
 VERSION = 1
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
@@ -27,8 +27,8 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True) -> str:
     """32 hex digits for what is read and what is made of it; another source file, layout or cast gives others.
 
-    Every file of the source's folder counts with its size and time, for a config decides how rows are ordered; the
-    manifest counts with its bytes. `execute` adds the order of rows that its source reads in.
+    Files that hold values count with their size and time, and so do JSON files beside them, for a config decides how
+    rows are ordered; the manifest counts with its bytes. `execute` adds the order of rows that its source reads in.
     """
     summed = xxh3_128(f"{VERSION} {catalog.container} {digests}".encode())
 
@@ -37,7 +37,8 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
 
     folder = catalog.root if catalog.root.is_dir() else catalog.root.parent
     files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
-    files |= {entry.name for entry in os.scandir(folder) if entry.is_file()}
+    files |= {blob.file for blob in catalog.blobs.values()}
+    files |= {path.name for path in folder.iterdir() if path.suffix == ".json" or path.name == DCP_METADATA}
     for name in sorted(files):
         status = os.stat(folder / name)
         add(name, status.st_size, status.st_mtime_ns)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from converters.errors import TitanError
 from titan_tools.commands.config import config_app
@@ -43,8 +44,22 @@ _ABOUT_THE_MACHINE = {
     errno.EMFILE, errno.ENFILE, errno.ESTALE,
 }  # fmt: skip
 
+
+class _Interrupted(BaseException):
+    """Ctrl-C on its way out; of a KeyboardInterrupt Typer makes a silent exit."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
+
 app = typer.Typer(
     name="titan",
+    cls=_Commands,
     help=f"Move, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
@@ -115,11 +130,11 @@ def run() -> int:
         return error.exit_code
     except typer.TyperException as error:  # unknown command or option, missing argument, bad value
         return _tell_usage(error)
-    except (typer.Abort, KeyboardInterrupt):
-        _tell("interrupted")
+    except (typer.Abort, _Interrupted, KeyboardInterrupt) as error:
+        _tell("interrupted", hint=_notes(error))
         return 130
-    except _Terminated:
-        _tell("ended by SIGTERM")
+    except _Terminated as error:
+        _tell("ended by SIGTERM", hint=_notes(error))
         return 128 + signal.SIGTERM
     except (
         BrokenPipeError,
@@ -142,6 +157,11 @@ class _Terminated(BaseException):
 def _terminate(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second one must not cut the removal short
     raise _Terminated
+
+
+def _notes(error: BaseException) -> str:
+    """What code on the way out had to say of an interruption."""
+    return "; ".join(note for e in (error, error.__context__) for note in getattr(e, "__notes__", []))
 
 
 def _tell_usage(error: typer.TyperException) -> int:

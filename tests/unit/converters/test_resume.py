@@ -181,7 +181,7 @@ def test_a_journal_of_another_plan_is_not_gone_on_from(tmp_path, src, change):
     elif change == "other cast":
         casts = {"t3": "float32"}
     else:
-        (src / "another.txt").touch()
+        (src / "another.json").touch()
     done = run(src, tmp_path / "out", casts=casts)
     assert done.resumed_bytes == 0
     assert any("of another plan" in remark for remark in done.remarks)
