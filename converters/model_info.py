@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,18 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
             tries=["--model-from FOLDER, a folder that has one of them"],
         )
     check_args(args, what=str(folder / told_by))
+    _check_parameters(family, args, what=str(folder / told_by))
     # config.json holds the class's defaults (1 and 2) where nobody set ids: generation config and tokenizer know better
     ids = read_token_ids(assets, vocab_size=args.vocab_size) or told_ids
     return ModelInfo(family.name, args, assets, ids)
+
+
+def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
+    """Raise CheckpointError where numbers ask for parameters that the family has no names for."""
+    named = {rule.native for rule in next(iter(family.namings.values())).rules}
+    asked = (p.fqn.replace("layers.0.", "layers.{n}.") for p in family.parameters(replace(args, num_layers=1)))
+    if strange := [fqn for fqn in asked if fqn not in named]:
+        raise CheckpointError(f"{what}: a {family.name} model has no such parameters:" + list_offenders(strange))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("rope_theta",): (float, 1, 1e15),
     ("factor", "low_freq_factor", "high_freq_factor"): (float, 1e-6, 1e9),
     ("rope_scaling_factor", "rope_high_freq_factor", "ffn_dim_multiplier"): (float, 1e-6, 1e9),
-    ("tied", "tie_word_embeddings", "use_scaled_rope"): (bool, False, True),
+    ("tied", "tie_word_embeddings", "use_scaled_rope", "qk_norm"): (bool, False, True),
 }
 
 

@@ -19,7 +19,7 @@ from converters.layout import MeshShape
 from converters.model_info import ModelInfo, meta_params, read_model_info
 from converters.outputs.base import OutputOptions
 from converters.rules import RopeHalves
-from converters.view import foreign_view, native_view
+from converters.view import detect_naming, foreign_view, native_view
 from converters.weights import open_native
 from tests.tiny_families import TINY, family_of, native_logits, write_tiny
 from tests.unit.converters.samples import infos, load_dcp
@@ -202,6 +202,8 @@ def test_every_naming_is_its_own_inverse(family):
     for naming in family.namings.values():
         theirs = foreign_view(native, info, naming)
         assert len(theirs.tensors) == len(native.tensors)
+        # Meta's names are the native ones
+        assert detect_naming(theirs.tensors, family).name == naming.name.replace("meta", "native")
         back = native_view(theirs, info, naming)
         for fqn, entry in native.tensors.items():
             assert (back.read(fqn, Box.whole(entry.shape)) == native.arrays[fqn]).all(), (naming.name, fqn)

@@ -1,6 +1,7 @@
 """converters/model_info.py and json_file.py: what a folder says about its weights, or that it says nothing."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -51,6 +52,18 @@ def test_a_damaged_file(tmp_path, content, message):
     (tmp_path / "titan_model.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         read_model_info(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"qk_norm": True}, "no such parameters:\n  layers.{n}.attention.q_norm.weight"), ({"qk_norm": 1}, "qk_norm = 1")],
+)
+def test_numbers_that_the_family_has_no_names_for(tmp_path, change, said):
+    content = {"family": "llama3", "args": asdict(INFO.args) | change}
+    (tmp_path / "titan_model.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError) as error:
+        read_model_info(tmp_path)
+    assert said in error.value.message
 
 
 def test_unknown_families(tmp_path):
