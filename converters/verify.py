@@ -19,7 +19,7 @@ from converters.model_info import says_model
 from converters.open import open_checkpoint
 from converters.read import BLOCK_BYTES, CatalogReader
 from converters.view import foreign_view
-from converters.weights import native_weights
+from converters.weights import NativeWeights, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +129,30 @@ def _check_model(catalog: Catalog) -> tuple[Check, RowNumbers | None]:
     name = "names and shapes"
     try:
         with native_weights(catalog) as weights:
-            info, family = weights.info, get_family(weights.info.family)
-            what = f"{info.family}, {info.args.num_layers} layers, dim {info.args.dim}, {weights.naming} names"
-            if not weights.source.row_orders:
-                return Check(name, "ok", what), None
-            stored = foreign_view(weights.source, info, family.namings[weights.naming])
-            return Check(name, "ok", what), stored.native_rows
+            args = weights.info.args
+            what = f"{weights.info.family}, {args.num_layers} layers, dim {args.dim}, {weights.naming} names"
+            return Check(name, "ok", what), _native_rows(weights)
     except UnsupportedError as error:
         return Check(name, "not possible", error.message), None
     except CheckpointError as error:
-        return Check(name, "failed" if says_model(catalog.root) else "not possible", error.message), None
+        outcome = "failed" if says_model(catalog.root) else "not possible"
+        return Check(name, outcome, error.message), _rows_of_a_part(catalog)
+
+
+def _native_rows(weights: NativeWeights) -> RowNumbers | None:
+    if not weights.source.row_orders:
+        return None
+    naming = get_family(weights.info.family).namings[weights.naming]
+    return foreign_view(weights.source, weights.info, naming).native_rows
+
+
+def _rows_of_a_part(catalog: Catalog) -> RowNumbers | None:
+    """Of a model that is not whole (`convert --allow-missing`): what there is of it has its digests all the same."""
+    try:
+        with native_weights(catalog, allow_missing=True, allow_extra=True) as weights:
+            return _native_rows(weights)
+    except CheckpointError:
+        return None
 
 
 def _manifest_of(catalog: Catalog, path: Path) -> Manifest | None:

@@ -1,0 +1,183 @@
+"""A dry run: everything checked, the needs told, nothing written; also of models that no disk here could hold."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from converters.catalog import TensorInfo
+from converters.convert import convert
+from converters.copy import DEFAULT_WORKERS
+from converters.errors import CheckpointError
+from converters.layout import MeshShape
+from converters.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
+from converters.outputs.base import OutputOptions
+from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf
+from tests.tiny_llama import write_llama
+
+ROOT = Path(__file__).resolve().parents[3]
+# `titan` as it is started, and the kernel's account of the process when it is done
+MEASURED = """
+import atexit, pathlib, sys
+atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
+from titan_tools.cli import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder, vocab_size=302)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("to", "dst", "options"),
+    [
+        ("dcp", "out", OutputOptions(mesh=MeshShape(dp_shard=3, tp=2))),
+        ("hf", "out", OutputOptions(shard_bytes=30_000)),
+        ("torch", "out.pt", OutputOptions()),
+    ],
+)
+def test_it_tells_what_the_real_run_does(hf, to, dst, options, tmp_path):
+    planned = convert(hf, tmp_path / dst, to=to, options=options, dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+    free = shutil.disk_usage(tmp_path).free
+    done = convert(hf, tmp_path / dst, to=to, options=options)
+    assert done.needs is None
+    place = tmp_path / dst
+    files = [place] if place.is_file() else [p for p in place.iterdir() if p.suffix != ".json" or "index" in p.name]
+    files = [p for p in files if p.is_file()]
+    assert planned.needs.disk_bytes == planned.num_bytes == sum(p.stat().st_size for p in files)
+    assert planned.num_files == len(files)
+    assert abs(planned.needs.free_bytes - free) < 2**30 and planned.needs.fits
+
+
+def test_workers_and_chunks_cost_memory_and_bytes_cost_time(hf, tmp_path):
+    def needs(**options):
+        return convert(hf, tmp_path / "out", to="dcp", dry_run=True, **options).needs
+
+    plain, many = needs(), needs(workers=DEFAULT_WORKERS + 3)
+    assert many.memory_bytes - plain.memory_bytes == 3 * WORKER_BYTES
+    assert plain.memory_bytes < (128 + 16 * DEFAULT_WORKERS) * 2**20
+    cut = needs(options=OutputOptions(mesh=MeshShape(dp_shard=32, tp=2)))
+    assert cut.memory_bytes > plain.memory_bytes and cut.secs > plain.secs
+    assert plain.bytes_per_sec == COPY_BYTES_PER_SEC and plain.secs > plain.disk_bytes / COPY_BYTES_PER_SEC
+
+
+def test_a_full_disk_is_told_and_no_error(hf, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    needs = convert(hf, tmp_path / "out", to="dcp", dry_run=True).needs
+    assert (needs.free_bytes, needs.fits) == (10_000, False)
+
+
+def test_a_place_that_takes_no_files_is_an_error(hf):
+    with pytest.raises(CheckpointError, match="is not writable"):
+        convert(hf, "/proc/out", to="dcp", dry_run=True)
+
+
+def qwen_671b() -> tuple[dict[str, TensorInfo], dict]:
+    """A dense model of 671B parameters in Qwen 3's shapes: q/k norms, head_dim apart from dim / heads."""
+    dim, ffn, vocab, layers, heads, kv_heads, head_dim = 18432, 61440, 151936, 165, 128, 8, 128
+    inside = {
+        "self_attn.q_proj": (heads * head_dim, dim),
+        "self_attn.k_proj": (kv_heads * head_dim, dim),
+        "self_attn.v_proj": (kv_heads * head_dim, dim),
+        "self_attn.o_proj": (dim, heads * head_dim),
+        "self_attn.q_norm": (head_dim,),
+        "self_attn.k_norm": (head_dim,),
+        "mlp.gate_proj": (ffn, dim),
+        "mlp.up_proj": (ffn, dim),
+        "mlp.down_proj": (dim, ffn),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    shapes = {"model.embed_tokens.weight": (vocab, dim), "model.norm.weight": (dim,), "lm_head.weight": (vocab, dim)}
+    for n in range(layers):
+        shapes |= {f"model.layers.{n}.{name}.weight": shape for name, shape in inside.items()}
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": dim,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    return {name: TensorInfo("bfloat16", shape) for name, shape in shapes.items()}, config
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """llama/ (405B) and qwen/ (671B) as the hub would have them, dcp/ a training job's 405B."""
+    folder = tmp_path_factory.mktemp("big")
+    write_sparse_hf(folder / "llama", llama_405b(), shard_bytes=5 * 10**9, config=LLAMA_405B_CONFIG)
+    tensors, config = qwen_671b()
+    assert 665e9 < num_bytes(tensors) / 2 < 680e9
+    write_sparse_hf(folder / "qwen", tensors, shard_bytes=5 * 10**9, config=config)
+    native = convert_names(llama_405b())
+    write_sparse_dcp(folder / "dcp", native)
+    shutil.copy(folder / "llama" / "config.json", folder / "dcp")
+    return folder
+
+
+def convert_names(tensors):
+    renames = {
+        "model.layers": "layers", "model.norm": "norm", "model.embed_tokens": "tok_embeddings", "lm_head": "output",
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    found = {}
+    for name, info in tensors.items():
+        for theirs, ours in renames.items():
+            name = name.replace(theirs, ours)
+        found[name] = info
+    return found
+
+
+MESH = ["--for-mesh", "dp_shard=64,tp=8"]
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "options"),
+    [
+        ("llama", "dcp", []),
+        ("qwen", "dcp", []),
+        ("dcp", "hf", []),
+        ("dcp", "torch", []),
+        ("dcp", "meta", ["--num-shards", "8"]),
+        pytest.param("llama", "dcp", MESH, marks=pytest.mark.slow),
+        pytest.param("qwen", "dcp", MESH, marks=pytest.mark.slow),
+        pytest.param("dcp", "dcp", MESH, marks=pytest.mark.slow),
+    ],
+)
+def test_the_largest_models_within_5_seconds_and_500_mb(big, source, to, options, tmp_path):
+    command = ["convert", "auto", big / source, tmp_path / "out", "--to", to, *options, "--dry-run", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, command)], cwd=ROOT, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # its own, however busy the machine
+    assert done.returncode == 0, done.stderr
+    (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
+    assert int(peak) * 1024 < 500e6 and secs < 5
+    report = json.loads(done.stdout)
+    assert report["num_bytes"] > (1.34e12 if source == "qwen" else 8.1e11)
+    if options == MESH:
+        assert report["num_files"] == 513  # one for each rank, and .metadata
