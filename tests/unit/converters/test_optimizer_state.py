@@ -1,0 +1,279 @@
+"""converters/optimizer_state.py and its neighbours: whose state is whose, in every spelling, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from converters.catalog import Box
+from converters.errors import CheckpointError, UnsupportedError
+from converters.families.base import ModelArgs
+from converters.families.llama3 import LLAMA3
+from converters.formats.dcp_item import read_blob_item
+from converters.layout import MeshShape, local_box
+from converters.loader_state import tell_loader_state
+from converters.model_info import ModelInfo, write_model_info
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+from converters.reshard import reshard
+from converters.verify import verify
+
+ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
+SHAPES = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}
+WQ = "layers.0.attention.wq.weight"
+
+
+def weights(prefix=""):
+    generator = torch.Generator().manual_seed(1)
+    return {prefix + fqn: torch.randn(shape, generator=generator) for fqn, shape in SHAPES.items()}
+
+
+def adamw_state(fqn, shape, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return {f"state.{fqn}.{kind}": torch.rand(shape, generator=generator) for kind in ("exp_avg", "exp_avg_sq")} | {
+        f"state.{fqn}.step": torch.tensor(5.0)
+    }
+
+
+def optimizer(spell=lambda fqn: fqn):
+    return {key: value for fqn, shape in SHAPES.items() for key, value in adamw_state(spell(fqn), shape).items()}
+
+
+def save(folder, state, args=ARGS):
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    write_model_info(folder, ModelInfo("llama3", args))
+    return folder
+
+
+def read(folder, name):
+    catalog = open_checkpoint(folder)
+    with CatalogReader(catalog) as reader:
+        if name in catalog.blobs:
+            return read_blob_item(reader.read_blob(name))
+        return reader.read(name, Box.whole(catalog.tensors[name].shape))
+
+
+def halves(tensor, heads):
+    """Native rows as Hugging Face orders them (Meta's own formula)."""
+    rows, columns = tensor.shape
+    return tensor.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def hf_names(state):
+    """A native state dict of weights as transformers names and orders it."""
+    names = {rule.native: rule.foreign for rule in LLAMA3.namings["hf"].rules}
+    renamed = {}
+    for fqn, tensor in state.items():
+        number = fqn.split(".")[1] if fqn.startswith("layers.") else ""
+        name = names[fqn.replace(f"layers.{number}.", "layers.{n}.", 1)].replace("{n}", number)
+        heads = {"wq": ARGS.num_heads, "wk": ARGS.num_kv_heads}.get(fqn.split(".")[-2])
+        renamed[name] = halves(tensor, heads) if heads else tensor
+    return renamed
+
+
+# Namings
+
+
+def qkv_linear(fqn):
+    for w in ("wq", "wk", "wv"):
+        fqn = fqn.replace(f"attention.{w}", f"attention.qkv_linear.{w}")
+    return fqn.replace("output.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("model_prefix", "optimizer_prefix", "spell"),
+    [
+        ("", "", qkv_linear),  # torchtitan's newest layout
+        ("model.", "model.", lambda fqn: fqn),  # its oldest
+        ("model.", "", lambda fqn: fqn),  # weights nested, states by the names that the model itself knows
+    ],
+    ids=["newest", "oldest", "nested"],
+)
+def test_torchtitan_s_layouts_become_ours(model_prefix, optimizer_prefix, spell, tmp_path):
+    state = {model_prefix + spell(fqn): tensor for fqn, tensor in weights().items()}
+    if model_prefix:
+        state["model.freqs_cis"] = torch.zeros(4, 2)
+    names = {fqn: optimizer_prefix + spell(fqn) for fqn in SHAPES}
+    groups = {f"param_groups.{name}.lr": 0.1 for name in names.values()}
+    save(tmp_path / "theirs", state | {"optimizer": optimizer(names.get) | groups})
+    report = reshard(tmp_path / "theirs", tmp_path / "ours", mesh=MeshShape(dp_shard=2))
+    expected = weights() | {f"optimizer.{key}": value for key, value in optimizer().items()}
+    catalog = open_checkpoint(tmp_path / "ours")
+    assert catalog.tensors.keys() == expected.keys()
+    assert catalog.blobs.keys() == {f"optimizer.param_groups.{fqn}.lr" for fqn in SHAPES}
+    for name, tensor in expected.items():
+        assert np.array_equal(read(tmp_path / "ours", name), tensor.numpy()), name
+    assert read(tmp_path / "ours", f"optimizer.param_groups.{WQ}.lr") == 0.1
+    assert list(report.dropped) == (["model.freqs_cis"] if model_prefix else [])
+    # a stock loader with the trainer's own nesting finds everything
+    loaded = {fqn: torch.zeros(shape) for fqn, shape in SHAPES.items()}
+    loaded["optimizer"] = {key: torch.zeros_like(value) for key, value in optimizer().items()}
+    dcp.load(loaded, checkpoint_id=str(tmp_path / "ours"), no_dist=True)
+    assert all(torch.equal(loaded["optimizer"][key], value) for key, value in optimizer().items())
+    assert verify(tmp_path / "ours").ok
+
+
+def test_hugging_face_rows_of_every_state_are_permuted_and_cut_with_their_weight(tmp_path):
+    native = weights()
+    kinds = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    moments = {kind: {fqn: tensor * (n + 2) for fqn, tensor in native.items()} for n, kind in enumerate(kinds)}
+    states = {f"state.{n}.{kind}": t for kind in kinds for n, t in hf_names(moments[kind]).items()}
+    save(tmp_path / "hf", {"model": hf_names(native), "optim": states})
+    mesh = MeshShape(dp_shard=2, tp=2)
+    reshard(tmp_path / "hf", tmp_path / "ours", mesh=mesh)
+    for fqn, tensor in native.items():
+        assert np.array_equal(read(tmp_path / "ours", fqn), tensor.numpy())
+        for kind in kinds:
+            assert np.array_equal(read(tmp_path / "ours", f"optimizer.state.{fqn}.{kind}"), moments[kind][fqn].numpy())
+    wq = next(p for p in LLAMA3.parameters(ARGS) if p.fqn == WQ)
+    boxes = {chunk.box for chunk in open_checkpoint(tmp_path / "ours").tensors[f"optimizer.state.{WQ}.exp_avg"].chunks}
+    assert boxes == {local_box(wq, mesh, rank) for rank in range(4)}
+
+
+def test_numbered_groups_are_told_for_each_parameter(tmp_path):
+    hf = hf_names(weights())
+    norms = [name for name in hf if "norm" in name]
+    groups = [
+        {"lr": torch.tensor(0.25), "weight_decay": 0.0, "betas": (0.9, 0.95), "params": norms},
+        {"lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.9), "params": [n for n in hf if n not in norms]},
+    ]
+    nested = {name: {"exp_avg": t, "step": 7} for name, t in hf.items()}  # old torch counts in plain numbers
+    save(tmp_path / "hf", {"model": hf, "optimizer": {"state": nested, "param_groups": groups}})
+    reshard(tmp_path / "hf", tmp_path / "ours")
+    blobs = open_checkpoint(tmp_path / "ours").blobs
+    assert blobs.keys() == {f"optimizer.param_groups.{f}.{k}" for f in SHAPES for k in ("lr", "weight_decay", "betas")}
+    assert read(tmp_path / "ours", "optimizer.param_groups.norm.weight.lr") == 0.25
+    assert read(tmp_path / "ours", f"optimizer.param_groups.{WQ}.lr") == 0.5
+    assert read(tmp_path / "ours", f"optimizer.param_groups.{WQ}.betas") == (0.8, 0.9)
+    assert read(tmp_path / "ours", f"optimizer.state.{WQ}.step") == np.float32(7)
+
+
+def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
+    tied = ModelArgs(**{f: getattr(ARGS, f) for f in ARGS.__dataclass_fields__} | {"tied": True})
+    native = {fqn: t for fqn, t in weights().items() if fqn != "output.weight"}
+    hf = hf_names(native) | {"lm_head.weight": native["tok_embeddings.weight"]}
+    states = {f"state.{name}.exp_avg": t + 1 for name, t in hf.items()}
+    groups = {f"param_groups.{name}.lr": 0.1 for name in hf}
+    save(tmp_path / "hf", hf | {"optimizer": states | groups}, tied)
+    report = reshard(tmp_path / "hf", tmp_path / "ours")
+    assert set(report.dropped) == {"lm_head.weight", "optimizer.state.lm_head.weight.exp_avg"}
+    assert "optimizer.state.output.weight.exp_avg" not in open_checkpoint(tmp_path / "ours").tensors
+    states["state.lm_head.weight.exp_avg"] = states["state.lm_head.weight.exp_avg"] * 2
+    save(tmp_path / "bad", hf | {"optimizer": states}, tied)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg: is not .*embed_tokens.*, though .* tied"):
+        reshard(tmp_path / "bad", tmp_path / "out")
+
+
+# Kinds of optimizers
+
+
+def test_muon_beside_adamw_is_one_optimizer(tmp_path):
+    """Parameters with different kinds of state; a factored state of another shape lies whole with its parameter."""
+    matrices = [fqn for fqn in SHAPES if "layers" in fqn and "norm" not in fqn]
+    states = {f"state.{fqn}.momentum_buffer": torch.rand(SHAPES[fqn]) for fqn in matrices}
+    states |= {f"state.{fqn}.row.factor": torch.rand(SHAPES[fqn][0]) for fqn in matrices}
+    states |= {k: v for f in SHAPES if f not in matrices for k, v in adamw_state(f, SHAPES[f]).items()}
+    save(tmp_path / "step", weights() | {"optimizer": states})
+    reshard(tmp_path / "step", tmp_path / "out", mesh=MeshShape(tp=2))
+    found = open_checkpoint(tmp_path / "out").tensors
+    assert len(found[f"optimizer.state.{WQ}.momentum_buffer"].chunks) == 2
+    assert len(found[f"optimizer.state.{WQ}.row.factor"].chunks) == 1
+    for key, value in states.items():
+        assert np.array_equal(read(tmp_path / "out", f"optimizer.{key}"), value.numpy())
+
+
+def test_a_factored_state_is_not_permuted_by_guess(tmp_path):
+    hf = hf_names(weights())
+    states = {f"state.{name}.row": torch.rand(t.shape[0]) for name, t in hf.items()}
+    save(tmp_path / "hf", hf | {"optimizer": states})
+    with pytest.raises(CheckpointError, match="4 problems") as error:
+        reshard(tmp_path / "hf", tmp_path / "out")
+    assert error.value.message.count("nothing says how to permute it") == 4  # q and k of two layers
+
+
+def test_frozen_parameters_are_missing_unless_that_is_allowed(tmp_path):
+    states = {k: v for k, v in optimizer().items() if "tok_embeddings" not in k}
+    del states["state.norm.weight.step"]
+    save(tmp_path / "step", weights() | {"optimizer": states})
+    with pytest.raises(CheckpointError, match="2 problems") as error:
+        reshard(tmp_path / "step", tmp_path / "out")
+    assert "missing     optimizer.state.tok_embeddings.weight.*" in error.value.message
+    assert "missing     optimizer.state.norm.weight.step" in error.value.message
+    report = reshard(tmp_path / "step", tmp_path / "out", mesh=MeshShape(dp_shard=2), allow_missing=True)
+    assert report.missing == ("optimizer state of tok_embeddings.weight", "optimizer state of norm.weight")
+    assert len(open_checkpoint(tmp_path / "out").tensors) == len(SHAPES) + len(states)
+
+
+def test_numbered_states_are_refused(tmp_path):
+    """What optimizer.state_dict() returns: nothing in it says which parameter is number 0."""
+    states = {"state": {0: {"exp_avg": torch.zeros(30, 16)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    save(tmp_path / "step", {"model": hf_names(weights()), "optimizer": states})
+    with pytest.raises(CheckpointError, match=r"unexpected  optimizer.state.0.exp_avg") as error:
+        reshard(tmp_path / "step", tmp_path / "out")
+    assert "get_optimizer_state_dict" in error.value.hint
+
+
+def test_two_optimizers_are_refused(tmp_path):
+    save(tmp_path / "step", {"a": {"optim": optimizer()}, "b": {"optim": optimizer()}, "model": weights()})
+    with pytest.raises(UnsupportedError, match=r"(?s)several optimizers.*a\.optim.*b\.optim"):
+        reshard(tmp_path / "step", tmp_path / "out")
+
+
+# Parts of a checkpoint
+
+
+def test_an_optimizer_without_weights_is_cut_too(tmp_path):
+    states = {f"state.{name}.exp_avg": t for name, t in hf_names(weights()).items()}
+    save(tmp_path / "hf", {"optimizer": states})
+    reshard(tmp_path / "hf", tmp_path / "ours", mesh=MeshShape(dp_shard=2, tp=2))
+    tensors = open_checkpoint(tmp_path / "ours").tensors
+    assert tensors.keys() == {f"optimizer.state.{fqn}.exp_avg" for fqn in SHAPES}
+    assert np.array_equal(read(tmp_path / "ours", f"optimizer.state.{WQ}.exp_avg"), weights()[WQ].numpy())
+    save(tmp_path / "step", weights() | {"optimizer": optimizer(), "train_state": {"step": 3}})
+    report = reshard(tmp_path / "step", tmp_path / "moments", mesh=MeshShape(dp_shard=2), drop=["model"])
+    assert report.dropped_sections == {"model": len(SHAPES)}
+    assert set(report.sections) == {"optimizer", "train_state"}
+    assert len(open_checkpoint(tmp_path / "moments").tensors[f"optimizer.state.{WQ}.exp_avg"].chunks) == 2
+
+
+def test_moments_are_cast_on_request(tmp_path):
+    save(tmp_path / "step", weights() | {"optimizer": optimizer()})
+    report = reshard(tmp_path / "step", tmp_path / "out", optimizer_dtype="bf16")
+    tensors = open_checkpoint(tmp_path / "out").tensors
+    assert tensors[f"optimizer.state.{WQ}.exp_avg"].dtype == "bfloat16"
+    assert tensors[f"optimizer.state.{WQ}.step"].dtype == tensors[WQ].dtype == "float32"
+    assert report.num_cast == 2 * len(SHAPES)
+    expected = optimizer()[f"state.{WQ}.exp_avg"].bfloat16()
+    loaded = {f"optimizer.state.{WQ}.exp_avg": torch.zeros_like(expected)}
+    dcp.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert torch.equal(loaded[f"optimizer.state.{WQ}.exp_avg"], expected)
+
+
+def test_what_is_not_known_is_kept_and_told(tmp_path):
+    state = weights("model.") | {"optimizer": optimizer() | {"loss_scale": 128.0}, "epoch": 4, "note": {"a": [1, "b"]}}
+    save(tmp_path / "step", state)
+    report = reshard(tmp_path / "step", tmp_path / "out")
+    assert "not known here, kept as they are: optimizer.loss_scale, epoch, note.a" in report.remarks
+    assert read(tmp_path / "out", "note.a") == [1, "b"] and read(tmp_path / "out", "epoch") == 4
+    report = reshard(tmp_path / "step", tmp_path / "less", drop=["note"])
+    assert report.dropped_sections == {"note": 1} and "note.a" not in open_checkpoint(tmp_path / "less").blobs
+
+
+def test_kinds_of_loader_state():
+    from trainer.data.loader import TokenLoader
+
+    class Index:
+        fingerprint, vocab_size = "f", 10
+
+        def tokens(self, split):
+            return np.zeros(100, np.uint16)
+
+    loader = TokenLoader(Index(), "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
+    ours = [f"dataloader.{key}" for key in loader.state_dict()]
+    assert tell_loader_state(ours, MeshShape(dp_shard=3)) == "dataloader: titan's; kept, it means the same for any mesh"
+    theirs = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"]
+    assert "at the same dp degree" in tell_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
+    with pytest.raises(UnsupportedError, match="2 data-parallel ranks"):
+        tell_loader_state(theirs, MeshShape(tp=2))
+    assert "not known here" in tell_loader_state(["dataloader.anything"], None)
+    assert tell_loader_state(["train_state.step"], None) == ""
