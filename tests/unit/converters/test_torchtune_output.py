@@ -1,5 +1,6 @@
 """A folder for torchtune: its recipe builds the model that transformers has, its tokenizer opens, all else is told."""
 
+import base64
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torchtune import config
 from torchtune.training import FullModelHFCheckpointer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.convert import convert
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
@@ -23,6 +24,7 @@ from converters.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_tokenizer
+from tests.unit.converters.samples import save_dcp
 from tests.unit.converters.torchtune_folders import KINDS, STYLES, load, make_case, write_byte_ranks
 
 # Near positions and far ones: only the far ones see RoPE's scaling (9e-3 against 2.4 in the logits)
@@ -64,6 +66,9 @@ def test_it_is_verified_and_comes_back(case, style, tmp_path):
     assert report.ok and {check.outcome for check in report.checks} == {"ok"}
     convert(case.root / style, tmp_path / "dcp", to="dcp", source="torchtune")
     assert read_manifest(tmp_path / "dcp").tensors == read_manifest(case.root / "dcp").tensors
+    if style == "hf":
+        theirs, ours = case.model.state_dict(), AutoModelForCausalLM.from_pretrained(case.root / style).state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     ours, theirs = (json.loads((p / "titan_model.json").read_text()) for p in (tmp_path / "dcp", case.root / "dcp"))
     assert ours == theirs
 
@@ -279,6 +284,25 @@ def test_special_tokens_that_a_tokenizer_lacks_get_free_rows(source, tmp_path):
     assert sorted(ids.values()) == list(range(256, 266))
 
 
+def test_the_ids_of_a_release_are_torchtune_s_own(tmp_path):
+    """128000 ranks: then no file of special tokens is needed, as in torchtune's own recipes."""
+    write_llama(tmp_path / "src", **KINDS["3.1"], vocab_size=128256, hidden_size=8, num_attention_heads=2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "src" / name).unlink()
+    tokens = [bytes([byte]) for byte in range(256)] + [number.to_bytes(3) for number in range(127744)]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    (tmp_path / "src" / "tokenizer.model").write_text("".join(lines))
+    export(tmp_path / "src")
+    recipe = OmegaConf.load(tmp_path / "out" / "torchtune.yaml")
+    assert "special_tokens_path" not in recipe.tokenizer
+    torchtune, transformers = (
+        config.instantiate(recipe.tokenizer),
+        AutoTokenizer.from_pretrained(tmp_path / "out/assets"),
+    )
+    for name in ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|finetune_right_pad_id|>"):
+        assert torchtune.special_tokens[name] == transformers.convert_tokens_to_ids(name) >= 128000
+
+
 def test_no_room_for_special_tokens(tmp_path):
     write_llama(tmp_path / "src", **KINDS["3.1"], vocab_size=259)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -286,12 +310,6 @@ def test_no_room_for_special_tokens(tmp_path):
     write_byte_ranks(tmp_path / "src" / "tokenizer.model")
     error = refused(tmp_path / "src", UnsupportedError, "no room for tokens")
     assert "<|eot_id|>" in error.message and "<|image|>" not in error.message
-
-
-def test_the_format_is_known():
-    from converters.outputs.registry import get_output
-
-    assert get_output("torchtune").called == "a folder for torchtune"
 
 
 @pytest.fixture
@@ -348,6 +366,16 @@ def test_adapters_and_run_state_are_not_weights(source, tmp_path, style):
         assert weights.source.tensors == expected
     report = convert(tmp_path / "out", tmp_path / "dcp", to="dcp", source="torchtune")
     assert any(remark.startswith("adapter_model.pt is not read: a LoRA adapter") for remark in report.remarks)
+
+
+def test_torchtune_s_names_in_a_dcp(source, tmp_path):
+    """Its DistributedCheckpointer saves them below `model`, beside numbers of the run."""
+    export(source, style="torchtune")
+    state = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    save_dcp(tmp_path / "theirs", {"model": state, "epochs_run": 1, "seed": 42})
+    convert(tmp_path / "theirs", tmp_path / "dcp", to="dcp", model_from=source)
+    convert(source, tmp_path / "expected", to="dcp")
+    assert read_manifest(tmp_path / "dcp").tensors == read_manifest(tmp_path / "expected").tensors
 
 
 def test_an_adapter_alone_is_refused(tmp_path):
