@@ -190,14 +190,15 @@ def _check_items(catalog: Catalog) -> Check:
     problems, num_summed, num_unsummed = [], 0, 0
     with CatalogReader(catalog) as reader:
         for fqn, entry in catalog.tensors.items():
+            chunks = (*entry.chunks, *catalog.copies.get(fqn, ()))
             try:
                 problems += reader.record_problems(fqn)
-                absent = sum(_carries_none(reader, fqn, chunk) for chunk in entry.chunks)
+                absent = sum(_carries_none(reader, fqn, chunk) for chunk in chunks)
             except (CheckpointError, UnsupportedError) as error:
                 problems.append(error.message)
                 continue
             num_unsummed += absent
-            num_summed += len(entry.chunks) - absent
+            num_summed += len(chunks) - absent
         for fqn in catalog.blobs:
             problems += reader.blob_problems(fqn)
     num_summed += len(catalog.blobs)

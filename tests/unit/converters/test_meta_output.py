@@ -138,7 +138,7 @@ def test_unknown_formats_are_refused(folders, tmp_path):
     for unknown in ("gguf", "META", ""):
         with pytest.raises(UnsupportedError, match=f"no format {unknown!r}") as error:
             convert(folders / "hf", tmp_path / "x", to=unknown)
-        assert error.value.hint == "known: dcp, hf, meta"
+        assert error.value.hint.startswith("known: dcp, hf, meta")
     assert list(tmp_path.iterdir()) == []
 
 
