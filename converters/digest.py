@@ -13,8 +13,10 @@ from xxhash import xxh3_128, xxh3_128_intdigest
 
 from converters.catalog import Box
 from converters.dtypes import itemsize
+from converters.short_hash import MAX_BYTES, sum_of_hashes
 
 _MODULUS = 1 << 128
+_FEW = 64  # rows that are hashed one by one
 
 
 class TensorDigest:
@@ -38,9 +40,12 @@ class TensorDigest:
         if width != self._row_elements * itemsize(self.dtype):
             self._update_parts(box, numbers, data, width)
             return
-        total = 0
-        for position, number in enumerate(numbers):
-            total += xxh3_128_intdigest(data[position * width : (position + 1) * width], number)
+        if width <= MAX_BYTES and len(numbers) > _FEW:
+            total = sum_of_hashes(np.frombuffer(data, np.uint8).reshape(-1, width), np.asarray(numbers))
+        else:
+            total = 0
+            for position, number in enumerate(_plain(numbers)):
+                total += xxh3_128_intdigest(data[position * width : (position + 1) * width], number)
         self._sum = (self._sum + total) % _MODULUS
 
     def row_numbers(self, box: Box) -> Sequence[int]:
@@ -51,7 +56,7 @@ class TensorDigest:
             return range(offsets[0], offsets[0] + sizes[0]) if dims else range(1)
         strides = [prod(dims[d + 1 :]) for d in range(len(dims))]
         index = np.indices(sizes).reshape(len(sizes), -1)
-        return (np.array(strides) @ (index + np.array(offsets)[:, None])).tolist()
+        return np.array(strides) @ (index + np.array(offsets)[:, None])
 
     def combine(self, other: "TensorDigest") -> None:
         """Add the rows that another process or thread has summed up."""
@@ -76,7 +81,7 @@ class TensorDigest:
     def _update_parts(self, box: Box, numbers: Sequence[int], data: memoryview, width: int) -> None:
         # A row too long for a block arrives in parts; the hash of each row stays open until its end was seen.
         start, count = box.offsets[-1], box.sizes[-1]
-        for position, number in enumerate(numbers):
+        for position, number in enumerate(_plain(numbers)):
             state, seen = self._open.pop(number, None) or (xxh3_128(seed=number), 0)
             if seen != start:
                 raise ValueError(f"row {number}: elements from {start} on, but {seen} were seen; digest whole rows")
@@ -85,3 +90,8 @@ class TensorDigest:
                 self._sum = (self._sum + state.intdigest()) % _MODULUS
             else:
                 self._open[number] = (state, start + count)
+
+
+def _plain(numbers: Sequence[int]) -> Sequence[int]:
+    """Python's own integers, which xxhash takes as seeds."""
+    return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
