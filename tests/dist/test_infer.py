@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from converters.weights import open_native
+from tests.tiny_families import write_tiny
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.cache import attach_cache
 from titan_tools.infer.generate import complete, last_logits
@@ -49,6 +50,16 @@ def say(folder, tp):
 )
 def test_ranks_say_what_one_rank_says(pools, tmp_path, tp, numbers):
     write_llama(tmp_path, **numbers)
+    _assert_ranks_say_what_one_says(pools, tmp_path, tp)
+
+
+@pytest.mark.parametrize(("tp", "name"), [(2, "qwen3_tied"), (4, "qwen3")])  # 4: each of the 2 kv heads is copied
+def test_qwen3_whose_norms_of_q_and_k_are_whole_on_every_rank(pools, tmp_path, tp, name):
+    write_tiny(tmp_path, name, numbers={"vocab_size": 301, "num_hidden_layers": 2})
+    _assert_ranks_say_what_one_says(pools, tmp_path, tp)
+
+
+def _assert_ranks_say_what_one_says(pools, tmp_path, tp):
     alone, ranks = say(tmp_path, 1), pools[tp].run(say, tmp_path, tp)
     for rank in ranks:
         assert rank["tokens"] == alone["tokens"]
