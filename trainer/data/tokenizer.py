@@ -1,4 +1,4 @@
-"""Text to token ids and back. Llama's own form (`tokenizer.model`, tiktoken ranks) first, else `tokenizer.json`.
+"""Text to token ids and back. Llama's own form (`tokenizer.model`: tiktoken ranks, SentencePiece), or `tokenizer.json`.
 
 Special tokens that stand in a text are text, unless the caller asks for them: no document can end itself.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from converters.assets import find_assets, read_token_ids
-from converters.errors import DataError, UnsupportedError
+from converters.errors import DataError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
@@ -36,7 +36,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a prepared data folder, an HF folder, a checkpoint (its assets) or a Meta folder.
 
-    Raises DataError where there is none or it is damaged, UnsupportedError for SentencePiece.
+    A tiktoken file comes before a tokenizer.json, SentencePiece (Llama 2) after it. Raises DataError where there is
+    none or it is damaged.
     """
     folder = Path(folder)
     assets = find_assets(folder)
@@ -46,7 +47,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     if described:
         return _JsonTokenizer(described, assets)
     if model:
-        raise UnsupportedError(f"{model} is not a tiktoken file (SentencePiece?), and there is no {TOKENIZER_JSON}")
+        return _SentencePieceTokenizer(model, assets)
     what = "has no" if folder.is_dir() else "is not a folder, so it has no"
     raise DataError(
         f"{folder} {what} {TIKTOKEN_MODEL} or {TOKENIZER_JSON}",
@@ -109,6 +110,40 @@ class _JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class _SentencePieceTokenizer:
+    def __init__(self, path: Path, assets: Mapping[str, Path]):
+        import sentencepiece
+
+        try:
+            self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{path}: neither a tiktoken nor a SentencePiece file: {error}") from None
+        self.vocab_size = len(self._pieces)
+        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
+        control = [id for id in range(self.vocab_size) if self._pieces.is_control(id)]
+        self._control = {self._pieces.id_to_piece(id): id for id in control}
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
+        _refuse_lone_surrogates(text)
+        if not (special and self._control):  # to the library they are text
+            return _framed(self, self._pieces.encode(text), bos=bos, eos=eos)
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(map(re.escape, self._control))})", text):
+            ids += [self._control[part]] if part in self._control else self._pieces.encode(part)
+        return _framed(self, ids, bos=bos, eos=eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _refuse_foreign_ids(ids, self.vocab_size)
+        text, run = "", []
+        for id in map(int, ids):
+            if self._pieces.is_control(id):  # which the library leaves out
+                text += self._pieces.decode(run) + self._pieces.id_to_piece(id)
+                run = []
+            else:
+                run.append(id)
+        return text + self._pieces.decode(run)
 
 
 def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> list[int]:

@@ -264,7 +264,7 @@ def test_transformers_gives_the_ids_of_sentencepiece(meta_llama2, tmp_path):
     assert len(ours) == len(theirs) == 600
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_id(), theirs.eos_id()) == (1, 2)
     for text in texts():
-        if "\x00" in text:  # SentencePiece's own text ends there
+        if any(token in text for token in ("<unk>", "<s>", "</s>")):  # which transformers takes for the tokens
             continue
         ids = theirs.encode(text)
         assert ours.encode(text, add_special_tokens=False) == ids, repr(text)
@@ -415,4 +415,4 @@ def test_a_tokenizer_config_that_is_there_stays(meta_llama2, trained, tmp_path):
     assert write_for_hf(places[1], find_assets(places[1]), vocab_size=ROWS, max_seq_len=64) == ["tokenizer.json"]
     assert json.loads((places[1] / "tokenizer_config.json").read_text()) == own
     theirs, ours = (AutoTokenizer.from_pretrained(place) for place in places)
-    assert all(theirs.encode(text) == ours.encode(text) for text in texts(300) if "\x00" not in text)
+    assert all(theirs.encode(text) == ours.encode(text) for text in texts(300))

@@ -7,10 +7,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from converters.errors import DataError, TitanError, UnsupportedError
+from converters.errors import DataError, TitanError
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 
@@ -165,6 +166,24 @@ def test_what_cannot_be_encoded_or_decoded_is_told(form, request):
     assert "\ufffd" in {tokenizer.decode([id]) for id in range(256)}  # part of a letter alone is shown, not refused
 
 
+def test_sentencepiece_is_read_by_its_own_library(tmp_path):
+    """A Llama 2 of Meta: control pieces are text, unless asked for; what is decoded shows them."""
+    places = {"input": str(__file__), "model_prefix": str(tmp_path / "tokenizer"), "minloglevel": 2, "num_threads": 1}
+    sentencepiece.SentencePieceTrainer.train(**places, model_type="bpe", byte_fallback=True, vocab_size=500)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    ours = load_tokenizer(tmp_path)
+    assert (ours.bos_id, ours.eos_ids, ours.vocab_size) == (1, (2,), 500)
+    for text in ("", "Hello wörld 🙂", " two  spaces", "def f():\n    return 12345\x00"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.encode(text, bos=True, eos=True) == [1, *theirs.encode(text), 2]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    assert 2 not in ours.encode("a</s>b") and ours.decode(ours.encode("a</s>b")) == "a</s>b"
+    asked_for = ours.encode("a</s>b", special=True)
+    assert asked_for == [*theirs.encode("a"), 2, *theirs.encode("b")] and ours.decode(asked_for) == "a</s>b"
+    with pytest.raises(DataError, match="outside of the tokenizer's vocabulary of 500"):
+        ours.decode([500])
+
+
 def write_model(folder: Path, lines: bytes) -> Path:
     (folder / "tokenizer.model").write_bytes(lines)
     return folder
@@ -180,8 +199,8 @@ def test_damaged_and_foreign_tokenizers_are_told(folder, tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="is not a folder"):
         load_tokenizer(tmp_path / "nowhere")
-    with pytest.raises(UnsupportedError, match="SentencePiece"):
-        load_tokenizer(write_model(tmp_path, b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"))
+    with pytest.raises(DataError, match="neither a tiktoken nor a SentencePiece file"):
+        load_tokenizer(write_model(tmp_path, b"version https://git-lfs.github.com/spec/v1\n"))
     with pytest.raises(TitanError, match="line 257"):
         load_tokenizer(write_model(tmp_path, byte_lines() + b"!!! 256\n"))
     with pytest.raises(TitanError, match="ranks"):
