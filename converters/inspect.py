@@ -15,8 +15,7 @@ from converters.model_info import read_model_info, says_model
 from converters.names import OPTIMIZER, section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
-from converters.view import detect_naming
-from converters.weights import model_part
+from converters.weights import model_part, naming_of
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # larger values are named and sized only
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
@@ -58,17 +57,21 @@ class Inspection:
         return asdict(self)
 
 
-def inspect_checkpoint(path: Path | str, *, fold: bool = True) -> Inspection:
-    """Describe a checkpoint of any format. Reads headers and small values; never a tensor."""
+def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
+    """Describe a checkpoint of any format. Reads headers and small values; never a tensor.
+
+    `model_from`: a folder that says what the model is, where the checkpoint does not.
+    """
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
+    place = Path(model_from) if model_from else catalog.root
     naming, model, problem = "unknown", None, ""
     try:
-        info = read_model_info(catalog.root, weights)
+        info = read_model_info(place, weights)
         model = {"family": info.family, **asdict(info.args)}
-        naming = detect_naming(weights.tensors, get_family(info.family)).name
+        naming = naming_of(catalog, get_family(info.family)).name
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
-        problem = error.message if says_model(catalog.root) else ""
+        problem = error.message if model_from or says_model(place) else ""
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values = read_values(catalog)
     return Inspection(

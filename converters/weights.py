@@ -8,6 +8,7 @@ from pathlib import Path
 from converters.catalog import Catalog
 from converters.copies import require_equal_copies
 from converters.errors import CheckpointError
+from converters.families.base import Family, Naming
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import section_of
@@ -63,8 +64,7 @@ def native_weights(
             f"{catalog.root}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
             f"that {place} says the model has"
         )
-    where = str(catalog.root)
-    naming = detect_naming(weights.tensors, get_family(info.family), nest=_nest_prefix(catalog), where=where)
+    naming = naming_of(catalog, get_family(info.family))
     reader = CatalogReader(weights)
     try:
         require_equal_copies(reader)
@@ -75,6 +75,12 @@ def native_weights(
     except BaseException:
         reader.__exit__(None, None, None)
         raise
+
+
+def naming_of(catalog: Catalog, family: Family) -> Naming:
+    """How a checkpoint spells its weights, the dict that holds them included."""
+    nest = "".join(f"{key}." for key in _nest(catalog) or ())
+    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.root))
 
 
 def model_part(catalog: Catalog) -> Catalog:
@@ -107,10 +113,6 @@ def _nest(catalog: Catalog) -> tuple | None:
     if not likely:
         return next(iter(sizes)) if len(sizes) == 1 else None
     return max(likely, key=lambda path: (sizes[path], -len(path)))
-
-
-def _nest_prefix(catalog: Catalog) -> str:
-    return "".join(f"{key}." for key in _nest(catalog) or ())
 
 
 def _path(catalog: Catalog, name: str) -> tuple:

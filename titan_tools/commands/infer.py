@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import ModelFrom
+
 
 class _DType(StrEnum):
     float32 = "float32"
@@ -48,6 +50,7 @@ def infer(
             help="Sample from the fewest tokens that hold this much probability. Default: all.", show_default=False
         ),
     ] = None,
+    model_from: ModelFrom = None,
     seed: Annotated[int, typer.Option(help="Of the sampling; the same tokens at any --tp.")] = 0,
     dtype: Annotated[
         _DType | None, typer.Option(help="To compute in. Default: the checkpoint's own.", show_default=False)
@@ -77,6 +80,7 @@ def infer(
             tp=tp,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
+            model_from=model_from,
             as_json=as_json,
         )
     )

@@ -7,6 +7,7 @@ import typer
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE
+from titan_tools.commands.convert_options import ModelFrom
 
 
 def inspect(
@@ -15,6 +16,7 @@ def inspect(
     loss_curve: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw a run's loss curve to this file.", show_default=False)
     ] = None,
+    model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show the model, tensors, sections and values of a checkpoint; or the checkpoints and losses of a run.
@@ -38,7 +40,7 @@ def inspect(
     from converters.sizes import tell_bytes
     from titan_tools.console import count, print_json, table
 
-    found = inspect_checkpoint(checkpoint, fold=not every)
+    found = inspect_checkpoint(checkpoint, fold=not every, model_from=model_from)
     if as_json:
         print_json(found.to_json())
         return
@@ -47,7 +49,9 @@ def inspect(
     if found.model:
         print("model: " + ", ".join(f"{key} {value}" for key, value in found.model.items()))
     elif not found.model_problem:
-        print("model: nothing here says what it is (titan_model.json, config.json or params.json would)")
+        print(
+            "model: nothing here says what it is (titan_model.json, config.json or params.json would, or --model-from)"
+        )
     if found.model_problem:
         print(f"model: beware, {found.model_problem}")
     print(f"{found.num_parameters:,} parameters; {tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}\n")

@@ -5,12 +5,15 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import ModelFrom
+
 
 def verify(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder or file of any format.", show_default=False)],
     quick: Annotated[
         bool, typer.Option("--quick", help="Structure, names, sizes and small files; reads no tensor.")
     ] = False,
+    model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Check structure, names, shapes, checksums and digests of a checkpoint. Exits with 1 where a check fails.
@@ -27,7 +30,7 @@ def verify(
     from converters.verify import verify as verify_checkpoint
     from titan_tools.console import count, print_json, progress
 
-    report = verify_checkpoint(checkpoint, quick=quick, progress=progress)
+    report = verify_checkpoint(checkpoint, quick=quick, model_from=model_from, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:

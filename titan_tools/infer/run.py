@@ -40,6 +40,7 @@ class Request:
     tp: int | None = None
     max_new_tokens: int | None = None
     dtype: str | None = None
+    model_from: Path | None = None  # a folder that says what the model is and has its tokenizer
     as_json: bool = False
 
 
@@ -59,7 +60,7 @@ def infer(request: Request) -> dict[str, Any] | None:
     with rank_errors():
         check_sampling(request.sampling)
         checkpoint = find_checkpoint(request.checkpoint)
-        with open_native(checkpoint) as weights:
+        with open_native(checkpoint, model_from=request.model_from) as weights:
             work = _check(request, checkpoint, weights)
             if _looks_for_all():
                 check_read_files(weights.catalog, weights.source.ledger.used.values())
@@ -77,7 +78,7 @@ def _check(request: Request, checkpoint: Path, weights: NativeWeights) -> _Work:
     check_tp(args, tp)
     _check_devices(tp)
     check_sampling(request.sampling, vocab_size=args.vocab_size)
-    vocabulary = read_vocabulary(weights.catalog.root, weights.info)
+    vocabulary = read_vocabulary(request.model_from or weights.catalog.root, weights.info)
     prompt = encode_prompt(request.prompt, vocabulary.tokenizer)
     num_new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=args.max_seq_len)
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
@@ -129,6 +130,7 @@ def _start_ranks(request: Request, checkpoint: Path, work: _Work) -> None:
             "--top-p": sampling.top_p,
             "--seed": sampling.seed,
             "--dtype": work.dtype,
+            "--model-from": request.model_from,
         }
         argv = ["infer", *(["--json"] if request.as_json else [])]
         argv += [f"{name}={value}" for name, value in options.items() if value is not None]
