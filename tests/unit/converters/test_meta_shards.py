@@ -18,6 +18,7 @@ from converters.catalog import Box
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
+from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.formats import meta_shards
 from converters.inspect import inspect_checkpoint
 from converters.layout import MeshShape
@@ -596,14 +597,8 @@ def test_any_box_can_be_read_of_any_number_of_shards(release, tmp_path):
 
 
 def test_the_embedding_s_cut_follows_from_its_shape():
-    parameter = next(p for p in replace_args() if p.fqn == "tok_embeddings.weight")
-    assert meta_shards._cut_dim(parameter, (16, 64), 4) == 0
-    assert meta_shards._cut_dim(parameter, (64, 16), 4) == 1
-    assert meta_shards._cut_dim(parameter, (64, 64), 4) is None
-
-
-def replace_args():
-    """The parameters of a model whose vocabulary is as large as its dim."""
-    from converters.families.llama3 import FLAVORS, LLAMA3
-
-    return LLAMA3.parameters(replace(FLAVORS["debug_gqa"], vocab_size=64, dim=64, num_layers=1))
+    square = LLAMA3.parameters(replace(FLAVORS["debug_gqa"], vocab_size=64, dim=64))[0]
+    assert (square.fqn, square.shape) == ("tok_embeddings.weight", (64, 64))
+    assert meta_shards._cut_dim(square, (16, 64), 4) == 0
+    assert meta_shards._cut_dim(square, (64, 16), 4) == 1
+    assert meta_shards._cut_dim(square, (64, 64), 4) is None
