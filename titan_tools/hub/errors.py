@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -74,6 +75,8 @@ def _told(error: Exception, repository: str, revision: str, *, has_token: bool) 
             )
         case HfHubHTTPError():
             return _of_status(error, repository)
+        case LocalEntryNotFoundError():  # what the client makes of a hub that does not answer any more
+            return _of_connection(error.__cause__ or error)
         case EntryNotFoundError():
             return CheckpointError(f"{repository}: a file that it lists is gone", hint="was it changed just now?")
         case FileMetadataError():
@@ -85,13 +88,17 @@ def _told(error: Exception, repository: str, revision: str, *, has_token: bool) 
                 f"{constants.ENDPOINT}: the proxy refuses ({error})", hint=f"HTTPS_PROXY names it; then {AGAIN}"
             )
         case httpx2.HTTPError():
-            return CheckpointError(
-                f"{constants.ENDPOINT}: the connection fails ({str(error) or type(error).__name__})",
-                hint=f"is there a network, or a proxy that HTTPS_PROXY should name? Once there is, {AGAIN}",
-            )
+            return _of_connection(error)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             return CheckpointError(f"{error.filename or 'the disk'}: {error.strerror}", hint=f"make room; then {AGAIN}")
     return None  # a fault of the machine or of titan: the command line tells those
+
+
+def _of_connection(error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{constants.ENDPOINT}: the connection fails ({str(error) or type(error).__name__})",
+        hint=f"is there a network, or a proxy that HTTPS_PROXY should name? Once there is, {AGAIN}",
+    )
 
 
 def _of_status(error: HfHubHTTPError, repository: str) -> CheckpointError:

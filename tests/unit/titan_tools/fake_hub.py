@@ -27,6 +27,8 @@ class Hub:
     slow_after: dict[str, int] = field(default_factory=dict)  # file → bytes after which the server takes its time
     down: bool = False
     ignores_ranges: bool = False
+    cdn: bool = False  # large files are redirected to another host, as the real hub does
+    cdn_was_told: list[str] = field(default_factory=list)  # Authorization headers that went there
     tampers: set[str] = field(default_factory=set)  # what is served is not what the checksum describes
     revisions: tuple[str, ...] = ("main", SHA)
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -75,6 +77,9 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._refuse(503, "", "down for maintenance")
             elif self.headers.get("Authorization") == "Bearer hf_bad":
                 self._refuse(401, "", "Invalid credentials in Authorization header")
+            elif path.startswith("/cdn/"):
+                hub.cdn_was_told += filter(None, [self.headers.get("Authorization")])
+                self._file(path.removeprefix("/cdn/"))
             elif not path.startswith((api, files)) or (hub.private and not has_token):
                 self._refuse(401, "RepoNotFound", "Repository not found")
             elif path == api or path.startswith(f"{api}/revision/"):
@@ -84,7 +89,7 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif hub.gated and not has_token:
                 self._refuse(401 if "Authorization" not in self.headers else 403, "GatedRepo", "Access is restricted")
             else:
-                self._file(path.removeprefix(files).partition("/")[2])
+                self._resolve(path.removeprefix(files).partition("/")[2])
 
         def _tell_about(self, revision: str):
             if revision not in hub.revisions:
@@ -97,6 +102,13 @@ def _handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if name in hub.large:
                 entry["lfs"] = {"oid": hub.etag(name), "size": entry["size"], "pointerSize": 130}
             return entry
+
+        def _resolve(self, name: str):
+            if not (hub.cdn and name in hub.large):
+                return self._file(name)
+            elsewhere = f"{hub.url.replace('127.0.0.1', 'localhost')}/cdn/{name}?signature=0"
+            linked = {"X-Linked-Size": str(len(hub.files[name])), "X-Linked-ETag": f'"{hub.etag(name)}"'}
+            return self._send(b"", 302, {"Location": elsewhere, "X-Repo-Commit": SHA, **linked})
 
         def _file(self, name: str):
             if name not in hub.files:

@@ -189,6 +189,16 @@ def test_a_server_without_ranges_sends_all_again_and_the_file_is_right(hub, tmp_
     assert sum(advanced) == sum((tmp_path / "model" / f).stat().st_size for f in os.listdir(tmp_path / "model"))
 
 
+def test_large_files_come_from_another_host_that_does_not_get_the_token(hub, tmp_path):
+    hub.cdn, hub.gated = True, True
+    hub.cut_after[WEIGHTS] = 700_000
+    download(NAME, tmp_path / "model", token=hub.good_token)
+    assert [r for method, path, r in hub.asked if path == f"/cdn/{WEIGHTS}"] == [None, "bytes=700000-"]
+    assert hub.cdn_was_told == []
+    assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
+    download(NAME, token=hub.good_token)
+
+
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])  # SHA-256, git's SHA-1
 def test_bytes_that_changed_on_the_way_are_found_and_not_kept(hub, tmp_path, name):
     hub.tampers = {name}
