@@ -230,8 +230,8 @@ def torchtune_to_dcp(
 
     \b
     Examples:
-      titan convert torchtune-to-dcp my-model/output/epoch_0 tuned-dcp
-      titan convert torchtune-to-dcp output/epoch_0/model.pt tuned-dcp --model-from Llama-3.1-8B
+      titan convert torchtune-to-dcp my-model-finetuned/epoch_0 tuned-dcp
+      titan convert torchtune-to-dcp epoch_0/model.pt tuned-dcp --model-from Llama-3.1-8B
     """
     run(source="torchtune", to="dcp", **locals())
 

@@ -1,0 +1,223 @@
+"""titan convert: every command by the command line, what it prints, and where --model-from helps."""
+
+import base64
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from converters.copy import DEFAULT_WORKERS
+from tests.tiny_llama import write_llama
+from titan_tools import cli
+from titan_tools.commands import convert_options
+
+LLAMA_31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """hf/ as transformers writes it, bare/ without what says the model, and each other format converted from hf/."""
+    folder = tmp_path_factory.mktemp("convert")
+    write_llama(folder / "hf", vocab_size=302, rope_scaling=LLAMA_31, rope_theta=500000.0)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "hf" / name).unlink()
+    ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (folder / "hf" / "tokenizer.model").write_text(ranks)  # what torchtune opens
+    shutil.copytree(folder / "hf", folder / "bare")
+    (folder / "bare" / "config.json").unlink()
+    return folder
+
+
+@pytest.fixture
+def titan(monkeypatch, capsys, folder):
+    """Run a command line as `titan` does, in the folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        capsys.readouterr()
+        code = cli.run()
+        out = capsys.readouterr()
+        assert "Traceback" not in out.err
+        return code, out.out, out.err
+
+    return run
+
+
+def is_same(titan, a, b):
+    code, out, _ = titan("diff", a, b)
+    return code == 0 and out.startswith("equal")
+
+
+def test_every_command_there_and_back(titan, tmp_path):
+    assert titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")[0] == 0
+    for kind in ("hf", "meta", "torch", "torchtune"):
+        code, out, err = titan("convert", f"dcp-to-{kind}", tmp_path / "dcp", tmp_path / kind)
+        assert (code, err) == (0, "") and f"({kind})" in out and "wrote     21 tensors" in out
+        code, out, err = titan("convert", f"{kind}-to-dcp", tmp_path / kind, tmp_path / f"{kind}-dcp")
+        assert (code, err) == (0, "")
+        assert is_same(titan, "hf", tmp_path / f"{kind}-dcp")
+
+
+@pytest.mark.parametrize("to", [to.value for to in convert_options.Format])
+@pytest.mark.parametrize("source", ["hf", "meta", "torch"])
+def test_auto_takes_any_pair(titan, source, to, tmp_path):
+    assert titan("convert", "auto", "hf", tmp_path / "src", "--to", source)[0] == 0
+    code, out, _ = titan("convert", "auto", tmp_path / "src", tmp_path / "out", "--to", to, "--json")
+    assert code == 0 and json.loads(out)["to"] == to
+    assert is_same(titan, "hf", tmp_path / "out")
+
+
+def test_options_of_one_format_are_refused_by_the_others(titan, folder, tmp_path):
+    given = {
+        "--for-mesh=tp=2": {"dcp"},
+        "--shard-size=1GB": {"dcp", "hf", "torchtune"},
+        "--num-shards=2": {"meta"},
+        "--style=hf": {"torchtune"},
+        "--device=cpu": {"torchtune"},
+        "--dataset=chats.jsonl": {"torchtune"},
+    }
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    for option, formats in given.items():
+        for to in convert_options.Format:
+            code, _, err = titan("convert", "auto", "hf", tmp_path / "out", "--to", to, option, "--dry-run")
+            if to in formats:
+                assert code == 0, (option, to, err)
+            else:
+                assert code == 2 and f"{option.split('=')[0]} means nothing for" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_num_shards_style_and_workers_do_what_they_say(titan, tmp_path):
+    titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--workers", "1")
+    assert titan("convert", "dcp-to-meta", tmp_path / "dcp", tmp_path / "meta", "--num-shards", "2")[0] == 0
+    assert len(list((tmp_path / "meta").glob("consolidated.*.pth"))) == 2
+    for style, names in (("hf", "*.safetensors"), ("meta", "consolidated.00.pth"), ("torchtune", "model.pt")):
+        out = tmp_path / f"tune-{style}"
+        code, _, err = titan("convert", "dcp-to-torchtune", tmp_path / "dcp", out, "--style", style, "--device", "cpu")
+        assert code == 0, err
+        assert len(list(out.glob(names))) == 1 and "device: cpu" in (out / "torchtune.yaml").read_text()
+    assert "greater than or equal to 1" in titan("convert", "hf-to-dcp", "hf", tmp_path / "x", "--workers", "0")[2]
+    assert convert_options.DEFAULT_WORKERS == DEFAULT_WORKERS
+
+
+def test_what_was_allowed_is_printed(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["vision.weight"] = torch.ones(3)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    allow = ["--allow-missing", "--allow-extra", "--allow-nonfinite"]
+    for some in (allow[:2], allow[1:], allow[::2]):
+        code, out, err = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *some)
+        assert code == 2 and out == "" and not (tmp_path / "dcp").exists()
+    assert "lm_head.weight" in err or "vision.weight" in err
+    code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *allow)
+    assert code == 0
+    assert "  missing   lm_head.weight: " in out and "  extra     vision.weight: " in out
+    assert "  beware    norm.weight holds 1 value that" in out
+    code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *allow, "--overwrite", "--json")
+    told = json.loads(out)
+    assert told["missing"] == ["lm_head.weight"] and told["extra"] == ["vision.weight"]
+    assert told["non_finite"] == {"norm.weight": 1}
+
+
+def test_what_stays_float32_is_printed(titan, folder, tmp_path):
+    shutil.copytree(folder / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors = {n: t if n == "model.norm.weight" else t.bfloat16() for n, t in tensors.items()}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", "--dtype", "float16")
+    assert code == 0 and "  float32   stays for 1 tensor: norm.weight" in out and "cast      20 tensors" in out
+
+
+def test_a_dry_run_prints_the_needs(titan, tmp_path):
+    code, out, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--dry-run")
+    assert (code, err) == (0, "") and list(tmp_path.iterdir()) == []
+    assert re.search(r"^  to write +21 tensors, [\d.]+ KiB of float32 in 2 files$", out, re.M)
+    assert re.search(r"^  memory +about [\d.]+ MiB at the peak$", out, re.M)
+    assert re.search(r"^  disk +[\d.]+ KiB, [\d.]+ [GT]iB are free$", out, re.M)
+    assert re.search(r"^  time +about 0.3 s at 1.2 GB/s", out, re.M)
+
+
+def test_resume_and_no_digest(titan, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("converters.execute.write_manifest", _full_disk)
+        code, _, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")
+        assert code == 2 and "--resume" in err and not (tmp_path / "dcp").exists()
+    code, out, _ = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")
+    assert code == 0 and re.search(r"^  resumed +[\d.]+ KiB were written before, and are still good$", out, re.M)
+    code, _, _ = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--overwrite", "--no-digest")
+    tensors = json.loads((tmp_path / "dcp" / "titan_manifest.json").read_text())["tensors"]
+    assert code == 0 and {tensor["digest"] for tensor in tensors.values()} == {""}
+
+
+def _full_disk(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_every_command_has_the_options_that_they_share(folder):
+    shared = {
+        *("--model-from", "--dtype", "--workers", "--allow-missing", "--allow-extra", "--allow-nonfinite"),
+        *("--no-digest", "--resume", "--overwrite", "--dry-run", "--json"),
+    }
+    group = next(group for group in cli.app.registered_groups if group.name == "convert")
+    for command in group.typer_instance.registered_commands:
+        page = CliRunner().invoke(cli.app, ["convert", command.name, "--help"]).output
+        assert {option for option in shared if option not in page} == set(), command.name
+
+
+def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, tmp_path):
+    """The hint names the option, and the command that gave the hint has it."""
+    told = ["--model-from", "hf"]
+    code, _, err = titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp")
+    assert code == 2 and "--model-from" in err
+    assert titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *told)[0] == 0
+    code, out, _ = titan("verify", "bare")
+    assert code == 0 and "not possible" in out and "--model-from" in titan("verify", "--help")[1]
+    code, out, _ = titan("verify", "bare", *told)
+    assert code == 0 and "ok            names and shapes: llama3, 2 layers" in out
+    code, out, _ = titan("inspect", "bare")
+    assert code == 0 and "--model-from" in out
+    assert "family llama3" in titan("inspect", "bare", *told)[1]
+    assert titan("diff", "bare", "bare", *told)[0] == 0
+    (tmp_path / "alone").mkdir()
+    shutil.copy(folder / "hf" / "model.safetensors", tmp_path / "alone")
+    prompt = ["--prompt", "a", "--max-new-tokens", "2"]
+    code, _, err = titan("infer", tmp_path / "alone", *prompt)
+    assert code == 2 and "--model-from" in err
+    assert titan("infer", tmp_path / "alone", *prompt, *told)[:2] == titan("infer", "hf", *prompt)[:2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "advice"),
+    [
+        (["torch-to-dcp", "hf", "out"], "not a torch file", "titan convert hf-to-dcp hf out"),
+        (["dcp-to-torch", "hf", "out"], "not a DCP checkpoint", "titan convert auto hf out --to torch"),
+        (["torchtune-to-dcp", "dcp", "out"], "not a checkpoint of torchtune", "titan reshard dcp out"),
+        (["hf-to-dcp", "meta", "out"], "is an original Meta release, not", "titan convert meta-to-dcp meta out"),
+        (["meta-to-dcp", "file.pt", "out"], "is a torch file, not", "titan convert torch-to-dcp file.pt out"),
+        (["dcp-to-torchtune", "meta", "out"], "not a DCP checkpoint", "titan convert auto meta out --to torchtune"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_another_kind_of_source_names_the_command_for_it(titan, folder, arguments, message, advice):
+    if not (folder / "file.pt").exists():
+        for to, dst in (("dcp", "dcp"), ("meta", "meta"), ("torch", "file.pt")):
+            assert titan("convert", "auto", "hf", dst, "--to", to)[0] == 0
+    code, out, err = titan("convert", *arguments)
+    assert code == 2 and out == "" and message in err and f"try: {advice}" in err
+    assert not (folder / "out").exists()
