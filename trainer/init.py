@@ -4,7 +4,8 @@ A parameter is cut into blocks of whole rows; each block has a random stream of 
 number. Whoever needs a slice draws the blocks that touch it: a rank its shard, `titan seed` one box after another.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -20,10 +21,19 @@ from trainer.models.spread import Constant, Spread
 
 # Part of the definition of the values: another size gives other weights for the same seed.
 BLOCK_ELEMENTS = 1 << 20
+_REMEMBERED = 8  # blocks, 4 MiB each
+
+Draw = Callable[[Spread, Sequence[int], str], np.ndarray]  # (spread, shape, key of the stream) → values
 
 
-def initial_blocks(parameter: Parameter, spread: Spread, *, seed: int, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
-    """The first values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time."""
+def initial_blocks(
+    parameter: Parameter, spread: Spread, *, seed: int, box: Box, draw: Draw | None = None
+) -> Iterator[tuple[Box, np.ndarray]]:
+    """The first values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time.
+
+    `draw` draws a block, for a caller who remembers some.
+    """
+    draw = draw or _draw
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))
     first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
     for block in range(first // rows_per_block, -(-last // rows_per_block)):
@@ -32,7 +42,7 @@ def initial_blocks(parameter: Parameter, spread: Spread, *, seed: int, box: Box)
         whole = Box((start,) + (0,) * (len(parameter.shape) - 1), (rows, *parameter.shape[1:]))
         part = whole.intersect(box)
         if part is not None:
-            yield part, _draw(spread, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
+            yield part, draw(spread, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
 
 
 def _draw(spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
@@ -50,16 +60,22 @@ def _draw_again_beyond(values: np.ndarray, cut: float, stream: np.random.Generat
         values[beyond] = stream.standard_normal(int(beyond.sum()), np.float32)
 
 
-def initial_values(parameter: Parameter, spread: Spread, *, seed: int, box: Box) -> np.ndarray:
+def initial_values(
+    parameter: Parameter, spread: Spread, *, seed: int, box: Box, draw: Draw | None = None
+) -> np.ndarray:
     """The first values of a box, fp32."""
     values = np.empty(box.sizes, np.float32)
-    for part, block in initial_blocks(parameter, spread, seed=seed, box=box):
+    for part, block in initial_blocks(parameter, spread, seed=seed, box=box, draw=draw):
         values[part.slices_within(box)] = block
     return values
 
 
 class InitialWeights:
-    """The first weights of a model as a TensorSource: nothing is held, each read draws what it returns."""
+    """The first weights of a model as a TensorSource: reads draw what they return, and a few blocks are remembered.
+
+    A copy reads boxes that are smaller than the blocks of values, and several threads meet in one: without a memory
+    each block would be drawn four times and more.
+    """
 
     def __init__(self, info: ModelInfo, *, seed: int):
         parameters = get_family(info.family).parameters(info.args)
@@ -68,9 +84,10 @@ class InitialWeights:
         self._parameters = {p.fqn: p for p in parameters}
         self._spread = {p.fqn: initial_spread(p.fqn, info.args) for p in parameters}
         self._seed = seed
+        self._draw: Draw = lru_cache(_REMEMBERED)(_draw)
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
-        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box)
+        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box, draw=self._draw)
 
     def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
         """The same in parts, so that a large box needs one block of memory."""

@@ -11,6 +11,7 @@ from typing import Any
 from converters.assets import write_assets
 from converters.catalog import TensorInfo
 from converters.commit import check_destination
+from converters.copy import DEFAULT_WORKERS
 from converters.dtypes import itemsize
 from converters.execute import Progress, execute, no_progress
 from converters.families.registry import get_family
@@ -45,7 +46,14 @@ class SeedReport:
         return asdict(self)
 
 
-def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progress = no_progress) -> SeedReport:
+def seed(
+    config: Config,
+    dst: Path,
+    *,
+    workers: int = DEFAULT_WORKERS,
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> SeedReport:
     """Write the weights that `titan train` would begin with to `dst`. Raises ConfigError where the layout cannot be."""
     started = time.monotonic()
     check_destination(dst, overwrite=overwrite)
@@ -74,6 +82,7 @@ def seed(config: Config, dst: Path, *, overwrite: bool = False, progress: Progre
         write_small_files=write_small_files,
         overwrite=overwrite,
         progress=progress,
+        workers=workers,
     )
     return SeedReport(
         destination=str(dst),

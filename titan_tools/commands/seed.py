@@ -5,11 +5,14 @@ from typing import Annotated
 
 import typer
 
+from titan_tools.commands.convert_options import DEFAULT_WORKERS, Workers
+
 
 def seed(
     context: typer.Context,
     config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
     out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="OUT")],
+    workers: Workers = DEFAULT_WORKERS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -19,6 +22,7 @@ def seed(
     Examples:
       titan seed debug seed
       titan seed llama3_8b seed-8b --parallelism.tensor_parallel_degree 8 --debug.seed 1
+      titan seed llama3_70b seed-70b --parallelism.data_parallel_shard_degree 8 --training.dtype bfloat16 --workers 8
 
     The same weights that `titan train` begins with by itself, for any mesh; start from them with
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE.
@@ -28,7 +32,7 @@ def seed(
     from trainer.config.load import load_config
     from trainer.seed import seed as write_seed
 
-    report = write_seed(load_config(config, context.args), out, overwrite=overwrite, progress=progress)
+    report = write_seed(load_config(config, context.args), out, workers=workers, overwrite=overwrite, progress=progress)
     if not report.has_tokenizer:
         note(NO_TOKENIZER)
     if as_json:

@@ -6,15 +6,18 @@ import sys
 import numpy as np
 import pytest
 
+from converters import copy
 from converters.catalog import Box
 from converters.families.base import Parameter
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo
 from trainer import init
+from trainer.config.sections import Config, Model, Training
 from trainer.init import InitialWeights, initial_blocks, initial_values
 from trainer.models.llama3.spread import initial_spread
 from trainer.models.spread import Constant, Normal
+from trainer.seed import seed
 
 
 @pytest.fixture
@@ -42,6 +45,23 @@ def test_memory_is_one_block(small_blocks):
     blocks = list(initial_blocks(parameter, Normal(1.0), seed=0, box=Box((3, 0), (50, 8))))
     assert sum(box.num_elements for box, _ in blocks) == 400
     assert max(values.size for _, values in blocks) <= 64
+
+
+def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
+    """The engine reads boxes smaller than blocks, in two threads; 17 rows a box and 100 a block never end together."""
+    drawn = []
+    draw = init._draw
+
+    def counted(spread, shape, key):
+        drawn.append(key)
+        return draw(spread, shape, key)
+
+    monkeypatch.setattr(init, "_draw", counted)
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100 * 128)
+    monkeypatch.setattr(copy, "BLOCK_BYTES", 17 * 128 * 4)
+    monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
+    seed(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64)), tmp_path / "seed")
+    assert len(drawn) < 1.2 * len(set(drawn))
 
 
 def test_seed_name_and_block_each_change_the_values(small_blocks):
