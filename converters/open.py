@@ -50,7 +50,19 @@ def _open(path: Path) -> Catalog:
         raise CheckpointError(f"{path}: neither a file nor a folder")
     if not catalog.tensors:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
+    _refuse_odd_names(catalog)
     return catalog
+
+
+def _refuse_odd_names(catalog: Catalog) -> None:
+    """Control characters would take over the terminal that lists them; lone surrogates cannot be written at all."""
+    names = (*catalog.tensors, *catalog.blobs, *catalog.values)
+    odd = [f"{ascii(name):.200}" for name in names if not name or not name.isprintable()]
+    if odd:
+        raise CheckpointError(
+            f"{catalog.root}: names that are empty or hold what cannot be shown:{list_offenders(odd)}",
+            hint="no tool that is known here writes such names; the file is damaged or hostile",
+        )
 
 
 def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:

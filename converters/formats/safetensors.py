@@ -2,7 +2,7 @@
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,8 @@ def read_indexed(
             elif weight_map[fqn] != file:
                 problems.append(f"{fqn}: in {file}, but the index says {weight_map[fqn]}")
             found[fqn] = entry
+    forgotten = _forgotten_files(folder, files)
+    problems += [f"{name}: of the same series as the others, but not in the index" for name in forgotten]
     if not problems and unsupported:
         raise UnsupportedError(f"{folder}: files hold what is not covered:{list_offenders(unsupported)}")
     if not problems:
@@ -96,34 +98,33 @@ def read_weight_map(index: Path) -> dict[str, Any]:
     return weight_map
 
 
-_SERIES = re.compile(r"(.*)-\d+(-of-\d+\.safetensors)")
+_SERIES = re.compile(r"(.*)-\d+(-of-\d+\.\w+)")
 
 
-def index_remarks(folder: Path, num_bytes: int) -> tuple[list[str], list[str]]:
-    """(problems, remarks) about what an index says beside which tensor lies where, and files that it does not name.
+def index_remarks(folder: Path, num_bytes: int) -> list[str]:
+    """What is odd about an index and harmless, since nobody reads it; `num_bytes`: of all tensors.
 
-    `num_bytes`: of all tensors. A wrong total is harmless (nobody reads it) and not rare, so it is a remark; so are
-    files of other series, as Mistral's repositories hold the weights twice. One of the same series is a problem.
+    A wrong total is not rare; nor are files of another series: Mistral's repositories hold the weights twice.
     """
-    index = folder / HF_INDEX
-    problems, remarks = [], []
+    index, remarks = folder / HF_INDEX, []
     named = {HF_SINGLE}
     if index.exists():
         metadata = read_json(index).get("metadata")
         named = set(read_weight_map(index).values())
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if total is not None and total != num_bytes:
-            remarks.append(f"{HF_INDEX}: says total_size {total}, the tensors take {num_bytes}")
+            remarks.append(f"{HF_INDEX}: says total_size {total!r:.40}, the tensors take {num_bytes}")
+    elif not (folder / HF_SINGLE).exists():
+        return []
+    beside = sorted({path.name for path in folder.glob("*.safetensors")} - named)
+    return remarks + [f"{name}: lies beside the checkpoint and belongs to nothing; not looked into" for name in beside]
+
+
+def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:
+    """Files of the series that an index names, which it does not name: it is of another time than they are."""
     series = {match.groups() for name in named if (match := _SERIES.fullmatch(name))}
-    for name in sorted(path.name for path in folder.glob("*.safetensors")):
-        if name in named or len(named) == 1 and not index.exists() and not (folder / HF_SINGLE).exists():
-            continue
-        match = _SERIES.fullmatch(name)
-        if match and match.groups() in series:
-            problems.append(f"{name}: of the index's own series, but not in {HF_INDEX}")
-        else:
-            remarks.append(f"{name}: lies beside the checkpoint and belongs to nothing; it was not looked into")
-    return problems, remarks
+    beside = sorted({path.name for path in folder.iterdir()} - set(named))
+    return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.groups() in series]
 
 
 def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:

@@ -113,14 +113,6 @@ def test_two_files_without_an_index_are_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_a_cache_snapshot_of_links_is_read(tmp_path):
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "blobs/abc123")
-    (tmp_path / "snapshot/model.safetensors").symlink_to("../blobs/abc123")
-    assert read_all(open_checkpoint(tmp_path / "snapshot")) == {"a": raw(torch.ones(2))}
-
-
 def file_of(header: object, data: bytes = b"\0" * 8) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data

@@ -1,0 +1,93 @@
+"""Sources to damage, the command line in this process, and a watch over what a process opens and runs."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert
+from converters.layout import MeshShape
+from converters.outputs.base import OutputOptions
+from tests.tiny_llama import write_llama, write_meta
+from titan_tools import cli
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory) -> Path:
+    """hf (sharded, with an index), hf_single, dcp (stock), meta, torch: one tiny Llama each, none with a manifest.
+
+    And `ours_*`: what titan makes of it, with one.
+    """
+    folder = tmp_path_factory.mktemp("faults")
+    model = write_llama(folder / "hf_single", vocab_size=302, rope_scaling=None)
+    model.save_pretrained(folder / "hf", max_shard_size="60KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "hf_single" / name, folder / "hf")
+    write_meta(folder / "meta", model)
+    native = torch.load(folder / "meta" / "consolidated.00.pth")
+    dcp.save(native, checkpoint_id=str(folder / "dcp"), no_dist=True)
+    (folder / "torch").mkdir()
+    torch.save(model.state_dict(), folder / "torch" / "pytorch_model.bin")
+    for name in ("dcp", "torch"):
+        shutil.copy(folder / "hf_single" / "config.json", folder / name)
+    mesh = OutputOptions(mesh=MeshShape(dp_shard=2, tp=2))
+    convert(folder / "hf_single", folder / "ours_dcp", to="dcp", options=mesh)
+    convert(folder / "hf_single", folder / "ours_hf", to="hf", options=OutputOptions(shard_bytes=60_000))
+    convert(folder / "hf_single", folder / "ours_meta", to="meta")
+    return folder
+
+
+@pytest.fixture
+def copy_of(sources, tmp_path):
+    """`copy_of("hf")`: a fresh copy of a source to damage."""
+
+    def copy(kind: str) -> Path:
+        return shutil.copytree(sources / kind, tmp_path / f"{kind}-copy")
+
+    return copy
+
+
+@pytest.fixture
+def titan(monkeypatch, capsys):
+    """Run a command line as `titan` does; (exit code, stdout, stderr). Never a traceback."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        capsys.readouterr()
+        code = cli.run()
+        out = capsys.readouterr()
+        assert "Traceback" not in out.err, out.err
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture
+def refused(titan, tmp_path):
+    """Convert must refuse `source`: exit 2, an `error:` that holds every part, and not one byte written."""
+
+    def check(source: Path, *parts: str, to: str = "dcp", options: tuple[str, ...] = ()) -> str:
+        before = sorted(p.name for p in tmp_path.iterdir())
+        code, out, err = titan("convert", "auto", source, tmp_path / "out", "--to", to, *options)
+        assert code == 2 and out == "" and err.startswith("error: "), (code, out, err)
+        assert [part for part in parts if part not in err] == [], err
+        assert sorted(p.name for p in tmp_path.iterdir()) == before, "something was left behind"
+        return err
+
+    return check
+
+
+def change_tensors(file: Path, change) -> None:
+    """Rewrite a safetensors file with `change(tensors)` applied."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    """The safetensors file that holds `name`."""
+    return next(file for file in sorted(folder.glob("*.safetensors")) if name in load_file(file))
