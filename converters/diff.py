@@ -16,6 +16,7 @@ from converters.execute import Progress, no_progress
 from converters.families.base import Naming
 from converters.families.registry import get_family
 from converters.formats.dcp_item import read_blob_item
+from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, says_model
 from converters.names import section_of
 from converters.open import open_checkpoint
@@ -90,6 +91,7 @@ def diff(
         sections = [_section_names(side) for side in (one, other)]
         for section in sorted(sections[0].keys() ^ sections[1].keys()):
             not_compared[section] = f"only in {'A' if section in sections[0] else 'B'}"
+        not_compared |= dict.fromkeys(_lacking(one) & _lacking(other), "in neither")
         both = sections[0].keys() & sections[1].keys()
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
         pairs = [(one.weights, other.weights, one.info or other.info)]
@@ -116,7 +118,9 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
     sides = []
     for catalog, place in zip(catalogs, places, strict=True):
         if any(says):
-            opened = stack.enter_context(native_weights(catalog, model_from=place))
+            # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
+            partial = read_manifest(catalog.root) is not None
+            opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
             weights, info = opened.source, opened.info
         else:
             weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
@@ -137,6 +141,13 @@ def _section(catalog: Catalog, name: str) -> str:
 def _section_names(side: _Side) -> dict[str, None]:
     names = (*side.sections.tensors, *side.catalog.blobs, *side.catalog.values)
     return {_section(side.catalog, name): None for name in names}
+
+
+def _lacking(side: _Side) -> Set[str]:
+    """What the model has and the checkpoint has not."""
+    if side.info is None:
+        return set()
+    return {p.fqn for p in get_family(side.info.family).parameters(side.info.args)} - side.weights.tensors.keys()
 
 
 @dataclass(slots=True)

@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from converters.catalog import TensorInfo
 from converters.convert import convert
+from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
+from converters.inspect import inspect_checkpoint
 from converters.layout import MeshShape
 from converters.manifest import read_manifest
 from converters.open import open_checkpoint
@@ -80,6 +82,22 @@ def test_what_is_missing_is_missing_in_the_output_too(hf, form, tmp_path):
     convert(tmp_path / "out", tmp_path / "back", to="hf", allow_missing=True)
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == left.keys() and all(torch.equal(back[n], left[n]) for n in back)
+
+
+def test_what_is_incomplete_is_compared_as_far_as_it_goes(hf, tmp_path):
+    shutil.copytree(hf, tmp_path / "whole")
+    change(hf, without)
+    convert(hf, tmp_path / "dcp", to="dcp", allow_missing=True)
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf", allow_missing=True)
+    report = diff(tmp_path / "whole", tmp_path / "dcp")
+    assert {(d.name, d.kind) for d in report.differences} == {(name, "only in A") for name in GONE_NATIVE}
+    assert report.num_equal == 18
+    report = diff(tmp_path / "dcp", tmp_path / "back")
+    assert report.equal and report.num_equal == 18
+    assert report.not_compared == dict.fromkeys(GONE_NATIVE, "in neither")
+    with pytest.raises(CheckpointError, match="3 problems"):  # nobody said that it may be incomplete
+        diff(hf, tmp_path / "whole")
+    assert inspect_checkpoint(tmp_path / "back").naming == "hf"
 
 
 def test_stages_are_those_of_the_whole_model(hf, tmp_path):
