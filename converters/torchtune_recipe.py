@@ -22,6 +22,9 @@ CHECKPOINTERS = {
     "meta": "torchtune.training.FullModelMetaCheckpointer",
     "torchtune": "torchtune.training.FullModelTorchTuneCheckpointer",
 }
+_CACHED = (
+    '# tiktoken caches a tokenizer.model by its path: after another one took its place, set TIKTOKEN_CACHE_DIR=""\n'
+)
 _MOST_TOKENS = 2048  # of a conversation; longer ones are cut, so that the first run fits
 
 
@@ -105,8 +108,7 @@ resume_from_checkpoint: false
 model:
 {_section(_model(recipe.info))}
 
-# tiktoken caches a tokenizer.model by its path: after another one took its place, set TIKTOKEN_CACHE_DIR=""
-tokenizer:
+{_CACHED if "llama3" in recipe.tokenizer["_component_"] else ""}tokenizer:
 {_section(recipe.tokenizer)}
   max_seq_len: {seq_len}  # tokens; longer conversations are cut
 

@@ -78,6 +78,7 @@ def test_the_recipe_names_what_is_there(case, style, tmp_path):
     folder = case.root / style
     recipe = OmegaConf.load(folder / "torchtune.yaml")
     assert OmegaConf.missing_keys(recipe) == set()
+    assert ("TIKTOKEN_CACHE_DIR" in (folder / "torchtune.yaml").read_text()) == (case.kind != "2")
     assert recipe.output_dir == f"{folder}-finetuned" and recipe.checkpointer.output_dir == recipe.output_dir
     assert (recipe.device, recipe.dtype, recipe.optimizer.fused) == ("cpu", "fp32", False)
     assert isinstance(recipe.optimizer.lr, float) and isinstance(recipe.model.norm_eps, float)
