@@ -14,6 +14,7 @@ from converters.copy import DEFAULT_WORKERS
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
+from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.journal import plan_fingerprint
@@ -30,7 +31,7 @@ from converters.manifest import list_files
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.open import open_checkpoint
-from converters.plan import find_casts
+from converters.plan import find_casts, find_islands
 from converters.read import CatalogReader
 from converters.sections import MODEL, Training, find_sections, with_titan_sections
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
@@ -123,7 +124,9 @@ def reshard(
         held = contents.source.tensors
         weights = {n: i for n, i in held.items() if n in spelling.weights}
         moments = {n: held[n] for names in contents.moments.values() for n in names}
-        casts = find_casts(weights, dtype) | find_casts(moments, optimizer_dtype)
+        keep = get_family(spelling.info.family).keep_float32
+        casts = find_casts(weights, dtype, keep=keep) | find_casts(moments, optimizer_dtype)
+        islands = [*find_islands(weights, dtype, keep=keep), *find_islands(moments, optimizer_dtype)]
         tensors = {n: replace(i, dtype=casts.get(n, i.dtype)) for n, i in held.items()}
         target = plan_dcp(
             tensors,
@@ -156,6 +159,7 @@ def reshard(
         loader_state,
         tell_rng_state(names, mesh),
         _tell_unknown(contents.unknown),
+        f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, vouched),
     ]
     return ReshardReport(

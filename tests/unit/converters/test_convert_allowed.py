@@ -20,6 +20,7 @@ from converters.manifest import read_manifest
 from converters.open import open_checkpoint
 from converters.outputs.base import OutputOptions
 from converters.plan import find_casts, find_islands
+from converters.reshard import reshard
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 
@@ -230,3 +231,13 @@ def test_without_digests_files_are_still_vouched_for(hf, tmp_path):
     for workers in (1, 3):
         convert(hf, tmp_path / "dcp", to="dcp", workers=workers, overwrite=True)
         assert verify(tmp_path / "dcp").ok
+
+
+def test_reshard_keeps_the_same_islands_and_says_so(hf, tmp_path):
+    islands_of(hf)
+    convert(hf, tmp_path / "dcp", to="dcp")
+    report = reshard(tmp_path / "dcp", tmp_path / "half", dtype="float16")
+    assert {n for n, t in open_checkpoint(tmp_path / "half").tensors.items() if t.dtype == "float32"} == {
+        "norm.weight", "layers.0.attention_norm.weight", "layers.1.feed_forward.w2.weight",
+    }  # fmt: skip
+    assert any("float32 stays for 3 tensors" in remark and "norm.weight" in remark for remark in report.remarks)
