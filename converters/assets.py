@@ -10,6 +10,7 @@ from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.sentencepiece_model import read_sentencepiece, require_exact, write_tokenizer_of_sentencepiece
 from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after, write_hf_tokenizer
+from converters.tokenizer_file import read_tokenizer_json
 from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
 
 CARRIED = (
@@ -49,7 +50,7 @@ def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, 
         if ids := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
             return ids
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        content = read_json(assets[TOKENIZER_JSON])
+        content, _ = read_tokenizer_json(assets[TOKENIZER_JSON])
         id_of = dict(content.get("model", {}).get("vocab", {})) if isinstance(content.get("model"), dict) else {}
         id_of |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
         config = read_json(assets[TOKENIZER_CONFIG])

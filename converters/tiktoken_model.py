@@ -1,7 +1,11 @@
 """Meta's tokenizer.model (tiktoken text) and the tokenizer.json that gives the same ids."""
 
 import base64
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 from converters.errors import CheckpointError
 from converters.names import TOKENIZER_JSON
@@ -61,9 +65,6 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_len: int) -> list[str]:
     """tokenizer.json and tokenizer_config.json for transformers, from a tiktoken file. Returns the names written."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
-    from tokenizers.models import BPE
-
     ranks = read_ranks(model)
     special = special_tokens_after(len(ranks), vocab_size=vocab_size)
     if len(special) < 2:
@@ -71,15 +72,25 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
             f"{model} has {len(ranks)} tokens, the model only {vocab_size}: no room for begin and end of text",
             hint="is this the tokenizer of this model?",
         )
-    spelled = {token: _spell(token) for token in ranks}
-    tokenizer = Tokenizer(
-        BPE(
-            {spelled[token]: rank for token, rank in ranks.items()},
-            [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
-            fuse_unk=False,
-            ignore_merges=True,  # tiktoken takes a piece that is a token as it is, before any merging
-        )
-    )
+    frame = json.dumps(_without_tokens(special, first_id=len(ranks)), ensure_ascii=False)
+    head, between, tail = re.split(r"(?<=\"vocab\": \{)(?=\})|(?<=\"merges\": \[)(?=\])", frame)
+    with (folder / TOKENIZER_JSON).open("w", encoding="utf-8") as file:  # 280,000 merges of a Llama 3 are never held
+        file.write(head)
+        _write_items(file, (f"{_quoted(token)}: {rank}" for token, rank in ranks.items()))
+        file.write(between)
+        _write_items(file, (f"[{_quoted(left)}, {_quoted(right)}]" for left, right in _merges(ranks)))
+        file.write(tail)
+    tokens = {"bos_token": BEGIN, "eos_token": END}
+    return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
+
+
+def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
+    """tokenizer.json's content but for vocabulary and merges, as its own library spells it."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+    from tokenizers.models import BPE
+
+    # ignore_merges: tiktoken takes a piece that is a token as it is, before any merging
+    tokenizer = Tokenizer(BPE({}, [], fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated", invert=False),
@@ -92,24 +103,28 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
         [
             processors.ByteLevel(trim_offsets=False),
             processors.TemplateProcessing(
-                single=f"{BEGIN} $A",
-                pair=f"{BEGIN} $A {BEGIN}:1 $B:1",
-                special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))],
+                single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN}:1 $B:1", special_tokens=[(BEGIN, first_id)]
             ),
         ]
     )
-    tokenizer.save(str(folder / TOKENIZER_JSON))
-    tokens = {"bos_token": BEGIN, "eos_token": END}
-    return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]
+    content = json.loads(tokenizer.to_str())
+    for place, token in enumerate(content["added_tokens"]):  # counted from 0, for it knows of no other tokens
+        token["id"] = first_id + place
+    return content
 
 
-def _merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+def _write_items(file: TextIO, items: Iterable[str]) -> None:
+    for number, item in enumerate(items):
+        file.write(f", {item}" if number else item)
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Every pair that makes a token, in the order tiktoken would merge: by the rank of what they make."""
-    merges = []
-    for token, rank in ranks.items():
+    for token in sorted(ranks, key=ranks.__getitem__):
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
-        merges += [(rank, ranks[a], ranks[b], a, b) for a, b in pairs if a in ranks and b in ranks]
-    return [(a, b) for *_, a, b in sorted(merges)]
+        yield from sorted(
+            (p for p in pairs if p[0] in ranks and p[1] in ranks), key=lambda p: (ranks[p[0]], ranks[p[1]])
+        )
 
 
 def _byte_letters() -> dict[int, str]:
@@ -122,8 +137,9 @@ def _byte_letters() -> dict[int, str]:
 BYTE_LETTERS = _byte_letters()
 
 
-def _spell(token: bytes) -> str:
-    return "".join(BYTE_LETTERS[byte] for byte in token)
+def _quoted(token: bytes) -> str:
+    letters = "".join(BYTE_LETTERS[byte] for byte in token)
+    return '"' + letters.replace("\\", "\\\\").replace('"', '\\"') + '"'  # no letter is a control character
 
 
 def _is_base64(text: bytes) -> bool:

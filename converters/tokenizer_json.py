@@ -5,14 +5,14 @@ tokenizer.json that does either another way has no tokenizer.model.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.json_file import read_json
 from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, special_tokens_after
+from converters.tokenizer_file import read_tokenizer_json
 
 _BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 _CUT = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}
@@ -38,7 +38,7 @@ def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[by
 
 @lru_cache(maxsize=1)  # seconds for 128,000 tokens, and a conversion asks when it plans and when it writes
 def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None) -> Mapping[bytes, int]:
-    content = read_json(path)
+    content, merges = read_tokenizer_json(path)
     try:
         problems = _other_cuts(content)
         if not problems:
@@ -46,7 +46,7 @@ def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None
             if vocab_size is not None:
                 problems += _other_specials(content["added_tokens"], len(ranks), vocab_size=vocab_size)
         if not problems:
-            problems = _other_merges(content["model"], ranks)
+            problems = _other_merges(merges, ranks, whole=bool(content["model"].get("ignore_merges")))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
     if problems:
@@ -102,29 +102,42 @@ def _other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab
     ]
 
 
-def _other_merges(model: Mapping[str, Any], ranks: Mapping[bytes, int]) -> list[str]:
+def _other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
     """Where merging by the listed pairs is not merging by rank.
 
     tiktoken merges the neighbours whose token has the lowest rank, whichever they are. Two neighbours that span a token
     came about as if it stood alone, for nothing outside of them was merged with them: so a token has one last pair
     that ever occurs. The lists agree if each token's last pair is listed, and pairs are in the order of their tokens.
+    `whole`: a piece of text that is a token is taken as it is, as tiktoken does.
     """
-    pairs = [_pair(merge) for merge in model["merges"]]
-    made = [ranks.get(left + right) for left, right in pairs]
-    if None in made:
-        return [f"{made.count(None)} merges make no token"]
-    if made != sorted(made):
-        return ["its merges are not in the order of the tokens that they make"]
-    listed, whole = set(pairs), bool(model.get("ignore_merges"))
+    listed: set[int] = set()
+    newest = strange = 0
+    for merge in merges:
+        left, right = _pair(merge)
+        made = ranks.get(left + right)
+        if made is None or left not in ranks or right not in ranks:
+            strange += 1
+        elif made < newest:
+            return ["its merges are not in the order of the tokens that they make"]
+        else:
+            newest = made
+            listed.add(_number(left, right, ranks))
+    if strange:
+        return [f"{strange} merges make no token"]
     problems = []
     for token in ranks:
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
-        if whole and all(pair in listed for pair in splits if pair[0] in ranks and pair[1] in ranks):
+        if whole and all(_number(a, b, ranks) in listed for a, b in splits if a in ranks and b in ranks):
             continue
         last = _last_pair(token, ranks) if splits else None
-        if splits and (last not in listed if last else not whole):
+        if splits and (_number(*last, ranks) not in listed if last else not whole):
             problems.append(f"token {ranks[token]} ({token!r}) comes about another way")
     return problems
+
+
+def _number(left: bytes, right: bytes, ranks: Mapping[bytes, int]) -> int:
+    """A pair as one number: hundreds of thousands are held at once."""
+    return ranks[left] * len(ranks) + ranks[right]
 
 
 def _pair(merge: str | Sequence[str]) -> tuple[bytes, bytes]:

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.sentencepiece_model import read_sentencepiece
 from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
+from converters.tokenizer_file import read_tokenizer_json
 from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
 from tests.tiny_families import family_of, write_tiny
 from tests.tiny_llama import write_tokenizer
@@ -219,6 +221,49 @@ def test_a_translation_is_exact_or_refused(tmp_path_factory, content, samples):
     ours = tiktoken.Encoding("t", pat_str=LLAMA3_PATTERN, mergeable_ranks=dict(ranks), special_tokens={})
     for text in samples:
         assert ours.encode(text) == theirs.encode(text).ids
+
+
+# Strings with all that JSON and a search for it could stumble over
+TRICKY = ['"', "\\", "[", "]", ", ", '"]', '"merges": [', "\\\\", "ü", "\u2581", "a"]
+
+
+@pytest.mark.parametrize("spell", ["lists", "texts"])
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}], ids=str)
+def test_merges_are_read_one_by_one(spell, layout, tmp_path):
+    pairs = [[a, b] for a in TRICKY for b in TRICKY]
+    merges = pairs if spell == "lists" else [f"{a} {b}" for a, b in pairs]
+    for some in (merges, merges[:1], []):
+        model = {"type": "BPE", "vocab": {text: id for id, text in enumerate(TRICKY)}, "merges": some, "end": 1}
+        path = tmp_path / "tokenizer.json"
+        path.write_text(json.dumps({"added_tokens": [], "model": model}, **layout), encoding="utf-8")
+        content, found = read_tokenizer_json(path)
+        assert list(found) == some and content["model"].pop("merges", []) == []
+        assert content == {"added_tokens": [], "model": {key: model[key] for key in ("type", "vocab", "end")}}
+
+
+def test_merges_elsewhere_and_of_other_kinds_are_left_to_json(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for model in ({"merges": [["a", "b", "c"]]}, {"merges": [1, 2]}, {"merges": None}):
+        path.write_text(json.dumps({"merges": ["x y"], "model": model}))
+        content, found = read_tokenizer_json(path)
+        assert found == model["merges"] and content == {"merges": ["x y"], "model": {}}
+    for text in ('{"model": {"merges": ["a b"]', '["a"]', '{"merges": []} x', ""):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match="tokenizer.json"):
+            read_tokenizer_json(path)
+
+
+def test_a_large_tokenizer_is_read_in_little_memory(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    merges = [[f"left{i}", f"right{i}"] for i in range(30_000)]
+    path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": merges}}))
+    peaks = []
+    for reader in (lambda: sum(1 for _ in read_tokenizer_json(path)[1]), lambda: len(json.loads(path.read_bytes()))):
+        tracemalloc.start()
+        reader()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[0] < 1.5 * path.stat().st_size and peaks[0] < peaks[1] / 3
 
 
 # SentencePiece, as Llama 2 has it
