@@ -86,9 +86,17 @@ def verify(
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line)
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
+    except UnsupportedError as error:
+        problems = check_files(path) if path.is_dir() and read_manifest(path) else []
+        if not problems:  # whole, as far as anybody can tell, and of a kind that is not covered
+            raise
+        damaged = Check("files", "failed", f"against size and CRC32 in {MANIFEST}", tuple(problems))
+        return VerifyReport(str(path), "", (Check("structure", "failed", error.message), damaged), 0, 0, {})
     checks = [_tell_structure(catalog)]
     if catalog.container == "safetensors" and path.is_dir():
         checks += _check_index(catalog)
+    if catalog.container == "dcp":
+        checks += _check_gaps(catalog)
     model_check, native_rows = _check_model(catalog, model_from)
     checks.append(model_check)
     manifest = _manifest_of(catalog, path)
@@ -125,6 +133,26 @@ def _check_index(catalog: Catalog) -> list[Check]:
     """What is odd about the index, beyond what opening compares, which is each tensor's place. []: nothing."""
     remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))
     return [Check("index", "warning", "every tensor is where it should be, but", tuple(remarks))] if remarks else []
+
+
+def _check_gaps(catalog: Catalog) -> list[Check]:
+    """Bytes of DCP files that no item takes, or that two take; []: none. Nobody reads the former."""
+    extents: dict[str, set[tuple[int, int]]] = {}
+    for entry in catalog.tensors.values():
+        for chunk in entry.chunks:
+            extents.setdefault(chunk.file, set()).add(chunk.item)
+    for blob in catalog.blobs.values():
+        extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
+    remarks = []
+    for file, items in extents.items():
+        size, taken = (catalog.root / file).stat().st_size, sum(length for _, length in items)
+        if size != taken:
+            remarks.append(f"{file}: {size:,} bytes, of which its items take {taken:,}")
+    return (
+        [Check("items", "warning", "files hold other bytes than those of their items", tuple(remarks))]
+        if remarks
+        else []
+    )
 
 
 def _check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, RowNumbers | None]:
