@@ -1,7 +1,8 @@
 """Bytes of activations: what a block keeps for backward under each checkpointing mode, and what its backward adds.
 
-Written per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention), since published
-formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with dropout in fp16. A test counts what torch keeps on CPU.
+Written per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention) and of Qwen 3's
+attention, which norms the heads of q and k, since published formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with
+dropout in fp16. A test counts what torch keeps on CPU.
 """
 
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class BlockTensors:
     hidden: int  # w1's result; silu, w3's result and their product are as large
     logsumexp: int  # fp32, per head and token
     norm: int  # what a norm keeps besides the stream that it reads
+    head_norms: int  # what the norms of q and k keep, the results of wq and wk included; 0 without such norms
     masks: (
         int  # context parallel: masks of the two chunks of a rank's queries, which SDPA turns from booleans to floats
     )
@@ -79,17 +81,19 @@ def block_tensors(run: RunShape) -> BlockTensors:
     """Sizes for one block of the run."""
     args, tokens, tp, element = run.args, run.num_tokens, run.mesh.tp, run.compute_bytes
     whole = tokens * args.dim * element
+    query = tokens * args.num_heads * args.head_dim * element // tp
     key = tokens * args.num_kv_heads * args.head_dim * element // tp
     stream = whole // tp
     return BlockTensors(
         stream=stream,
         whole=whole,
-        query=tokens * args.num_heads * args.head_dim * element // tp,
+        query=query,
         key=key,
         key_gathered=key * run.mesh.cp,
         hidden=tokens * args.ffn_hidden * element // tp,
         logsumexp=tokens * args.num_heads * FP32 // tp,
-        norm=_norm_keeps(run, stream),
+        norm=_norm_keeps(run, stream, width=args.dim),
+        head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if args.qk_norm else 0,
         masks=_mask_elements(run.seq_len, run.mesh.cp) * element,
     )
 
@@ -100,11 +104,11 @@ def _mask_elements(seq_len: int, cp: int) -> int:
     return (2 * cp + 1) * chunk * chunk if cp > 1 else 0
 
 
-def _norm_keeps(run: RunShape, stream: int) -> int:
+def _norm_keeps(run: RunShape, stream: int, *, width: int) -> int:
     """What BuildTraits.norm says. An fp32 copy takes the place of the stream unless it is the stream itself."""
     elements = stream // run.compute_bytes
     if run.traits.norm == "fused":
-        return elements // run.args.dim * FP32
+        return elements // width * FP32
     copy = elements * FP32 - (stream if run.compute_bytes != FP32 else elements * FP32)
     return copy + (elements * FP32 if run.traits.norm == "composite" else stream)
 
@@ -112,7 +116,7 @@ def _norm_keeps(run: RunShape, stream: int) -> int:
 def kept_whole_block(run: RunShape) -> int:
     """All that a block without checkpointing keeps from forward to backward."""
     t = block_tensors(run)
-    attention = t.stream + t.norm + t.whole + t.query + 2 * t.key_gathered + t.query + t.logsumexp
+    attention = t.stream + t.norm + t.whole + t.head_norms + t.query + 2 * t.key_gathered + t.query + t.logsumexp
     if run.mesh.cp > 1:
         attention += t.query + t.masks  # the two chunks' results are joined into a copy
     feed_forward = t.stream + t.norm + t.whole + 4 * t.hidden

@@ -9,7 +9,7 @@ from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.parallel_dims import layout_problems, required_world_size, resolve
 from trainer.stages import split_model
 
-COVERED_FAMILIES = ("llama2", "llama3")  # activations.py is written for their block
+COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
 
 
 def run_shape(config: Config, *, world_size: int | None = None, problems: list[str] | None = None) -> RunShape:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from converters.families.base import ModelArgs
-from converters.families.llama3 import LLAMA3
+from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
 from titan_tools.memory.activations import activations_of
 from titan_tools.memory.closed_form import Instant, instants
@@ -26,6 +26,7 @@ from trainer.data.batch import Batch
 from trainer.loss import cross_entropy_sum
 from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.parallel_dims import resolve
 
@@ -89,12 +90,16 @@ class FusedNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         scaled = grad * weight
         inner = (scaled * x).mean(-1, keepdim=True) * inverse.square()
-        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).sum((0, 1)), None
+        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).flatten(0, -2).sum(0), None
+
+
+def family_of(args: ModelArgs) -> str:
+    return "qwen3" if args.qk_norm else "llama3"
 
 
 def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
     run = RunShape(
-        family=LLAMA3,
+        family=get_family(family_of(args)),
         args=args,
         mesh=MeshShape(),
         uses_fsdp=False,
@@ -117,7 +122,7 @@ def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
 
 def build_model(args: ModelArgs, mode: str, monkeypatch, dtype=torch.float32) -> Transformer:
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
-    model = Transformer(args).to(dtype)
+    model = get_trainer_family(family_of(args)).build_model(args).to(dtype)
     apply_activation_checkpoint(model, MODES[mode][1])
     return model
 
@@ -134,15 +139,17 @@ def peak_without_state(run: RunShape) -> int:
 
 
 SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
+QWEN = replace(SMALL, num_heads=8, num_kv_heads=4, qk_norm=True)  # heads wider, together, than the stream
 
 
+@pytest.mark.parametrize("args", [SMALL, QWEN], ids=family_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
-def test_what_blocks_keep_is_what_torch_keeps(mode, dtype, monkeypatch):
-    run = shape(SMALL, mode, compute_bytes=dtype.itemsize)
-    model = build_model(SMALL, mode, monkeypatch, dtype)
+def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
+    run = shape(args, mode, compute_bytes=dtype.itemsize)
+    model = build_model(args, mode, monkeypatch, dtype)
     turns = model.rope(torch.arange(run.seq_len))
-    x = torch.randn(run.microbatch_size, run.seq_len, SMALL.dim, dtype=dtype, requires_grad=True)
+    x = torch.randn(run.microbatch_size, run.seq_len, args.dim, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:
         h = x
         for layer in model.layers.values():
@@ -153,6 +160,7 @@ def test_what_blocks_keep_is_what_torch_keeps(mode, dtype, monkeypatch):
     assert kept == pytest.approx(sum(sizes.kept), rel=0.01)
 
 
+@pytest.mark.parametrize("family", [SMALL, QWEN], ids=family_of)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("what", "changes", "when"),
@@ -161,8 +169,8 @@ def test_what_blocks_keep_is_what_torch_keeps(mode, dtype, monkeypatch):
         ("blocks dominate", {"vocab_size": 64, "dim": 64, "ffn_hidden": 512}, "block"),
     ],
 )
-def test_the_peak_of_a_step_is_torchs(mode, what, changes, when, monkeypatch):
-    args = replace(SMALL, **changes)
+def test_the_peak_of_a_step_is_torchs(family, mode, what, changes, when, monkeypatch):
+    args = replace(family, **changes)
     run = shape(args, mode)
     model = build_model(args, mode, monkeypatch)
     tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
@@ -178,6 +186,7 @@ def test_the_peak_of_a_step_is_torchs(mode, what, changes, when, monkeypatch):
 SHORT = ["--training.seq_len=8", "--training.local_batch_size=2"]  # buffers of FSDP dominate
 LONG = ["--training.seq_len=128", "--training.local_batch_size=2"]
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+QWEN3 = ["--model.name=qwen3"]
 BF16 = ["--training.mixed_precision_param=bfloat16"]
 
 
@@ -220,6 +229,10 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
             "--parallelism.fsdp_reshard_after_forward=always",
         ],
         [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
+        [*degrees(fsdp=2), *LONG, *QWEN3],
+        [*degrees(tp=4), *LONG, *QWEN3],
+        [*degrees(tp=4), *LONG, *OP, *QWEN3],
+        [*degrees(fsdp=2, cp=2), *LONG, *BF16, *QWEN3],
     ],
     ids=" ".join,
 )

@@ -39,11 +39,12 @@ class Attention(nn.Module):
 def rotate_halves(x_BLNH: Tensor, turns: Tensor) -> Tensor:
     """Rotate the pairs (0, P), (1, P+1), … of each head, in fp32, and return x's dtype.
 
-    `turns` are those of `RotaryAngles`: the order of the pairs is all that differs from Llama's rotation.
+    `turns` are those of `RotaryAngles`: the order of the pairs is all that differs from Llama's rotation. Written out
+    in real numbers, because `torch.complex` keeps its fp32 inputs for backward.
     """
     first, second = x_BLNH.float().chunk(2, dim=-1)
-    turned = torch.complex(first, second) * turns
-    return torch.cat((turned.real, turned.imag), dim=-1).type_as(x_BLNH)
+    cos, sin = turns.real, turns.imag
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BLNH)
 
 
 def build_model(args: ModelArgs) -> Transformer:
