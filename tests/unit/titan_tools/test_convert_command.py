@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -221,3 +222,14 @@ def test_another_kind_of_source_names_the_command_for_it(titan, folder, argument
     code, out, err = titan("convert", *arguments)
     assert code == 2 and out == "" and message in err and f"try: {advice}" in err
     assert not (folder / "out").exists()
+
+
+def test_the_readme_tells_every_command_and_option():
+    readme = (Path(cli.__file__).parents[1] / "README.md").read_text()
+    section = readme[readme.index("## Converting\n") : readme.index("## On disk\n")]
+    group = next(group for group in cli.app.registered_groups if group.name == "convert")
+    for command in group.typer_instance.registered_commands:
+        assert f"`{command.name}" in section
+        page = CliRunner().invoke(cli.app, ["convert", command.name, "--help"]).output
+        options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", page, re.M)) - {"--help", "--to"}  # --to is in the table
+        assert options and {option for option in options if f"`{option}" not in section} == set()
