@@ -9,7 +9,8 @@ from titan_tools.memory.verdict import Verdict, judge
 
 COVERS = (
     "Llama 2, Llama 3 and Qwen 3 in eager mode; FSDP2 and HSDP, TP with sequence and loss parallel, PP (GPipe, 1F1B,"
-    " Interleaved1F1B, LoopedBFS), CP, and products of them; gradient accumulation; all checkpointing modes; Adam and AdamW",
+    " Interleaved1F1B, LoopedBFS), CP, and products of them; gradient accumulation; all checkpointing modes; Adam and"
+    " AdamW",
     "not yet: compile, float8, CPU offload, mixture of experts, other families, reserved memory",
 )
 
