@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.errors import UnsupportedError
+from converters.errors import CheckpointError, UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.sentencepiece_model import read_sentencepiece, require_exact, write_tokenizer_of_sentencepiece
@@ -50,9 +50,7 @@ def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, 
         if ids := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
             return ids
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        content, _ = read_tokenizer_json(assets[TOKENIZER_JSON])
-        id_of = dict(content.get("model", {}).get("vocab", {})) if isinstance(content.get("model"), dict) else {}
-        id_of |= {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        id_of = _ids_of_tokens(assets[TOKENIZER_JSON])
         config = read_json(assets[TOKENIZER_CONFIG])
         named = {key: _token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
         return {key: id_of[text] for key, text in named.items() if text in id_of}
@@ -124,6 +122,18 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) ->
         carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
         return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"
     return ""
+
+
+def _ids_of_tokens(path: Path) -> dict[str, int]:
+    content, _ = read_tokenizer_json(path)
+    try:
+        vocab = content["model"].get(
+            "vocab", {}
+        )  # a list of pairs in a Unigram model, whose named tokens are added ones
+        added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
+    return (dict(vocab) if isinstance(vocab, dict) else {}) | added
 
 
 def _token_text(token: Any) -> str | None:

@@ -126,3 +126,20 @@ def test_damaged_tokenizers(meta_tokenizer, tmp_path):
         read_ranks(path)
     with pytest.raises(CheckpointError, match="no room for begin and end of text"):
         write_tokenizer_for_hf(tmp_path, find_assets(meta_tokenizer), vocab_size=500, max_seq_len=1)
+
+
+def test_token_ids_of_other_tokenizers(tmp_path):
+    assets = {name: tmp_path / name for name in ("tokenizer.json", "tokenizer_config.json")}
+    assets["tokenizer_config.json"].write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
+
+    def ids_of(content) -> dict:
+        assets["tokenizer.json"].write_text(json.dumps(content))
+        return read_token_ids(assets, vocab_size=10)
+
+    assert ids_of({"model": {"vocab": {"<s>": 4}}, "added_tokens": None}) == {"bos_token_id": 4}
+    unigram = {"model": {"vocab": [["<s>", 0.0]]}, "added_tokens": [{"content": "</s>", "id": 2}]}
+    assert ids_of(unigram) == {"eos_token_id": 2}
+    assert ids_of({}) == {}
+    for content in ({"model": None}, {"model": {}, "added_tokens": ["<s>"]}, {"model": {}, "added_tokens": [{}]}):
+        with pytest.raises(CheckpointError, match="is not a tokenizer.json"):
+            ids_of(content)
