@@ -41,7 +41,7 @@ class TensorDigest:
             self._update_parts(box, numbers, data, width)
             return
         if width <= MAX_BYTES and len(numbers) > _FEW:
-            total = sum_of_hashes(np.frombuffer(data, np.uint8).reshape(-1, width), np.asarray(numbers))
+            total = sum_of_hashes(np.frombuffer(data, np.uint8).reshape(-1, width), _as_array(numbers))
         else:
             total = 0
             for position, number in enumerate(_plain(numbers)):
@@ -95,3 +95,8 @@ class TensorDigest:
 def _plain(numbers: Sequence[int]) -> Sequence[int]:
     """Python's own integers, which xxhash takes as seeds."""
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+
+
+def _as_array(numbers: Sequence[int]) -> np.ndarray:
+    """The numbers as an array; of a range without making each of them an object."""
+    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers)

@@ -1,9 +1,17 @@
-"""A quarter of a gigabyte there and back: every byte, and never more in memory than a few blocks."""
+"""Large checkpoints: every byte arrives, and no more is in memory than a few blocks, whatever the model's size.
+
+Peaks are the kernel's: RssAnon, which leaves out page cache and mapped libraries. The limit is RLIMIT_DATA: it counts
+memory that a process may write for itself alone, used or not; RLIMIT_AS would count numpy's libraries, too, and the
+room that threads reserve without using it.
+"""
 
 import json
 import re
+import resource
 import subprocess
 import sys
+import time
+from math import prod
 from pathlib import Path
 
 import ml_dtypes
@@ -111,3 +119,111 @@ def test_there_and_back_in_little_memory(hf, tmp_path):
         assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
         assert back.pop(name).view(dtype=torch.int16).equal(tensor.view(dtype=torch.int16))
     assert not back
+
+
+# Llama 3.2 1B's numbers, with an output of its own: 3.0 GB in bf16
+LARGE = {
+    **CONFIG,
+    "vocab_size": 128_256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+LIMIT = 256 * MIB
+
+
+def _sparse(path: Path, tensors: dict[str, tuple[int, ...]]) -> Path:
+    """A safetensors file of bf16 zeros that takes no room on the disk."""
+    header, position = {}, 0
+    for name, shape in tensors.items():
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + 2 * prod(shape)]}
+        position += 2 * prod(shape)
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + position)
+    return path
+
+
+def _peak(*command: object) -> int:
+    """Run a process that may hold 256 MiB; the most anonymous memory it was seen with, in bytes."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (LIMIT, LIMIT)),
+    )
+    most = 0
+    while process.poll() is None:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        most = max(most, int(found[1]) * 1024 if found else 0)
+        time.sleep(0.005)
+    assert process.returncode == 0, process.stderr.read()
+    return most
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """3 GB of zeros as HF, and as DCP cut for two meshes."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text(json.dumps(LARGE))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "CONFIG", LARGE)
+        file = _sparse(folder / "hf/model.safetensors", _shapes())
+    assert file.stat().st_size > 2.5e9
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_c22_three_gigabytes_pass_under_a_quarter(large, tmp_path, workers):
+    """There with q and k permuted and cut along both dims for a mesh, and back."""
+    titan = ("-P", "-m", "titan_tools")
+    options = ("--workers", workers)
+    allowed = (128 + 16 * workers) * MIB
+    mesh = ("--for-mesh", "dp_shard=4,tp=8")
+    assert _peak(*titan, "convert", "hf-to-dcp", large / "hf", tmp_path / "dcp", *mesh, *options) <= allowed
+    assert _peak(*titan, "convert", "dcp-to-hf", tmp_path / "dcp", tmp_path / "back", *options) <= allowed
+
+
+@pytest.mark.slow
+def test_c22_casts_other_formats_reshard_and_verify_pass_too(large, tmp_path):
+    titan = ("-P", "-m", "titan_tools")
+    allowed = (128 + 16 * DEFAULT_WORKERS) * MIB
+    wide, cut, meta = tmp_path / "wide", tmp_path / "cut", tmp_path / "meta"
+    assert _peak(*titan, "convert", "hf-to-dcp", large / "hf", wide, "--dtype", "float32") <= allowed
+    assert _peak(*titan, "reshard", wide, cut, "--for-mesh", "dp_shard=2,tp=4", "--dtype", "bfloat16") <= allowed
+    assert _peak(*titan, "convert", "dcp-to-meta", cut, meta) <= allowed
+    assert _peak(*titan, "convert", "meta-to-dcp", meta, tmp_path / "dcp") <= allowed
+    assert _peak(*titan, "verify", cut) <= (128 + 16 * 4) * MIB  # which reads files with four threads
+
+
+COPY = """
+import sys
+from pathlib import Path
+from converters.execute import execute
+from converters.formats.dcp_write import plan_dcp
+from converters.layout import boxes_for_any_mesh
+from converters.open import open_checkpoint
+from converters.read import CatalogReader
+
+with CatalogReader(open_checkpoint(Path(sys.argv[1]))) as reader:
+    target = plan_dcp(reader.tensors, boxes_for_any_mesh(reader.tensors, file_bytes=5 * 10**9))
+    execute(Path(sys.argv[2]), source=reader, target=target, casts={}, write_small_files=lambda folder: [], workers=2)
+"""
+
+
+@pytest.mark.slow
+def test_c22_long_rows_and_vectors_are_read_in_parts(tmp_path):
+    """Each of them larger than the limit: a row of 600 MB, a vector of 400 MB, a matrix as wide as a vocabulary."""
+    shapes = {"rows": (2, 300_000_000), "vector": (200_000_000,), "wide": (1000, 256_000)}
+    source = _sparse(tmp_path / "model.safetensors", shapes)
+    assert (
+        _peak("-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})" + COPY, source, tmp_path / "out")
+        <= (128 + 16 * 2) * MIB
+    )

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import threading
+import tracemalloc
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -143,6 +144,26 @@ def test_the_rows_of_a_head_are_read_together(tmp_path, width, rows):
     if width * 32 <= MOST_BYTES:
         assert all(box.offsets[0] % 32 == 0 and box.sizes[0] % 32 == 0 for box in seen)
     assert max(box.num_elements for box in seen) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("shape", [(4096, 4096), (2, 1 << 23), (1 << 24,)])
+def test_memory_is_a_few_blocks_for_each_worker(tmp_path, workers, shape):
+    """Long rows and vectors too, with a cast and a check of what was read."""
+
+    class Zeros(Arrays):
+        def read(self, fqn: str, box: Box) -> np.ndarray:
+            return np.zeros(box.sizes, "float32")
+
+    source = Zeros()
+    source.tensors = {"w": TensorInfo("float32", shape)}  # 64 MiB
+    target = plan_safetensors({"w": TensorInfo("bfloat16", shape)})
+    tracemalloc.start()
+    casts = {"w": "bfloat16"}
+    copy_tensors(source, target, tmp_path, casts=casts, workers=workers, check_source=lambda found: None)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (4 + 8 * workers) * 2**20
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (1, 50), (2, 3, 4), (2, 1, 9)])
