@@ -127,9 +127,8 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) ->
 def _ids_of_tokens(path: Path) -> dict[str, int]:
     content, _ = read_tokenizer_json(path)
     try:
-        vocab = content["model"].get(
-            "vocab", {}
-        )  # a list of pairs in a Unigram model, whose named tokens are added ones
+        # pairs in a Unigram model, whose named tokens are added ones
+        vocab = content.get("model", {}).get("vocab")
         added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
