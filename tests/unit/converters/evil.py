@@ -24,7 +24,7 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "inst": b"(S'" + command + b"'\nios\nsystem\n.",
         "obj": b"(cposix\nsystem\nS'" + command + b"'\no.",
         "ext": b"\x80\x02\x82\x01.",
-        "nested": pickle.dumps(pickle.dumps(Reduce()), protocol=2)[:-1] + b"cpickle\nloads\n.",
+        "nested": b"\x80\x03cpickle\nloads\n" + pickle.dumps(pickle.dumps(Reduce()), protocol=3)[2:-1] + b"\x85R.",
         "stacked": b"\x80\x02N." + pickle.dumps(Reduce(), protocol=2),
         "getattr": b"\x80\x02cbuiltins\ngetattr\n(cbuiltins\n__import__\nX\x02\x00\x00\x00osttR.",
         "torch_function": b"\x80\x02ctorch.hub\nload\n)R.",
