@@ -67,7 +67,7 @@ def test_the_family_is_told_by_the_content(model):
     assert info.args.tied == ("tied" in name)
 
 
-@pytest.mark.parametrize("through", ["dcp", "meta"])
+@pytest.mark.parametrize("through", ["dcp", "meta", "torch"])
 def test_there_and_back_is_bit_equal(model, through, tmp_path):
     name, root = model
     if through == "meta" and name.startswith("qwen3"):
@@ -76,9 +76,9 @@ def test_there_and_back_is_bit_equal(model, through, tmp_path):
         with pytest.raises(UnsupportedError, match="no qwen3 models"):
             meta_params(read_model_info(root / "hf"))
         return
-    if through == "meta":
-        convert(root / "dcp", tmp_path / "meta", to="meta")
-    convert(root / "dcp" if through == "dcp" else tmp_path / "meta", tmp_path / "hf", to="hf")
+    if through != "dcp":
+        convert(root / "dcp", tmp_path / through, to=through)
+    convert(root / "dcp" if through == "dcp" else tmp_path / through, tmp_path / "hf", to="hf")
     ours, theirs = hf_tensors(tmp_path / "hf"), hf_tensors(root / "hf")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in theirs)
