@@ -17,7 +17,7 @@ from converters.formats.target import Target
 from converters.journal import reading_order
 from converters.manifest import TensorSum, write_manifest
 from converters.source_check import Vouched
-from converters.unfinished import GO_ON, making
+from converters.unfinished import GO_ON, bytes_left_behind, making
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
 _SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
@@ -138,5 +138,5 @@ def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:
 
 
 def require_room(dst: Path, target: Target) -> None:
-    """Raise CheckpointError where the disk of `dst` has no room for the output."""
-    require_space(dst, target.total_bytes + _SMALL_FILES_BYTES)
+    """Raise CheckpointError where the disk of `dst` has no room for the output, less what earlier attempts hold."""
+    require_space(dst, max(0, target.total_bytes + _SMALL_FILES_BYTES - bytes_left_behind(dst)))

@@ -64,13 +64,24 @@ def can_go_on(error: BaseException) -> bool:
     return not isinstance(error, Exception) or isinstance(error, OSError) or isinstance(error.__cause__, OSError)
 
 
+def bytes_left_behind(dst: Path) -> int:
+    """What earlier attempts at `dst` hold on the disk: the next one goes on from it or removes it."""
+    roots = dst.absolute().parent.glob(f"{_prefix(dst)}*")
+    return sum(path.lstat().st_blocks * 512 for root in roots for path in root.rglob("*"))
+
+
+def _prefix(dst: Path) -> str:
+    """How the names of all attempts at `dst` begin."""
+    return f"{TEMPORARY_PREFIX}{xxh3_64_hexdigest(os.fsencode(dst.name))[:8]}-"
+
+
 def _claim(dst: Path, *, fingerprint: str | None, resume: bool) -> Unfinished:
-    place = xxh3_64_hexdigest(os.fsencode(dst.name))[:8]
-    root = new_staging(dst, f"{place}-{fingerprint or uuid4().hex}")
+    prefix = _prefix(dst)
+    root = new_staging(dst, prefix.removeprefix(TEMPORARY_PREFIX) + (fingerprint or uuid4().hex))
     try:
         journal = _open_journal(root, dst)
         try:
-            remarks = _clear_others(root, dst, f"{TEMPORARY_PREFIX}{place}-")
+            remarks = _clear_others(root, dst, prefix)
             folder = root / dst.name
             header = {"plan": fingerprint, "destination": dst.name}
             if resume and fingerprint and journal.load(header):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import converters.commit as committing
 import converters.copy as copying
 from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
@@ -291,3 +292,15 @@ def test_the_fingerprint_names_the_plan(tmp_path, src):
     shutil.copytree(src, tmp_path / "copy")
     others.add(plan_fingerprint(open_checkpoint(tmp_path / "copy"), target, {}))
     assert len({one, *others}) == 5
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch, resume):
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", stop_after=30)
+    usage = shutil.disk_usage(tmp_path)
+    needed = 64 * 1024**2 + 100_000  # of the 170 kB of data, half is there
+    monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    with pytest.raises(CheckpointError, match="free on that disk"):
+        run(src, tmp_path / "other")
+    run(src, tmp_path / "out", resume=resume)
