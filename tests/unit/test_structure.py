@@ -78,8 +78,14 @@ def modules_loaded_by(*arguments: str) -> set[str]:
     return {name.split(".")[0] for name in done.stderr.split()}
 
 
-def test_help_loads_neither_torch_nor_numpy():
-    assert modules_loaded_by("--help") & {"torch", "numpy"} == set()
+def test_help_loads_neither_torch_nor_numpy_nor_the_hubs_client():
+    assert modules_loaded_by("--help") & {"torch", "numpy", "huggingface_hub"} == set()
+
+
+def test_only_download_loads_the_hubs_client():
+    hub = set((ROOT / "titan_tools" / "hub").glob("*.py"))
+    users = {f for package in OURS for f in (ROOT / package).rglob("*.py") if "huggingface_hub" in imported_roots(f)}
+    assert users and users <= hub
 
 
 def test_models_loads_no_torch():
