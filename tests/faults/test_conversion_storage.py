@@ -108,6 +108,34 @@ def test_c18_on_a_real_small_disk(sources, tmp_path):
     assert done.stdout == "code 2\n"
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_c18_all_is_on_the_disk_before_the_rename(sources, tmp_path, monkeypatch, way):
+    """Files and folders are synced after their last write, the parent once the new name is in it."""
+    events = []
+
+    def noted(kind, call):
+        def run(first, *arguments):
+            path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(first)
+            events.append((kind, path))
+            return call(first, *arguments)
+
+        return run
+
+    for name in ("pwrite", "fsync"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    monkeypatch.setattr(committing, "_renameat2", noted("rename", committing._renameat2))
+    WAYS[way](sources, tmp_path / "out")
+    (rename,) = (n for n, (kind, _) in enumerate(events) if kind == "rename")
+    staging = events[rename][1]
+    for path in (tmp_path / "out", *(tmp_path / "out").rglob("*")):
+        made = str(Path(staging, path.relative_to(tmp_path / "out")))
+        synced = events.index(
+            ("fsync", made), max([n for n, e in enumerate(events) if e == ("pwrite", made)], default=0)
+        )
+        assert synced < rename, path
+    assert ("fsync", str(tmp_path)) in events[rename:]
+
+
 class Meddling:
     """A Progress that changes the source once some bytes have been copied."""
 
