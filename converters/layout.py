@@ -298,7 +298,7 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
     if not all(held):
         raise ConfigError(
             f"{total:,} bytes cannot be shared out among {num_files:,} files",
-            hint=f"a row of a tensor lies in one file; at most {sum(map(bool, held)):,} files would hold something",
+            hint=f"a row of a tensor lies in one file, so {num_files - sum(map(bool, held)):,} would be empty",
         )
     return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(held)}
 

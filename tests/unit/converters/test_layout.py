@@ -22,6 +22,7 @@ from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
     boxes_for_mesh,
+    boxes_for_num_files,
     check_mesh,
     chunk_bounds,
     local_box,
@@ -170,6 +171,24 @@ def test_large_boxes_are_cut_in_rows():
     assert covers((128256, 16384), [b for fqn, b in boxes if fqn == "w"])
     assert max(b.num_elements * 2 for fqn, b in boxes if fqn == "w") <= 64 * 1024**2
     assert [b for fqn, b in boxes if fqn == "s"] == [Box((), ())]
+
+
+@pytest.mark.parametrize("num_files", [1, 2, 3, 7, 40])
+def test_a_number_of_files_of_about_one_size(num_files):
+    parameters = LLAMA3.parameters(FLAVORS["debug_gqa"])
+    tensors = {p.fqn: TensorInfo("bfloat16", p.shape) for p in parameters} | {"none": TensorInfo("float32", (0, 4))}
+    files = boxes_for_num_files(tensors, num_files)
+    assert list(files) == [f"__{n}_0.distcp" for n in range(num_files)]
+    for fqn, info in tensors.items():
+        assert covers(info.shape, [box for boxes in files.values() for name, box in boxes if name == fqn])
+    sizes = [sum(2 * box.num_elements for _, box in boxes) for boxes in files.values()]
+    assert max(sizes) - min(sizes) <= 2 * 2 * 384  # a row at each end
+
+
+def test_more_files_than_rows_are_refused():
+    with pytest.raises(ConfigError, match="cannot be shared out among 9 files") as error:
+        boxes_for_num_files({"w": TensorInfo("float32", (8, 4))}, 9)
+    assert "1 would be empty" in error.value.hint
 
 
 def test_parse():

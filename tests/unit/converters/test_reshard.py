@@ -1,5 +1,7 @@
 """converters/reshard.py: stock dcp.load finds every tensor and value again, cut as the new mesh holds them."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -183,6 +185,40 @@ def test_what_is_refused(step, tmp_path):
         reshard(tmp_path / "dcp", tmp_path / "out")
     reshard(tmp_path / "dcp", tmp_path / "out", model_from=tmp_path / "hf")
     assert verify(tmp_path / "out").ok and (tmp_path / "out" / "titan_model.json").is_file()
+
+
+def test_another_number_of_files(step, tmp_path):
+    report = reshard(step, tmp_path / "out", num_files=3)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.distcp"))
+    assert files == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__blobs_0.distcp", SMALL_TENSOR_FILE]
+    assert report.cut == "3 files"
+    loaded = blanked(training_state())
+    dcp.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    assert_equal(loaded, training_state())
+    with pytest.raises(ConfigError, match="--num-files and --shard-size each settle"):
+        reshard(step, tmp_path / "more", num_files=3, shard_bytes=1000)
+    many = reshard(step, tmp_path / "many", shard_bytes=10_000)
+    assert many.num_files > 5
+
+
+def test_an_interrupted_reshard_goes_on_to_the_same_bytes(step, tmp_path):
+    whole, parted, units = tmp_path / "whole", tmp_path / "parted", iter(range(40))
+    reshard(step, whole, mesh=MeshShape(dp_shard=2))
+
+    def advance(num_bytes):
+        if next(units, None) is None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reshard(
+            step, parted, mesh=MeshShape(dp_shard=2), resume=True, progress=lambda total, what: nullcontext(advance)
+        )
+    assert not parted.exists()
+    report = reshard(step, parted, mesh=MeshShape(dp_shard=2), resume=True)
+    assert report.resumed_bytes > 0
+    assert sorted(p.name for p in parted.iterdir()) == sorted(p.name for p in whole.iterdir())
+    for path in whole.glob("*.distcp"):
+        assert (parted / path.name).read_bytes() == path.read_bytes()
 
 
 def test_dry_run(step, tmp_path):
