@@ -105,7 +105,7 @@ def _print(report) -> None:
 def _print_needs(line, needs) -> None:
     from converters.sizes import tell_bytes
 
-    line("memory", f"about {tell_bytes(needs.memory_bytes)} at the peak")
+    line("memory", f"up to about {tell_bytes(needs.memory_bytes)}")
     free = f"{tell_bytes(needs.disk_bytes)}, {tell_bytes(needs.free_bytes)} are free"
     line("disk", free if needs.fits else f"does not fit: {free}")
     line("time", f"about {_tell_secs(needs.secs)} at {needs.bytes_per_sec / 1e9:.1f} GB/s; a slower disk sets the pace")
