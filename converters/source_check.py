@@ -38,12 +38,16 @@ class Vouched:
 def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
     """What the manifest beside `catalog` says of the tensors in `stored` (target name → source name); None without one.
 
-    Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now.
+    Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now. So
+    are those with tensors that have no digest (`--no-digest`), though it means that they are read twice.
     """
     manifest, holding = _manifest_of(catalog)
     if manifest is None:
         return None
-    _require_files(catalog.root, manifest.files.keys() - holding)
+    known = manifest.tensors
+    undigested = {name for name in stored.values() if name in known and not known[name].digest}
+    twice = {chunk.file for name in undigested for chunk in catalog.tensors[name].chunks}
+    _require_files(catalog.root, manifest.files.keys() - (holding - twice))
     digests = {name: manifest.tensors[name].digest for name in stored.values() if name in manifest.tensors}
     return Vouched(catalog.root, digests, stored)
 

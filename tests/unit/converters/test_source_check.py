@@ -73,6 +73,19 @@ def test_a_flipped_bit_is_not_copied(sound, way, tmp_path):
     is_refused(way, tmp_path / "bad", tmp_path / "out", "layers.1.attention.wk.weight", "norm.weight")
 
 
+@pytest.mark.parametrize("way", ["convert to HF", "reshard"])
+def test_a_flipped_bit_is_not_copied_where_there_are_no_digests(sound, way, tmp_path):
+    """The CRC32s of the files stand in for them."""
+    convert(sound / "hf", tmp_path / "bad", to="dcp", digests=False)
+    WAYS[way](tmp_path / "bad", tmp_path / "good")
+    shutil.rmtree(tmp_path / "good")
+    file = tmp_path / "bad" / "__0_0.distcp"
+    flip(file, place_of(file, tmp_path / "bad", "norm.weight"))
+    with pytest.raises(CheckpointError, match=r"(?s)not those that titan_manifest.json lists.*__0_0.distcp"):
+        WAYS[way](tmp_path / "bad", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["bad"]
+
+
 @pytest.mark.parametrize("way", ["convert to DCP", "convert with a cast"])
 def test_a_flipped_bit_in_safetensors_is_not_copied(sound, way, tmp_path):
     """q and k lie permuted there; the digest does not depend on it."""
