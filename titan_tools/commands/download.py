@@ -64,6 +64,8 @@ def download(
     if as_json:
         print_json(report.to_json())
         return
+    for folder in report.stale:
+        note(f"{folder} is left of a download of another commit; remove it if nobody wants to finish that")
     fetched = report.num_fetched_bytes
     here = "" if fetched == report.num_bytes else f", {tell_bytes(report.num_bytes - fetched)} of it here already"
     what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {tell_bytes(report.num_bytes)}"

@@ -50,6 +50,7 @@ class DownloadReport:
     num_bytes: int
     num_fetched_bytes: int  # without what lay here before
     secs: float
+    stale: tuple[str, ...] = ()  # folders of unfinished downloads to the same place, of other commits
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +73,9 @@ class Place(Protocol):
     def finish(self, names: Sequence[str]) -> None:
         """Make `path` of all files."""
 
+    def stale(self) -> tuple[str, ...]:
+        """What lies there of downloads of other commits, and nobody will finish."""
+
 
 class Cache:
     """The HF cache: files under blobs/ by checksum, and a snapshot folder of links to them."""
@@ -91,6 +95,9 @@ class Cache:
     def keep(self, part: Path, name: str, etag: str) -> None:
         os.replace(part, part.with_name(etag))
 
+    def stale(self) -> tuple[str, ...]:
+        return ()  # `hf cache` looks after it
+
     def finish(self, names: Sequence[str]) -> None:
         # The blobs are there; the client links them, and fetches what only it can.
         snapshot_download(
@@ -108,7 +115,8 @@ class Folder:
     def __init__(self, dst: Path, repository: str, sha: str, token: str | None):
         self._repository, self._sha, self._token = repository, sha, token
         self.path = dst
-        self.staging = dst.absolute().parent / f".download-{dst.name}-{sha[:12]}"
+        self._mark = f".download-{dst.name}-"
+        self.staging = dst.absolute().parent / (self._mark + sha[:12])
 
     def whole(self, name: str, etag: str = "") -> Path | None:
         return self.staging / name if (self.staging / name).is_file() else None
@@ -118,6 +126,10 @@ class Folder:
 
     def keep(self, part: Path, name: str, etag: str) -> None:
         os.replace(part, self.staging / name)
+
+    def stale(self) -> tuple[str, ...]:
+        found = self.staging.parent.glob(escape(self._mark) + "[0-9a-f]" * 12)
+        return tuple(sorted(str(p) for p in found if p != self.staging))
 
     def finish(self, names: Sequence[str]) -> None:
         for name in names:
@@ -177,6 +189,7 @@ def download(
         num_bytes=sum(f.num_bytes for f in files),
         num_fetched_bytes=missing,
         secs=time.monotonic() - started,
+        stale=place.stale(),
     )
 
 

@@ -152,6 +152,18 @@ def test_a_hub_that_goes_down_is_told_and_the_next_try_asks_for_the_rest_only(hu
         assert file.read() == hub.files[WEIGHTS]
 
 
+def test_what_is_left_of_another_commit_is_named(hub, tmp_path):
+    left = tmp_path / f".download-model-{'a' * 12}"
+    for folder in (left, tmp_path / f".download-model-2-{'a' * 12}"):
+        folder.mkdir()
+    assert download(NAME, tmp_path / "model").stale == (str(left),)
+    done = titan("download", NAME, tmp_path / "model-3", hub=hub, home=tmp_path / "hf")
+    assert str(left) not in done.stderr
+    shutil.rmtree(tmp_path / "model")
+    done = titan("download", NAME, tmp_path / "model", hub=hub, home=tmp_path / "hf")
+    assert f"{left} is left of a download of another commit" in done.stderr
+
+
 def test_killed_by_sigkill_the_next_process_goes_on(hub, tmp_path):
     hub.slow_after = {WEIGHTS: 1_000_000}
     command = [sys.executable, "-m", "titan_tools", "download", NAME, str(tmp_path / "model")]
