@@ -1,14 +1,16 @@
 """What a checkpoint holds, from headers alone: the model, its tensors folded over layers, its sections."""
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog
+from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
+from converters.fold import TensorLine, fold_lines
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import read_model_info, says_model
@@ -19,20 +21,7 @@ from converters.weights import model_part, naming_of
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # larger values are named and sized only
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
-_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name part that is a number
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLine:
-    """Tensors that differ in a layer number only. `num_bytes` and `num_chunks` are of all of them together."""
-
-    name: str  # layers.{0..31}.attention.wq.weight
-    section: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_tensors: int
-    num_chunks: int
-    num_bytes: int
+_STEPS = ("train_state.step", "step", "global_step", "trainer.global_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +34,12 @@ class Inspection:
     naming: str
     model: dict[str, Any] | None
     model_problem: str
+    step: int | None  # of training, where one of the values says it
     num_parameters: int
+    dtypes: dict[str, int]  # bytes of the weights by element type, the most first
     num_bytes: int
     num_files: int
+    num_chunks: int
     lines: tuple[TensorLine, ...]
     num_values: int
     values: dict[str, Any]
@@ -58,7 +50,7 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
-    """Describe a checkpoint of any format. Reads headers and small values; never a tensor.
+    """Describe a checkpoint of any format. Reads headers and small values; no tensor but the step's.
 
     `model_from`: a folder that says what the model is, where the checkpoint does not.
     """
@@ -73,17 +65,20 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
         problem = error.message if model_from or says_model(place) else ""
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
-    values = read_values(catalog)
+    values, lines = read_values(catalog), _lines(catalog, weights)
     return Inspection(
         path=str(path),
         container=catalog.container,
         naming=naming,
         model=model,
         model_problem=problem,
-        num_parameters=sum(_num_elements(t.shape) for t in weights.tensors.values()),
+        step=_step(catalog, values),
+        num_parameters=sum(prod(t.shape) for t in weights.tensors.values()),
+        dtypes=count_dtypes({n: TensorInfo(t.dtype, t.shape) for n, t in weights.tensors.items()}),
         num_bytes=catalog.num_bytes,
         num_files=len(files),
-        lines=tuple(fold_lines(catalog) if fold else _lines(catalog)),
+        num_chunks=sum(len(t.chunks) for t in catalog.tensors.values()),
+        lines=tuple(fold_lines(lines) if fold else lines),
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
         has_manifest=read_manifest(catalog.root) is not None,
@@ -119,50 +114,24 @@ def summarize_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _num_elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _lines(catalog: Catalog) -> Iterable[TensorLine]:
+def _lines(catalog: Catalog, weights: Catalog) -> Iterator[TensorLine]:
     for name, entry in catalog.tensors.items():
-        section = section_of(name) if catalog.container == "dcp" else "model"
+        section = "model" if name in weights.tensors else _section(catalog, name)
         yield TensorLine(name, section, entry.dtype, entry.shape, 1, len(entry.chunks), entry.num_bytes)
 
 
-def fold_lines(catalog: Catalog) -> list[TensorLine]:
-    """One line for tensors that are alike but for the first number in their names, in order of appearance."""
-    groups: dict[tuple, list[TensorLine]] = {}
-    for line in _lines(catalog):
-        pattern = _LAYER.sub("{}", line.name, count=1)
-        groups.setdefault((pattern, line.dtype, line.shape), []).append(line)
-    return [_fold(pattern, group) for (pattern, _, _), group in groups.items()]
+def _section(catalog: Catalog, name: str) -> str:
+    found = section_of(name)
+    return found if found != "model" else str((catalog.planner_data.get(name) or (name,))[0])
 
 
-def _fold(pattern: str, group: Sequence[TensorLine]) -> TensorLine:
-    first = group[0]
-    name = first.name
-    if len(group) > 1:
-        name = pattern.replace("{}", "{" + _ranges(sorted(int(_LAYER.search(g.name).group()) for g in group)) + "}", 1)
-    return TensorLine(
-        name,
-        first.section,
-        first.dtype,
-        first.shape,
-        len(group),
-        sum(g.num_chunks for g in group),
-        sum(g.num_bytes for g in group),
-    )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] → `0..2,5`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], number]
-        else:
-            parts.append([number, number])
-    return ",".join(f"{a}..{b}" if b > a else str(a) for a, b in parts)
+def _step(catalog: Catalog, values: Mapping[str, Any]) -> int | None:
+    """The step that training had come to: a value, or a 0-dim tensor (torchtitan's), the only tensor that is read."""
+    for name in _STEPS:
+        if type(values.get(name)) is int:
+            return values[name]
+        entry = catalog.tensors.get(name)
+        if entry is not None and not entry.shape and entry.dtype in ("int64", "int32"):
+            with suppress(CheckpointError, UnsupportedError), CatalogReader(catalog) as reader:
+                return int(reader.read(name, Box((), ())))
+    return None

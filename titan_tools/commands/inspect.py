@@ -37,34 +37,14 @@ def inspect(
     if loss_curve:
         raise CheckpointError(f"{checkpoint} is no run's folder: it has no {METRICS_FILE}, so no curve to draw")
     from converters.inspect import inspect_checkpoint, summarize_values
-    from converters.sizes import tell_bytes
-    from titan_tools.console import count, print_json, table
+    from titan_tools.console import print_json
+    from titan_tools.inspect_page import print_page
 
     found = inspect_checkpoint(checkpoint, fold=not every, model_from=model_from)
     if as_json:
         print_json(found.to_json())
         return
-    manifest = "with a manifest" if found.has_manifest else "no manifest"
-    print(f"{found.path}: {found.container}, {found.naming} names, {manifest}")
-    if found.model:
-        print("model: " + ", ".join(f"{key} {value}" for key, value in found.model.items()))
-    elif not found.model_problem:
-        print(
-            "model: nothing here says what it is (titan_model.json, config.json or params.json would, or --model-from)"
-        )
-    if found.model_problem:
-        print(f"model: beware, {found.model_problem}")
-    print(f"{found.num_parameters:,} parameters; {tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}\n")
-    for section in dict.fromkeys(line.section for line in found.lines):
-        rows = [
-            (line.name, line.dtype, list(line.shape), line.num_tensors, line.num_chunks, tell_bytes(line.num_bytes))
-            for line in found.lines
-            if line.section == section
-        ]
-        table((section, "dtype", "shape", "tensors", "chunks", "bytes"), rows)
-        print()
-    if found.values:
-        table(("value", ""), [(name, str(value)) for name, value in summarize_values(found.values).items()])
+    print_page(found, summarize_values(found.values), every=every)
 
 
 def _inspect_run(folder: Path, loss_curve: Path | None, *, as_json: bool) -> None:

@@ -2,14 +2,18 @@
 
 import json
 import pickle
+import random
+import re
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from converters.convert import convert
 from converters.errors import CheckpointError
+from converters.fold import TensorLine, fold_lines, tree_rows
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout import MeshShape
 from converters.outputs.base import OutputOptions
@@ -53,6 +57,77 @@ def test_gaps_and_odd_ones_are_told_apart(tmp_path):
     torch.save(state, tmp_path / "odd.pt")
     lines = inspect_checkpoint(tmp_path / "odd.pt").lines
     assert [(line.name, line.num_tensors) for line in lines] == [("layers.{0..2,5}.w", 4), ("layers.7.w", 1)]
+
+
+def test_numbers_fold_in_every_place_and_stand_for_exactly_what_there_is(tmp_path):
+    names = [f"layers.{n}.experts.{e}.w" for n in range(3) for e in range(4) if (n, e) != (2, 3)]
+    torch.save({name: torch.zeros(2) for name in names} | {"12": torch.zeros(2)}, tmp_path / "moe.pt")
+    lines = inspect_checkpoint(tmp_path / "moe.pt").lines
+    assert [(line.name, line.num_tensors) for line in lines] == [
+        ("layers.{0..1}.experts.{0..3}.w", 8),
+        ("layers.2.experts.{0..2}.w", 3),
+        ("12", 1),
+    ]
+
+
+def test_any_set_of_names_unfolds_to_itself():
+    """Random names: the lines' numbers, multiplied out, are the names, each once."""
+    draw = random.Random(0)
+    for _ in range(200):
+        places = draw.randrange(4)
+        numbers = {tuple(draw.randrange(4) for _ in range(places)) for _ in range(draw.randrange(1, 30))}
+        names = ["a" + "".join(f".{n}.b" for n in tuple_) for tuple_ in numbers]
+        lines = fold_lines([TensorLine(name, "model", "float32", (1,), 1, 2, 4) for name in names])
+        found = [name for line in lines for name in unfold(line.name)]
+        assert sorted(found) == sorted(names)
+        assert [line.num_tensors for line in lines] == [len(unfold(line.name)) for line in lines]
+        assert sum(line.num_chunks for line in lines) == 2 * len(names)
+
+
+def unfold(name):
+    match = re.search(r"\{([^}]*)\}", name)
+    if not match:
+        return [name]
+    numbers = [
+        n for part in match[1].split(",") for n in range(int(part.split("..")[0]), int(part.split("..")[-1]) + 1)
+    ]
+    return [x for n in numbers for x in unfold(name[: match.start()] + str(n) + name[match.end() :])]
+
+
+def test_the_tree_adds_up():
+    names = ("layers.{0..3}.attention.wq.weight", "layers.{0..3}.norm.weight", "norm.weight", "norm.bias", "step")
+    lines = [TensorLine(name, "model", "float32", (2,), 1, 2, 8) for name in names]
+    assert [(row.depth, row.name, row.num_tensors) for row in tree_rows(lines)] == [
+        (0, "layers.{0..3}", 2),
+        (1, "attention.wq.weight", 1),
+        (1, "norm.weight", 1),
+        (0, "norm", 2),
+        (1, "weight", 1),
+        (1, "bias", 1),
+        (0, "step", 1),
+    ]
+
+
+@pytest.mark.parametrize("step", [torch.tensor(7), torch.tensor(7, dtype=torch.int32), 7])
+def test_the_step_of_a_training_checkpoint(tmp_path, step):
+    state = {"w": torch.zeros(2), "train_state": {"step": step}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert inspect_checkpoint(tmp_path / "dcp").step == 7
+
+
+def test_what_lies_beside_the_weights_is_not_counted_with_them(tmp_path):
+    """PyTorch's own recipe, {"model": …, "optim": …}, and a torch file of that kind."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    torch.save({"model": model, "optim": optim}, tmp_path / "x.pt")
+    for name in ("dcp", "x.pt"):
+        found = inspect_checkpoint(tmp_path / name)
+        assert found.num_parameters == 15 and found.dtypes == {"float32": 60}
+        assert {line.section for line in found.lines} == {"model", "optim"}
 
 
 class Evil:

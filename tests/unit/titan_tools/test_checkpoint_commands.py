@@ -110,8 +110,9 @@ def test_to_meta_and_back(titan, tmp_path):
 def test_inspect_prints_a_table(titan):
     code, out, _ = titan("inspect", "hf")
     assert code == 0
-    assert "model.layers.{0..1}.self_attn.q_proj.weight" in out and "[32, 32]" in out
-    assert "model: family llama3, dim 32" in out
+    assert "\n  layers.{0..1} " in out and "\n      q_proj.weight " in out and "[32, 32]" in out
+    assert "model: llama3, 2 layers, dim 32, 4 heads (2 for keys and values) of 8" in out
+    assert "model.layers.1.self_attn.q_proj.weight" in titan("inspect", "hf", "--every")[1]
     assert len(titan("inspect", "hf", "--every")[1].splitlines()) > len(out.splitlines())
 
 

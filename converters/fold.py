@@ -1,0 +1,110 @@
+"""Many tensors that differ in numbers only as one line: `layers.{0..31}.attention.wq.weight`, experts likewise."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a name part that is a number
+_DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # not those of `{0..31}`, nor one in front of numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """Tensors that differ in numbers of their names only. `num_bytes` and `num_chunks` are of all of them together."""
+
+    name: str  # layers.{0..31}.attention.wq.weight
+    section: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_tensors: int
+    num_chunks: int
+    num_bytes: int
+
+
+def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
+    """Lines of one tensor each, folded where dtype, shape and all but the numbers agree; in order of appearance.
+
+    Only full products are written as one line, so that each line stands for exactly the names it shows.
+    """
+    groups: dict[tuple, dict[tuple[int, ...], TensorLine]] = {}
+    for line in lines:
+        parts = _NUMBER.split(line.name)
+        key = (tuple(parts[::2]), line.section, line.dtype, line.shape)
+        groups.setdefault(key, {})[tuple(map(int, parts[1::2]))] = line
+    folded: list[TensorLine] = []
+    for (texts, section, dtype, shape), members in groups.items():
+        for sets in _products(list(members)):
+            held = [members[numbers] for numbers in product(*sets)]
+            numbers = ["{" + _ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
+            name = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True)) if len(held) > 1 else held[0].name
+            chunks, size = sum(line.num_chunks for line in held), sum(line.num_bytes for line in held)
+            folded.append(TensorLine(name, section, dtype, shape, len(held), chunks, size))
+    return folded
+
+
+def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
+    """Number tuples as products of sets: [(0, 0), (0, 1), (1, 0), (1, 1)] → [[[0, 1], [0, 1]]]."""
+    if not tuples[0]:
+        return [[]]
+    rests: dict[int, list[tuple[int, ...]]] = {}
+    for first, *rest in tuples:
+        rests.setdefault(first, []).append(tuple(rest))
+    alike: dict[frozenset, list[int]] = {}
+    for first, rest in rests.items():
+        alike.setdefault(frozenset(rest), []).append(first)
+    return [[sorted(firsts), *sets] for rest, firsts in alike.items() for sets in _products(sorted(rest))]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] → `0..2,5`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number, number])
+    return ",".join(f"{a}..{b}" if b > a else str(a) for a, b in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRow:
+    """A row of the tree of names: a tensor line, or a part of names with the sums of what lies below."""
+
+    depth: int
+    name: str
+    line: TensorLine | None
+    num_tensors: int
+    num_chunks: int
+    num_bytes: int
+
+
+def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
+    """Lines as a tree of their names' parts. A part with one child only shares a row with it (`wq.weight`)."""
+    root: dict = {}
+    for line in lines:
+        node = root
+        for part in _DOT.split(line.name):
+            node = node.setdefault(part, {})
+        node.setdefault(None, []).append(line)  # several where they differ in dtype or shape
+    return _rows(root, 0)
+
+
+def _rows(node: Mapping, depth: int) -> list[TreeRow]:
+    rows = []
+    for part, child in node.items():
+        if part is None:
+            continue
+        name = part
+        while len(child) == 1 and None not in child:
+            ((part, child),) = child.items()
+            name += f".{part}"
+        for line in child.get(None, ()):
+            rows.append(TreeRow(depth, name, line, line.num_tensors, line.num_chunks, line.num_bytes))
+        below = _rows(child, depth + 1)
+        if below:
+            tops = [row for row in below if row.depth == depth + 1]
+            sums = (sum(r.num_tensors for r in tops), sum(r.num_chunks for r in tops), sum(r.num_bytes for r in tops))
+            rows.append(TreeRow(depth, name, None, *sums))
+            rows += below
+    return rows

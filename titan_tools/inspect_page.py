@@ -1,0 +1,110 @@
+"""The page that `titan inspect` prints: what it is, then the weights as a tree, then what lies beside them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from converters.fold import TensorLine, tree_rows
+from converters.inspect import Inspection
+from converters.sizes import tell_bytes
+from titan_tools.console import count, table
+
+_CONTAINERS = {"dcp": "DCP", "safetensors": "safetensors", "torch": "a torch file", "meta": "Meta's original format"}
+_COLUMNS = ("dtype", "shape", "tensors", "chunks", "bytes")
+_MOST_VALUE = 100  # characters of a value
+
+
+def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> None:
+    """Print an inspection. `every`: tensors under their full names, one line each."""
+    manifest = "with a manifest of titan's" if found.has_manifest else "no manifest"
+    container = _CONTAINERS.get(found.container, found.container)
+    print(f"{found.path}: {container}, {found.naming} names, {manifest}")
+    for line in _tell_model(found):
+        print(line)
+    if found.step is not None:
+        print(f"step:  {found.step:,}")
+    sizes = ", ".join(f"{tell_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
+    print(f"size:  {found.num_parameters:,} parameters ({sizes})")
+    whole = f"{tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}, {count(found.num_chunks, 'chunk')}"
+    print(f"       {whole}\n")
+    for section in sorted({line.section: None for line in found.lines}, key=lambda name: name != "model"):
+        lines = [line for line in found.lines if line.section == section]
+        title = "weights" if section == "model" else section
+        table((title, *_COLUMNS), _rows(lines, every=every))
+        print()
+    if values:
+        table(("value", ""), [(name, _shown(value)) for name, value in values.items()])
+
+
+def _tell_model(found: Inspection) -> list[str]:
+    lines = []
+    if found.model:
+        m = dict(found.model)
+        heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
+        tied = "output tied to the embedding" if m["tied"] else "output of its own"
+        lines.append(
+            f"model: {m['family']}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
+            f"vocabulary {m['vocab_size']:,}, {tied}" + (", q/k norms" if m["qk_norm"] else "")
+        )
+        scaling = m["rope_scaling"]
+        scaled = ""
+        if scaling:
+            original = scaling["original_max_position_embeddings"]
+            ramp = f"{scaling['low_freq_factor']:g} to {scaling['high_freq_factor']:g}"
+            scaled = f", scaled by {scaling['factor']:g} (llama3, {ramp}, over {original:,})"
+        lines.append(
+            f"       RoPE theta {m['rope_theta']:,.10g}{scaled}; norm epsilon {m['norm_eps']:g}; "
+            f"at most {m['max_seq_len']:,} tokens"
+        )
+    elif not found.model_problem:
+        lines.append(
+            "model: nothing here says what it is (titan_model.json, config.json or params.json would, or --model-from)"
+        )
+    if found.model_problem:
+        lines.append(f"model: beware, {found.model_problem}")
+    return lines
+
+
+def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple]:
+    if every:
+        return [_cells(line.name, line, line.num_tensors, line.num_chunks, line.num_bytes) for line in lines]
+    moments = [row for row in map(_moment, lines) if row]
+    if len(moments) == len(lines):
+        return _fold_moments(lines)
+    return [
+        _cells("  " * row.depth + row.name, row.line, row.num_tensors, row.num_chunks, row.num_bytes)
+        for row in tree_rows(lines)
+    ]
+
+
+def _cells(name: str, line: TensorLine | None, tensors: int, chunks: int, size: int) -> tuple:
+    return (name, line.dtype if line else "", list(line.shape) if line else "", tensors, chunks, tell_bytes(size))
+
+
+def _moment(line: TensorLine) -> str:
+    """`exp_avg` of `optimizer.state.<parameter>.exp_avg`, "" of what is no optimizer's state."""
+    head, _, rest = line.name.partition(".state.")
+    return rest.rpartition(".")[2] if rest and "." in rest and "." not in head.replace("optimizer", "") else ""
+
+
+def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple]:
+    """An optimizer's state has its parameter's layout: one row for each kind of it; --every lists all."""
+    groups: dict[tuple[str, str, bool], list[TensorLine]] = {}
+    for line in lines:
+        groups.setdefault((_moment(line), line.dtype, bool(line.shape)), []).append(line)
+    return [
+        (
+            f"{kind} of {count(sum(line.num_tensors for line in group), 'parameter')}",
+            dtype,
+            "as the parameter" if shaped else [],
+            sum(line.num_tensors for line in group),
+            sum(line.num_chunks for line in group),
+            tell_bytes(sum(line.num_bytes for line in group)),
+        )
+        for (kind, dtype, shaped), group in groups.items()
+    ]
+
+
+def _shown(value: Any) -> str:
+    """A value on one line, nothing in it that a terminal would obey."""
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= _MOST_VALUE else text[:_MOST_VALUE] + f"… ({len(text):,} characters)"
