@@ -26,6 +26,7 @@ _LIKE_PARAMETER = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
     + ("sum", "prev", "step_size", "ax")
 )
+TIED_SETTING = "tied: the embedding has settings of its own"
 _ABOUT_PARAMETERS = ("params", "param_names")  # keys of a group that list its members
 
 
@@ -115,6 +116,8 @@ def _plan_state(
     shape: tuple[int, ...],
 ) -> list[str]:
     target = f"{STATE}{owner}.{kind}"
+    if other := plan.tensors.get(target) or plan.blobs.get(target) or (target in plan.numbers and target):
+        return [f"twice       {name}  and {other} are one state of one parameter"]
     info = reader.tensors.get(name)
     if info is None:
         return _plan_value(plan, reader, names, name, target, kind)
@@ -177,11 +180,15 @@ def _plan_groups(
         owners = members.get(number, ())
         if not number.isdecimal():
             owner, key = _owner(rest, names.native)
-            owners = (EMBEDDING if names.tied and owner == OUTPUT else owner,)
+            owners = (owner,)
+            if names.tied and owner == OUTPUT:
+                plan.dropped[name] = TIED_SETTING
+                continue
             if not owner:
                 problems.append(f"unexpected  {name}")
                 continue
         if key in _ABOUT_PARAMETERS:
+            plan.dropped[name] = "each setting names its parameter"
             continue
         made = None
         if name in reader.tensors:  # a learning rate may be one, for torch.compile's sake
@@ -192,6 +199,8 @@ def _plan_groups(
             made = number_item(reader, name)
         for owner in owners:
             target = f"{GROUPS}{owner}.{key}"
+            if target in plan.blobs or target in plan.items:
+                problems.append(f"twice       {name}  is told of {owner} already")
             if made is not None:
                 plan.items[target] = made
             else:
@@ -212,10 +221,10 @@ def _group_members(
         if not isinstance(listed, list | tuple):
             complain(f"value       {name}  is no list of parameters")
             continue
-        strangers = [str(spelled) for spelled in listed if spelled not in names.native]
+        strangers = [str(spelled) for spelled in listed if not (type(spelled) is str and spelled in names.native)]
         if strangers:
             complain(f"unexpected  {name}  lists {', '.join(strangers[:3])}{', …' if len(strangers) > 3 else ''}")
-        found = [names.native[spelled] for spelled in listed if spelled in names.native]
+        found = [names.native[spelled] for spelled in listed if type(spelled) is str and spelled in names.native]
         members[number] = [fqn for fqn in found if not (names.tied and fqn == OUTPUT)]
     return members
 

@@ -139,7 +139,8 @@ def test_numbered_groups_are_told_for_each_parameter(tmp_path):
     ]
     nested = {name: {"exp_avg": t, "step": 7} for name, t in hf.items()}  # old torch counts in plain numbers
     save(tmp_path / "hf", {"model": hf, "optimizer": {"state": nested, "param_groups": groups}})
-    reshard(tmp_path / "hf", tmp_path / "ours")
+    report = reshard(tmp_path / "hf", tmp_path / "ours")
+    assert set(report.dropped) == {"optimizer.param_groups.0.params", "optimizer.param_groups.1.params"}
     blobs = open_checkpoint(tmp_path / "ours").blobs
     assert blobs.keys() == {f"optimizer.param_groups.{f}.{k}" for f in SHAPES for k in ("lr", "weight_decay", "betas")}
     assert read(tmp_path / "ours", "optimizer.param_groups.norm.weight.lr") == 0.25
@@ -156,7 +157,11 @@ def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
     groups = {f"param_groups.{name}.lr": 0.1 for name in hf}
     save(tmp_path / "hf", hf | {"optimizer": states | groups}, tied)
     report = reshard(tmp_path / "hf", tmp_path / "ours")
-    assert set(report.dropped) == {"lm_head.weight", "optimizer.state.lm_head.weight.exp_avg"}
+    assert set(report.dropped) == {
+        "lm_head.weight",
+        "optimizer.state.lm_head.weight.exp_avg",
+        "optimizer.param_groups.lm_head.weight.lr",
+    }
     assert "optimizer.state.output.weight.exp_avg" not in open_checkpoint(tmp_path / "ours").tensors
     states["state.lm_head.weight.exp_avg"] = states["state.lm_head.weight.exp_avg"] * 2
     save(tmp_path / "bad", hf | {"optimizer": states}, tied)
@@ -202,6 +207,23 @@ def test_frozen_parameters_are_missing_unless_that_is_allowed(tmp_path):
     report = reshard(tmp_path / "step", tmp_path / "out", mesh=MeshShape(dp_shard=2), allow_missing=True)
     assert report.missing == ("optimizer state of tok_embeddings.weight", "optimizer state of norm.weight")
     assert len(open_checkpoint(tmp_path / "out").tensors) == len(SHAPES) + len(states)
+
+
+def test_what_is_told_twice_or_of_nobody_is_refused(tmp_path):
+    hf = hf_names(weights())
+    states = {f"state.{name}.exp_avg": t for name, t in hf.items()}
+    states["state.model.model.norm.weight.exp_avg"] = torch.ones(16)  # as the weight is called in the checkpoint
+    groups = [{"lr": 0.1, "params": [*hf]}, {"lr": 0.2, "params": ["lm_head.weight", "nobody", ["a list"]]}]
+    save(tmp_path / "hf", {"model": hf, "optimizer": {**states, "param_groups": groups}})
+    with pytest.raises(CheckpointError, match="3 problems") as error:
+        reshard(tmp_path / "hf", tmp_path / "out")
+    for part in (
+        "optimizer.state.model.model.norm.weight.exp_avg  and optimizer.state.model.norm.weight.exp_avg are one state",
+        "twice       optimizer.param_groups.1.lr  is told of output.weight already",
+        "unexpected  optimizer.param_groups.1.params  lists nobody, ['a list']",
+    ):
+        assert part in error.value.message
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
 def test_numbered_states_are_refused(tmp_path):
