@@ -13,10 +13,10 @@ COPY_BYTES_PER_SEC = 1.2e9
 START_SECS = 0.3
 # Anonymous memory of the process, from above: the interpreter with numpy; a worker's buffers; one slot with its chunk,
 # its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with eight (a
-# worker has more to hold where tensors are cut along columns); 870 MiB for one of 470,000 chunks.
+# worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
 BASE_BYTES = 40 * 1024**2
 WORKER_BYTES = 16 * 1024**2
-SLOT_BYTES = 1_750
+SLOT_BYTES = 600
 SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
 
 

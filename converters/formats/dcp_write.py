@@ -60,7 +60,7 @@ def plan_dcp(
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
         sums = {}
         filled = iter(zip(slots, crcs, strict=True))
-        for file, boxes in files.items():  # one after the other: the shells of 470,000 items are half a gigabyte
+        for file, boxes in files.items():  # one after the other: the shells of 470,000 items are a third of a gigabyte
             pieces: list[tuple[int, bytes]] = []
             segments: list[Segment] = []
             for slot, crc in islice(filled, len(boxes)):
