@@ -258,6 +258,23 @@ def test_an_optimizer_without_weights_is_cut_too(tmp_path):
     assert len(open_checkpoint(tmp_path / "moments").tensors[f"optimizer.state.{WQ}.exp_avg"].chunks) == 2
 
 
+def test_weights_may_be_missing_too_where_that_is_allowed(tmp_path):
+    """An adapter's or a stage's part of a model: what is there is cut as it would be in the whole."""
+    part = {fqn: t for fqn, t in weights().items() if fqn.startswith("layers.1.")}
+    states = {k: v for f in part for k, v in adamw_state(f, SHAPES[f]).items()}
+    save(tmp_path / "step", part | {"optimizer": states})
+    with pytest.raises(CheckpointError, match=f"{len(SHAPES) - len(part)} problems"):
+        reshard(tmp_path / "step", tmp_path / "out", mesh=MeshShape(pp=2, dp_shard=2))
+    report = reshard(tmp_path / "step", tmp_path / "out", mesh=MeshShape(pp=2, dp_shard=2), allow_missing=True)
+    assert {"norm.weight", "optimizer state of norm.weight"} <= set(report.missing)
+    catalog = open_checkpoint(tmp_path / "out")
+    assert catalog.tensors.keys() == part.keys() | {f"optimizer.{key}" for key in states}
+    assert {chunk.file for chunk in catalog.tensors["layers.1.attention.wq.weight"].chunks} == {
+        "__2_0.distcp",
+        "__3_0.distcp",
+    }
+
+
 def test_moments_are_cast_on_request(tmp_path):
     save(tmp_path / "step", weights() | {"optimizer": optimizer()})
     report = reshard(tmp_path / "step", tmp_path / "out", optimizer_dtype="bf16")
