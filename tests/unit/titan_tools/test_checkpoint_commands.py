@@ -44,6 +44,21 @@ def titan(monkeypatch, capsys, folder):
     return run
 
 
+def test_reshard_takes_its_options(titan, tmp_path):
+    titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")
+    words = ("--num-files", "2", "--dtype", "float64", "--workers", "1", "--no-digest", "--json")
+    code, out, err = titan("reshard", tmp_path / "dcp", tmp_path / "two", *words)
+    report = json.loads(out)
+    assert (code, err, report["cut"]) == (0, "", "2 files") and [*report["dtypes"]] == ["float64"]
+    assert len(list((tmp_path / "two").glob("*.distcp"))) == 2
+    sums = json.loads((tmp_path / "two" / "titan_manifest.json").read_text())["tensors"]
+    assert not any(told.get("digest") for told in sums.values())
+    code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "many", "--shard-size", "30KB", "--dry-run")
+    assert code == 0 and "to write" in out and not (tmp_path / "many").exists()
+    code, _, err = titan("reshard", tmp_path / "dcp", tmp_path / "x", "--drop", "weights,model")
+    assert code == 2 and "no section is called weights" in err
+
+
 def test_there_and_back(titan, tmp_path):
     code, out, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--for-mesh", "dp_shard=2,tp=2")
     assert (code, err) == (0, "")
