@@ -58,6 +58,8 @@ def native_weights(
     """open_native for a catalog that is open already. What is allowed is listed in the ledger of `source`."""
     weights = model_part(catalog)
     place = Path(model_from) if model_from else catalog.root
+    if not place.exists():
+        raise CheckpointError(f"{place}: no such folder", hint="--model-from names one that says what model it is")
     info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
     if info.args.num_layers > len(weights.tensors):  # told before a name is made for each of billions of layers
         raise CheckpointError(

@@ -142,6 +142,31 @@ def test_second_copy_of_a_tied_embedding():
         native_view(Arrays(arrays), TIED, HF)
 
 
+def test_a_tied_weight_may_have_either_of_its_names():
+    arrays = hf_arrays(TIED)
+    embedding = arrays.pop("model.embed_tokens.weight")
+    arrays["lm_head.weight"] = embedding
+    view = native_view(Arrays(arrays), TIED, HF)
+    assert view.ledger.used["tok_embeddings.weight"] == "lm_head.weight" and not view.ledger.dropped
+    assert np.array_equal(whole(view, "tok_embeddings.weight"), embedding)
+    with pytest.raises(
+        CheckpointError, match=r"missing +model.embed_tokens.weight"
+    ):  # untied: two weights, one is gone
+        native_view(Arrays(arrays), INFO, HF)
+
+
+def test_names_within_a_dict_of_the_file():
+    nested = {f"state.{name}": array for name, array in hf_arrays().items()}
+    with pytest.raises(CheckpointError, match="no tensor here"):
+        detect_naming(nested, LLAMA3)
+    naming = detect_naming(nested, LLAMA3, nest="state.")
+    view = native_view(Arrays(nested), INFO, naming)
+    assert naming.name == "hf" and view.ledger.used["norm.weight"] == "state.model.norm.weight"
+    assert np.array_equal(whole(view, "layers.3.attention.wk.weight"), native_arrays()["layers.3.attention.wk.weight"])
+    with pytest.raises(CheckpointError, match=r"unexpected +state.other"):
+        native_view(Arrays(nested | {"state.other": np.zeros(2)}), INFO, naming)
+
+
 def test_drops_carry_their_reason():
     arrays = hf_arrays()
     arrays["model.layers.11.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
