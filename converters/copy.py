@@ -25,6 +25,7 @@ from converters.formats.write_at import write_all
 from converters.journal import Journal
 from converters.open_files import OpenFiles
 from converters.read import BLOCK_BYTES as MOST_BYTES
+from converters.writeback import begin_writeback
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next
@@ -150,6 +151,10 @@ def copy_tensors(
                     )
             unit.num_bytes += array.nbytes
         unit.pieces = list(written.values())
+        for piece in unit.pieces:
+            slot = target.slots[piece.slot]
+            with files.use(slot.file) as descriptor:
+                begin_writeback(descriptor, slot.byte_offset + piece.offset, piece.length)
         unit.digest = digest and digest.partial
         unit.source_digest = source_digest and source_digest.partial
         return unit
