@@ -91,7 +91,8 @@ def _print(report) -> None:
         line("dropped", f"{name}: {reason}")
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
-        line("left out", f"{sections} ({entries}): only weights are converted; `titan reshard` keeps it")
+        kept = "; `titan reshard` keeps it" if report.source_format.startswith("dcp") else ""
+        line("left out", f"{sections} ({entries}): only weights are converted{kept}")
     for name in report.missing:
         line("missing", f"{name}: not in the source, and so not in the output")
     for name in report.extra:

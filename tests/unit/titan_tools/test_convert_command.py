@@ -136,6 +136,14 @@ def test_what_was_allowed_is_printed(titan, folder, tmp_path):
     assert told["non_finite"] == {"norm.weight": 1}
 
 
+def test_what_lies_beside_the_weights_is_printed(titan, folder, tmp_path):
+    state = load_file(folder / "hf" / "model.safetensors")
+    torch.save({"model": state, "optimizer": {"state": {}}, "epoch": 3}, tmp_path / "file.pt")
+    code, out, _ = titan("convert", "torch-to-dcp", tmp_path / "file.pt", tmp_path / "dcp", "--model-from", "hf")
+    assert code == 0 and "  left out  optimizer, epoch (2 entries): only weights are converted\n" in out
+    assert is_same(titan, "hf", tmp_path / "dcp")
+
+
 def test_what_stays_float32_is_printed(titan, folder, tmp_path):
     shutil.copytree(folder / "hf", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
