@@ -1,7 +1,7 @@
 """Check a checkpoint as far as it can be checked: structure, cover, names and shapes, CRC32s, digests."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,13 +85,13 @@ def verify(
         catalog = open_checkpoint(path)
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line)
-        return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
+        checks = [Check("structure", "failed", error.message, hints), *_check_unopened(path, quick=quick)]
+        return VerifyReport(str(path), "", tuple(checks), 0, 0, {})
     except UnsupportedError as error:
-        problems = check_files(path) if path.is_dir() and read_manifest(path) else []
-        if not problems:  # whole, as far as anybody can tell, and of a kind that is not covered
+        checks = [check for check in _check_unopened(path, quick=quick) if check.outcome == "failed"]
+        if not checks:  # whole, as far as anybody can tell, and of a kind that is not covered
             raise
-        damaged = Check("files", "failed", f"against size and CRC32 in {MANIFEST}", tuple(problems))
-        return VerifyReport(str(path), "", (Check("structure", "failed", error.message), damaged), 0, 0, {})
+        return VerifyReport(str(path), "", (Check("structure", "failed", error.message), *checks), 0, 0, {})
     checks = [_tell_structure(catalog)]
     if catalog.container == "safetensors" and path.is_dir():
         checks += _check_index(catalog)
@@ -104,13 +104,37 @@ def verify(
     checks.append(_check_files(catalog, manifest, path, quick=quick))
     if quick:
         checks.append(Check("values", "not done", "no tensor was read (--quick)"))
-    elif checks[-1].outcome == "failed":  # values of files that are known to be damaged say nothing more
-        checks.append(Check("values", "not done", "the files are damaged"))
+    elif checks[-1].outcome == "failed":
+        checks.append(_check_damaged(catalog, manifest, checks[-1], native_rows))
     else:
         with progress(catalog.num_bytes, "reading") as advance:
             checks.append(_check_values(catalog, manifest, native_rows, non_finite, advance))
     return VerifyReport(
         str(path), catalog.container, tuple(checks), len(catalog.tensors), catalog.num_bytes, non_finite
+    )
+
+
+def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
+    """All files of a folder that does not open against its manifest, so that every one that changed is named."""
+    try:
+        if quick or not path.is_dir() or read_manifest(path) is None:
+            return []
+        return [_judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path))]
+    except (CheckpointError, OSError):  # the manifest itself, which opening has told already
+        return []
+
+
+def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, native_rows: RowNumbers | None) -> Check:
+    """Which tensors were hit: those in files that have changed, against their digests. The others are not read."""
+    damaged = {problem.split(": ")[0] for problem in files.problems}
+    inside = {n: t for n, t in catalog.tensors.items() if any(chunk.file in damaged for chunk in t.chunks)}
+    if manifest is None or not inside:
+        return Check("values", "not done", "files are damaged; values that were not hit say nothing more")
+    check = _check_values(replace(catalog, tensors=inside), manifest, native_rows, {}, lambda num_bytes: None)
+    if check.outcome == "failed":
+        return check
+    return replace(
+        check, outcome="not done", detail=f"of {len(inside):,} tensors in damaged files none was seen to change"
     )
 
 

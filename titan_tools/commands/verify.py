@@ -40,6 +40,6 @@ def verify(
         for name, number in report.non_finite.items():
             print(f"note          {name} holds {count(number, 'value')} that are NaN or infinite")
         size = f"{count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)}"
-        print(f"{report.path}: {report.verdict} ({size})")
+        print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
     if not report.ok:
         raise typer.Exit(1)

@@ -87,6 +87,23 @@ def test_a_checkpoint_without_digests_is_told_as_such(sound, kind, tmp_path):
     assert report.checks[-1].outcome == "warning" and "1 of 21 tensors have no digest" in report.checks[-1].detail
 
 
+def test_damage_is_told_by_file_and_by_tensor(sound, tmp_path):
+    """Two files changed and one missing: all are named, although such a folder does not even open."""
+    copy = shutil.copytree(sound / "ours_dcp", tmp_path / "copy")
+    with CatalogReader(open_checkpoint(copy)) as reader:
+        chunk = reader.located("norm.weight", reader.catalog.tensors["norm.weight"].chunks[0])
+    with (copy / chunk.file).open("r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\x11")
+    (values,) = [check for check in verify(copy).checks if check.name == "values"]
+    assert values.problems == ("norm.weight: its values have changed (digest)",)
+    (copy / "assets" / "tokenizer.json").unlink()
+    (copy / "titan_model.json").write_text("{}")
+    told = "\n".join(problem for check in verify(copy).checks for problem in check.problems)
+    assert "tokenizer.json: missing" in told and "titan_model.json: 2 bytes instead of" in told
+    assert f"{chunk.file}: its bytes have changed" in told
+
+
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_items_without_a_crc_are_counted(kind, tmp_path):
     """torch.serialization.set_crc32_options(False), which some use to save faster: there is nothing to compare with."""
