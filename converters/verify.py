@@ -1,9 +1,9 @@
 """Check a checkpoint as far as it can be checked: structure, cover, names and shapes, CRC32s, digests."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from converters.casts import count_non_finite
 from converters.catalog import Catalog
@@ -18,51 +18,9 @@ from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
 from converters.open import open_checkpoint
 from converters.read import BLOCK_BYTES, CatalogReader
+from converters.verify_report import Check, VerifyReport
 from converters.view import foreign_view
 from converters.weights import NativeWeights, native_weights
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check and what came of it; `problems` list every offender, of a warning what was seen."""
-
-    name: str
-    outcome: Literal["ok", "warning", "failed", "not possible", "not done"]
-    detail: str
-    problems: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is no damage."""
-
-    path: str
-    container: str
-    checks: tuple[Check, ...]
-    num_tensors: int
-    num_bytes: int
-    non_finite: dict[str, int]
-
-    @property
-    def ok(self) -> bool:
-        return not any(check.outcome == "failed" for check in self.checks)
-
-    @property
-    def verdict(self) -> str:
-        """The whole report in one clause, which claims nothing that was not checked."""
-        if not self.ok:
-            return "FAILED"
-        left = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
-        warned = [check.name for check in self.checks if check.outcome == "warning"]
-        parts = ["nothing wrong was found" if left else "all checks passed"]
-        if warned:
-            parts.append(f"with warnings: {', '.join(warned)}")
-        if left:
-            parts.append(f"not checked: {', '.join(left)}")
-        return "; ".join(parts)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
 
 
 def verify(
