@@ -1,6 +1,5 @@
 """torch files and Meta's single shard: what torch.save wrote is listed and read without torch."""
 
-import json
 
 import pytest
 import torch
@@ -32,23 +31,6 @@ def test_a_state_dict_of_a_module_and_shared_storages(tmp_path):
     assert found["model.1.bias"] == raw(module[1].bias)
     assert catalog.values == {"step": 5, "cfg.lr": [0.1]}
     assert catalog.planner_data["model.0.weight"] == ("model", "0.weight")
-
-
-def test_a_single_meta_shard(tmp_path):
-    state = {"tok_embeddings.weight": torch.randn(8, 4).bfloat16(), "norm.weight": torch.ones(4)}
-    torch.save(state, tmp_path / "consolidated.00.pth")
-    with pytest.raises(CheckpointError, match="params.json is missing"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "params.json").write_text(json.dumps({"dim": 4}))
-    catalog = open_checkpoint(tmp_path)
-    assert catalog.container == "meta"
-    assert read_all(catalog) == {fqn: raw(tensor) for fqn, tensor in state.items()}
-    torch.save(state, tmp_path / "consolidated.01.pth")
-    with pytest.raises(UnsupportedError, match="2 shards"):
-        open_checkpoint(tmp_path)
-    (tmp_path / "consolidated.00.pth").unlink()
-    with pytest.raises(CheckpointError, match="consolidated.00.pth is missing"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
