@@ -187,6 +187,7 @@ def _sniff(path: Path) -> bytes:
 
 def _refuse_strange_files(folder: Path, names: list[str], *, pickles: bool = False) -> None:
     """Recognise what downloads leave behind in place of weights, before a parser calls it a damaged header."""
+    problems = []
     for name in names:
         path = folder / name
         if not path.is_file():
@@ -195,7 +196,16 @@ def _refuse_strange_files(folder: Path, names: list[str], *, pickles: bool = Fal
         if start[8:9] == b"{":  # safetensors; a header of 640 bytes begins like a pickle (80 02)
             continue
         if not (pickles and start[:1] == b"\x80") and (problem := _stranger(path, start)):
-            raise problem
+            problems.append(problem)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        first, told = problems[0], [problem.message for problem in problems]
+        raise type(first)(
+            f"{folder}: {len(told)} files hold something else than weights:{list_offenders(told)}",
+            hint=first.hint,
+            tries=first.tries,
+        )
 
 
 def _stranger(path: Path, start: bytes) -> CheckpointError | None:

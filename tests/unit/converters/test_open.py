@@ -38,6 +38,16 @@ def test_strangers_are_recognised(tmp_path, kind, name, as_folder):
         assert message in str(caught.value)
 
 
+def test_all_strangers_are_listed(tmp_path):
+    """A repository cloned without Git LFS: each shard is a pointer."""
+    for n in (1, 2, 3):
+        (tmp_path / f"model-0000{n}-of-00003.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="3 files hold something else than weights") as caught:
+        open_checkpoint(tmp_path)
+    assert all(f"0000{n}-of-00003.safetensors: a Git LFS pointer" in caught.value.message for n in (1, 2, 3))
+    assert caught.value.tries == ("git lfs pull",)
+
+
 def test_places_that_hold_no_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="no such file or folder"):
         open_checkpoint(tmp_path / "nowhere")
