@@ -1,5 +1,6 @@
 """Sources to damage, the command line in this process, and a watch over what a process opens and runs."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +15,10 @@ from converters.layout import MeshShape
 from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama, write_meta
 from titan_tools import cli
+
+INDEX = "model.safetensors.index.json"
+Q = "model.layers.0.self_attn.q_proj.weight"
+DATA = {"hf": "*-of-*.safetensors", "hf_single": "*.safetensors", "dcp": "*.distcp", "meta": "*.pth", "torch": "*.bin"}
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +54,20 @@ def copy_of(sources, tmp_path):
         return shutil.copytree(sources / kind, tmp_path / f"{kind}-copy")
 
     return copy
+
+
+@pytest.fixture
+def index(copy_of):
+    """(folder, weight_map, write): an HF folder and a way to rewrite its index."""
+    folder = copy_of("hf")
+    content = json.loads((folder / INDEX).read_text())
+
+    def write(weight_map, **metadata):
+        content["weight_map"] = weight_map
+        content["metadata"] |= metadata
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return folder, content["weight_map"], write
 
 
 @pytest.fixture
