@@ -39,7 +39,7 @@ def sources(tmp_path_factory) -> Path:
     torch.save(model.state_dict(), folder / "torch" / "pytorch_model.bin")
     for name in ("dcp", "torch"):
         shutil.copy(folder / "hf_single" / "config.json", folder / name)
-    mesh = OutputOptions(mesh=MeshShape(dp_shard=2, tp=2))
+    mesh = OutputOptions(mesh=MeshShape(dp_shard=2))
     convert(folder / "hf_single", folder / "ours_dcp", to="dcp", options=mesh)
     convert(folder / "hf_single", folder / "ours_hf", to="hf", options=OutputOptions(shard_bytes=60_000))
     convert(folder / "hf_single", folder / "ours_meta", to="meta")

@@ -207,7 +207,7 @@ def rewrite_like(sources: Path, like: Path, out: Path, kind: str) -> None:
     shutil.copytree(sources / "hf_single", source)
     tensors = load_file(source / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, source / "model.safetensors")
-    options = {"dcp": OutputOptions(mesh=MeshShape(dp_shard=2, tp=2)), "hf": OutputOptions(shard_bytes=60_000)}
+    options = {"dcp": OutputOptions(mesh=MeshShape(dp_shard=2)), "hf": OutputOptions(shard_bytes=60_000)}
     convert(source, out, to=kind, options=options.get(kind, OutputOptions()))
 
 
