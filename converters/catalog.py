@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from converters.dtypes import itemsize
+from converters.names import section_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,15 @@ class Catalog:
     @property
     def num_bytes(self) -> int:
         return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
+
+    def path_of(self, name: str) -> tuple:
+        """The keys that lead to an entry in the nested state dict that was saved."""
+        return self.planner_data.get(name) or (name,)
+
+    def section_of(self, name: str) -> str:
+        """The section of an entry that is no weight: titan's own or, of what titan does not know, its first key."""
+        section = section_of(name)
+        return section if section != "model" else str(self.path_of(name)[0])
 
 
 @dataclass(frozen=True, slots=True)

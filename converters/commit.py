@@ -83,18 +83,18 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
     aside = aside_of(dst)
     if not dst.exists():
         _rename_new(staging, dst)
-        _fsync(parent)
+        fsync(parent)
         shutil.rmtree(aside, ignore_errors=True)  # of a kill between the two renames below
         return
     if _renameat2(staging, dst, _RENAME_EXCHANGE):
-        _fsync(parent)
+        fsync(parent)
         shutil.rmtree(staging, ignore_errors=True)  # now the old one
         return
     if aside.exists():
         shutil.rmtree(aside)  # left by an earlier kill after the new one was in place
     os.rename(dst, aside)
     os.rename(staging, dst)
-    _fsync(parent)
+    fsync(parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -114,8 +114,8 @@ def fsync_folder(folder: Path) -> None:
     """fsync every file and folder below `folder`, and `folder` itself."""
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _fsync(Path(root) / name)
-        _fsync(Path(root))
+            fsync(Path(root) / name)
+        fsync(Path(root))
 
 
 def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
@@ -129,8 +129,11 @@ def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
     return swept
 
 
-def require_space(folder: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where nothing can be written, or the disk has less than `num_bytes` free for `folder`."""
+def require_space(folder: Path, num_bytes: int) -> int:
+    """The free bytes of the disk that `folder` is on, or will be.
+
+    Raises CheckpointError where nothing can be written there, or less than `num_bytes`.
+    """
     place = folder.absolute()
     while not place.exists():
         place = place.parent
@@ -144,6 +147,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
             f"{folder}: needs {tell_bytes(num_bytes)}, {tell_bytes(usage.free)} are free on that disk",
             hint="nothing was written",
         )
+    return usage.free
 
 
 def _rename_new(staging: Path, dst: Path) -> None:
@@ -179,7 +183,8 @@ def _libc_renameat2():
     return call
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """fsync a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -43,8 +43,8 @@ _CALLED_CONTAINER = {
     "torch": "a torch file",
     "meta": "an original Meta release",
 }
-_LONE_FILE = "the file does not say what model it is: whoever reads it names a folder that does (--model-from)"
 _KIND_OF = {"dcp": "dcp", "safetensors": "hf", "meta": "meta", "torch": "torch"}
+_LONE_FILE = "the file does not say what model it is: whoever reads it names a folder that does (--model-from)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from converters.families.registry import get_family
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, says_model
-from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
 from converters.view import View, foreign_view
@@ -132,15 +131,9 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
     return sides[0], sides[1]
 
 
-def _section(catalog: Catalog, name: str) -> str:
-    """The section of what is no weight: its own, or the first key of its path in the nested state dict."""
-    found = section_of(name)
-    return found if found != "model" else str((catalog.planner_data.get(name) or (name,))[0])
-
-
 def _section_names(side: _Side) -> dict[str, None]:
     names = (*side.sections.tensors, *side.catalog.blobs, *side.catalog.values)
-    return {_section(side.catalog, name): None for name in names}
+    return {side.catalog.section_of(name): None for name in names}
 
 
 def _lacking(side: _Side) -> Set[str]:
@@ -159,7 +152,7 @@ class _Part:
 
     def __init__(self, source: CatalogReader, sections: set[str]):
         self.source = source
-        self.tensors = {n: info for n, info in source.tensors.items() if _section(source.catalog, n) in sections}
+        self.tensors = {n: info for n, info in source.tensors.items() if source.catalog.section_of(n) in sections}
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         return self.source.read(fqn, box)
@@ -289,7 +282,7 @@ def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Differenc
 
 def _values_in(side: _Side, sections: Set[str]) -> set[str]:
     names = (*side.catalog.blobs, *side.catalog.values)
-    return {name for name in names if _section(side.catalog, name) in sections}
+    return {name for name in names if side.catalog.section_of(name) in sections}
 
 
 def _value(side: _Side, name: str) -> Any:

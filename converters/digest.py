@@ -58,11 +58,6 @@ class TensorDigest:
         index = np.indices(sizes).reshape(len(sizes), -1)
         return np.array(strides) @ (index + np.array(offsets)[:, None])
 
-    def combine(self, other: "TensorDigest") -> None:
-        """Add the rows that another process or thread has summed up."""
-        assert (other.dtype, other.shape) == (self.dtype, self.shape) and not other._open
-        self._sum = (self._sum + other._sum) % _MODULUS
-
     @property
     def partial(self) -> int:
         """The sum so far, to be sent to another process."""

@@ -14,7 +14,7 @@ from converters.fold import TensorLine, fold_lines
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import read_model_info, says_model
-from converters.names import OPTIMIZER, section_of
+from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
 from converters.weights import model_part, naming_of
@@ -116,13 +116,8 @@ def summarize_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _lines(catalog: Catalog, weights: Catalog) -> Iterator[TensorLine]:
     for name, entry in catalog.tensors.items():
-        section = "model" if name in weights.tensors else _section(catalog, name)
+        section = "model" if name in weights.tensors else catalog.section_of(name)
         yield TensorLine(name, section, entry.dtype, entry.shape, 1, len(entry.chunks), entry.num_bytes)
-
-
-def _section(catalog: Catalog, name: str) -> str:
-    found = section_of(name)
-    return found if found != "model" else str((catalog.planner_data.get(name) or (name,))[0])
 
 
 def _step(catalog: Catalog, values: Mapping[str, Any]) -> int | None:

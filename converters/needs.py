@@ -1,6 +1,5 @@
 """What a conversion will need: memory, disk, time. `--dry-run` tells it."""
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +33,7 @@ class Needs:
 
 def estimate_needs(dst: Path, target: Target, *, workers: int) -> Needs:
     """The needs of writing `target` to `dst` with `workers` threads."""
-    require_space(dst, 0)  # raises where nothing can be written at all
-    disk_bytes, free_bytes = target.total_bytes, free_on_disk(dst)
+    disk_bytes, free_bytes = target.total_bytes, require_space(dst, 0)  # raises where nothing can be written at all
     return Needs(
         memory_bytes=BASE_BYTES + WORKER_BYTES * workers + SLOT_BYTES * len(target.slots),
         disk_bytes=disk_bytes,
@@ -44,11 +42,3 @@ def estimate_needs(dst: Path, target: Target, *, workers: int) -> Needs:
         secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / COPY_BYTES_PER_SEC,
         bytes_per_sec=COPY_BYTES_PER_SEC,
     )
-
-
-def free_on_disk(dst: Path) -> int:
-    """Free bytes on the disk that `dst` will lie on."""
-    place = dst.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free

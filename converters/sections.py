@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.names import OPTIMIZER, section_of
+from converters.names import OPTIMIZER
 
 MODEL = "model"  # the section of the weights, which lie at the root
 # torchtitan and most scripts; torch's tutorials; dicts that were made for torch.save
@@ -26,14 +26,14 @@ class Training:
 def with_titan_sections(catalog: Catalog) -> Training:
     """`app.optim.state…` becomes `optimizer.state…`, and what lies beside it in `app` moves up as well."""
     names = [*catalog.tensors, *catalog.blobs]
-    places = {place for name in names if (place := _optimizer_place(path_of(catalog, name)))}
+    places = {place for name in names if (place := _optimizer_place(catalog.path_of(name)))}
     if len(places) > 1:
         found = [".".join(map(str, place)) for place in sorted(places, key=str)]
         raise UnsupportedError(f"{catalog.root} holds several optimizers:{list_offenders(found)}")
     place = next(iter(places), (OPTIMIZER,))
     if place == (OPTIMIZER,):
         return Training(catalog, {})
-    paths = {name: _moved(path_of(catalog, name), place) for name in names}
+    paths = {name: _moved(catalog.path_of(name), place) for name in names}
     new = {name: ".".join(map(str, path)) for name, path in paths.items()}
     if len(set(new.values())) < len(new):
         taken = sorted(name for name, moved in new.items() if list(new.values()).count(moved) > 1)
@@ -47,22 +47,11 @@ def with_titan_sections(catalog: Catalog) -> Training:
     return Training(moved, {moved: name for name, moved in new.items() if moved != name})
 
 
-def path_of(catalog: Catalog, name: str) -> tuple:
-    """The keys that lead to an entry in the nested state dict that was saved."""
-    return catalog.planner_data.get(name) or (name,)
-
-
 def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
     """Entry → section: `model` for `weights`, else titan's own name or, of what titan does not know, the first key."""
     weights = set(weights)
-
-    def find(name: str) -> str:
-        if name in weights:
-            return MODEL
-        section = section_of(name)
-        return section if section != MODEL else str(path_of(catalog, name)[0])
-
-    return {name: find(name) for name in (*catalog.tensors, *catalog.blobs)}
+    names = (*catalog.tensors, *catalog.blobs)
+    return {name: MODEL if name in weights else catalog.section_of(name) for name in names}
 
 
 def _optimizer_place(path: tuple) -> tuple:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from converters.commit import fsync
 from converters.errors import CheckpointError, TitanError
 from converters.execute import Execution, check_places, execute
 from converters.formats import torch_file
@@ -55,11 +56,7 @@ def _move(made: Path, dst: Path, *, overwrite: bool) -> None:
             raise CheckpointError(f"{dst}: appeared while it was being made", hint="another job wrote there") from error
         except OSError:  # a file system without links
             os.rename(made, dst)
-    descriptor = os.open(dst.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(dst.parent)
 
 
 def _is_torch_file(path: Path) -> bool:

@@ -13,7 +13,7 @@ from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_t
 from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
 from converters.torchtune_recipe import VERSION
 
-# What torchtune's Llama 3 tokenizer looks up, in the order of Meta's ids. The first eight go through the model; of the
+# What torchtune's Llama 3 tokenizer looks up. The first eight, in the order of Meta's ids, go through the model; of the
 # last two a text has none.
 _NEEDED = (
     "<|begin_of_text|>",

@@ -9,7 +9,7 @@ from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.optimizer_state import plan_optimizer
 from converters.read import CatalogReader
-from converters.sections import MODEL, path_of
+from converters.sections import MODEL
 from converters.training_names import Spelling
 from converters.training_values import WithNumbers, is_number, number_item
 from converters.view import Ledger, View
@@ -64,6 +64,6 @@ def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, st
 def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple:
     """Where an entry lies in the nested state dict: as it did, or as the trainer nests what is translated."""
     if spelling.names.are_native or sections.get(name, MODEL) not in (MODEL, OPTIMIZER):
-        return path_of(catalog, name)
+        return catalog.path_of(name)
     head, _, rest = name.partition(".")
     return (OPTIMIZER, rest) if head == OPTIMIZER else (name,)

@@ -12,7 +12,6 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info
 from converters.optimizer_state import STATE, ParameterNames
 from converters.read import CatalogReader
-from converters.sections import path_of
 from converters.view import OUTPUT, TIED_REASON, View, detect_naming, native_view
 from converters.weights import model_part, native_weights
 
@@ -42,7 +41,7 @@ def read_spelling(
         view, info = weights.source, weights.info
     used = view.ledger.used
     tied = _second_names(view)
-    nests = {name: ".".join(map(str, (*path_of(catalog, name)[:-1], ""))) for name in used.values()}
+    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in used.values()}
     native: dict[str, str] = {}
     # As the weights are called; without the key they lie under; and without the `model.` that torchtitan once put there
     for prefix_of in (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model."):

@@ -90,7 +90,7 @@ def model_part(catalog: Catalog) -> Catalog:
     tensors = {n: t for n, t in catalog.tensors.items() if not _is_beside(catalog, n)}
     nest = _nest(catalog)
     if nest is not None:
-        tensors = {n: t for n, t in tensors.items() if _path(catalog, n)[:-1] == nest}
+        tensors = {n: t for n, t in tensors.items() if catalog.path_of(n)[:-1] == nest}
     return replace(catalog, tensors=tensors, blobs={}, values={})
 
 
@@ -98,7 +98,7 @@ def left_out(catalog: Catalog) -> dict[str, int]:
     """What a checkpoint holds beside the weights: section, or top key of a nested state dict → number of entries."""
     weights = model_part(catalog).tensors
     others = (n for n in (*catalog.tensors, *catalog.blobs, *catalog.values) if n not in weights)
-    return dict(Counter(section_of(n) if section_of(n) != "model" else str(_path(catalog, n)[0]) for n in others))
+    return dict(Counter(map(catalog.section_of, others)))
 
 
 # Under which key trainers keep the weights in a dict that holds the optimizer, too
@@ -109,16 +109,12 @@ def _nest(catalog: Catalog) -> tuple | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
     if catalog.container not in ("dcp", "torch"):
         return None
-    sizes = Counter(_path(catalog, n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
+    sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
     total = sum(sizes.values())
     likely = [p for p, size in sizes.items() if (not p or p[-1] in _MODEL_KEYS) and 10 * size >= total]  # no lone step
     if not likely:
         return next(iter(sizes)) if len(sizes) == 1 else None
     return max(likely, key=lambda path: (sizes[path], -len(path)))
-
-
-def _path(catalog: Catalog, name: str) -> tuple:
-    return catalog.planner_data.get(name) or (name,)
 
 
 def _is_beside(catalog: Catalog, name: str) -> bool:

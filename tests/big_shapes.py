@@ -58,7 +58,7 @@ def llama_405b(prefix: str = "model.") -> dict[str, TensorInfo]:
 
 
 def deepseek_v3() -> dict[str, TensorInfo]:
-    """DeepSeek-V3 (671B): fp8 weights with a scale for each block of 128 × 128, 61 layers, 58 of them of 256 experts."""
+    """DeepSeek-V3 (671B): fp8 weights a scale for each block of 128 × 128, 61 layers, 58 of them with 256 experts."""
     dim, vocab, q_rank, kv_rank, heads = 7168, 129280, 1536, 512, 128
     tensors = {"model.embed_tokens.weight": TensorInfo("bfloat16", (vocab, dim))}
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 BOS, EOS = 256, 257  # behind the 256 bytes
-NUM_TOKENS = 258
 SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,

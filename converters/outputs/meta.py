@@ -13,7 +13,7 @@ from converters.families.base import Family, ModelArgs, Naming
 from converters.formats.meta_write import plan_meta
 from converters.formats.target import Target
 from converters.layout import uneven_over_tp
-from converters.model_info import write_meta_params, write_model_info
+from converters.model_info import meta_params, write_meta_params, write_model_info
 from converters.names import META_PARAMS, MODEL_INFO
 from converters.outputs.base import Contents, Output, OutputOptions
 
@@ -28,7 +28,7 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     family, args = contents.family, contents.info.args
-    family.meta_params(args)  # raises now where params.json cannot say it, not after the copy
+    meta_params(contents.info)  # raises now where params.json cannot say it, not after the copy
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
     dims = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))} | family.meta_shard_dims

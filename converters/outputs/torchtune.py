@@ -16,7 +16,7 @@ from converters.families.base import Family, Naming
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
 from converters.formats.target import Target
 from converters.formats.torch_write import plan_torch
-from converters.model_info import write_hf_config, write_meta_params, write_model_info
+from converters.model_info import meta_params, write_hf_config, write_meta_params, write_model_info
 from converters.names import (
     ASSETS_FOLDER,
     HF_CONFIG,
@@ -40,8 +40,6 @@ from converters.torchtune_recipe import (
 from converters.torchtune_tokenizer import find_tokenizer
 
 _ONE_FILE = {"meta": META_SHARD.format(index=0), "torchtune": TORCH_MODEL}  # checkpointers that read just one
-
-
 _STYLES = [f"--style {style}" for style in CHECKPOINTERS]
 
 
@@ -73,7 +71,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     if options.shard_bytes is not None:
         raise ConfigError(f"--shard-size means nothing for --style {style}, which is one file", tries=_STYLES[:1])
     if style == "meta":
-        contents.family.meta_params(info.args)  # raises now where params.json cannot say it, not after the copy
+        meta_params(info)  # raises now where params.json cannot say it, not after the copy
     return plan_torch(contents.tensors, file=_ONE_FILE[style], shared=second_names(contents.view.ledger.used))
 
 

@@ -55,7 +55,7 @@ def fetch(
                 failures += 1
         if have > num_bytes:
             file.truncate(0)
-            raise CheckpointError(f"{part}: longer than the hub's file; it was emptied", hint=f"{AGAIN}")
+            raise CheckpointError(f"{part}: longer than the hub's file; it was emptied", hint=AGAIN)
 
 
 def _append(

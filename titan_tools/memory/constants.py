@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from converters.errors import ConfigError
 
-KIB, MIB, GIB = 1024, 1024**2, 1024**3
+MIB, GIB = 1024**2, 1024**3
 
 # What the closed form was written against. A change in FSDP2 (what the root group keeps, buffer lifetimes) moves it.
 TORCH_VERSIONS = "torch 2.11 to 2.13"

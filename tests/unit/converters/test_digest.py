@@ -18,7 +18,7 @@ def digest(array: np.ndarray, boxes: list[Box] | None = None) -> str:
     for box in boxes or [Box.whole(array.shape)]:
         part = TensorDigest(array.dtype.name, array.shape)
         part.update(box, array[box.slices_within(Box.whole(array.shape))])
-        total.combine(part)
+        total.add_partial(part.partial)
     return total.hexdigest()
 
 

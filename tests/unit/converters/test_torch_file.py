@@ -1,6 +1,5 @@
 """torch files and Meta's single shard: what torch.save wrote is listed and read without torch."""
 
-
 import pytest
 import torch
 
