@@ -11,6 +11,7 @@ from converters.catalog import Catalog, count_dtypes
 from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
+from converters.formats.safetensors import index_remarks
 from converters.journal import plan_fingerprint
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint
@@ -157,6 +158,11 @@ def convert(
         remarks=(
             *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
             *(f"{name} is not read: {why}" for name, why in catalog.unread.items()),
+            *(
+                index_remarks(catalog.root, catalog.num_bytes)
+                if catalog.container == "safetensors" and src.is_dir()
+                else ()
+            ),
             *done.remarks,
         ),
         other_files=tuple(done.other_files),

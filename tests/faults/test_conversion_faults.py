@@ -34,7 +34,7 @@ def test_c1_all_that_are_not_whole_are_listed(copy_of, refused):
     refused(source, first.name, f"{last.name}: missing")
 
 
-def test_c2_an_index_that_disagrees(index, refused, titan):
+def test_c2_an_index_that_disagrees(index, refused, titan, tmp_path):
     folder, weight_map, write = index
     files = sorted(set(weight_map.values()))
     write(weight_map | {Q: "model-00077-of-00077.safetensors"})
@@ -44,6 +44,8 @@ def test_c2_an_index_that_disagrees(index, refused, titan):
     write(weight_map, total_size=1)
     code, out, _ = titan("verify", folder)
     assert code == 0 and "warning" in out and "says total_size 1, the tensors take" in out
+    code, out, _ = titan("convert", "auto", folder, tmp_path / "dcp", "--to", "dcp")
+    assert code == 0 and "says total_size 1, the tensors take" in out
     write(weight_map)
     shutil.copy(folder / files[0], folder / "consolidated.safetensors")
     code, out, _ = titan("verify", folder)

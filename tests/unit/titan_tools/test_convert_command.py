@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,26 @@ def test_num_shards_style_and_workers_do_what_they_say(titan, tmp_path):
         assert len(list(out.glob(names))) == 1 and "device: cpu" in (out / "torchtune.yaml").read_text()
     assert "greater than or equal to 1" in titan("convert", "hf-to-dcp", "hf", tmp_path / "x", "--workers", "0")[2]
     assert convert_options.DEFAULT_WORKERS == DEFAULT_WORKERS
+
+
+def test_workers_are_the_threads_that_copy(titan, tmp_path, monkeypatch):
+    threads = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, workers: int):
+            threads.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr("converters.copy.ThreadPoolExecutor", Pool)
+    for command in (
+        ("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--workers", 3),
+        ("convert", "dcp-to-torch", tmp_path / "dcp", tmp_path / "model.pt", "--workers", 4),
+        ("reshard", tmp_path / "dcp", tmp_path / "cut", "--workers", 5),
+        ("seed", "debug", tmp_path / "seed", "--workers", 6),
+    ):
+        assert titan(*command)[0] == 0
+    assert threads == [3, 4, 5, 6]
+    assert titan("convert", "hf-to-dcp", "hf", tmp_path / "one", "--workers", 1)[0] == 0 and len(threads) == 4
 
 
 def test_what_was_allowed_is_printed(titan, folder, tmp_path):
