@@ -79,6 +79,26 @@ def test_a_transpose_is_named(hf, changed):
     assert found.detail.startswith("equal after a transpose")
 
 
+def test_nothing_is_explained_that_is_not_so(hf, changed):
+    square = "model.layers.0.self_attn.o_proj.weight"
+
+    def all_but_equal(tensors):
+        rows, dim = tensors[Q].shape
+        tensors[Q] = tensors[Q].view(4, 2, rows // 8, dim).transpose(1, 2).reshape(rows, dim)
+        tensors[square] = tensors[square].T.contiguous()
+        tensors[Q][-1, -1] += 1
+        tensors[square][-1, -1] += 1
+
+    def one_value(tensors):
+        tensors[Q][0, 0] += 1
+        tensors[square][0, 0] += 1
+
+    for change in (all_but_equal, one_value):
+        found = diff(hf, changed(change)).differences
+        assert [d.name for d in found] == ["layers.0.attention.wo.weight", "layers.1.attention.wq.weight"]
+        assert not any("equal after" in d.detail for d in found), found
+
+
 def test_dtypes_and_signs_of_zero(hf, changed, tmp_path):
     convert(hf, tmp_path / "bf16", to="dcp", dtype="bf16")
     report = diff(hf, tmp_path / "bf16")
