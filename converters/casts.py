@@ -1,5 +1,7 @@
 """Change element types without losing anything silently, and count values that are not finite."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from converters.dtypes import DTYPES, numpy_dtype
@@ -27,11 +29,32 @@ def check_castable(casts: dict[str, tuple[str, str]]) -> None:
         raise UnsupportedError(f"only floating types are cast into each other:{list_offenders(wrong)}")
 
 
-def cast(array: np.ndarray, dtype: str) -> tuple[np.ndarray, int]:
-    """(values in `dtype`, rounded to nearest even; how many were finite and are not any more)."""
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Values in another type, rounded to nearest even, and what that did to them."""
+
+    values: np.ndarray
+    overflows: int  # values that were finite and are not any more
+    relative_error: float  # the largest |new - old| / |old| of those that still are; 1.0 where one became zero
+
+
+def cast(array: np.ndarray, dtype: str) -> Cast:
+    """The values in `dtype`. Every change of type in a conversion is made here."""
     with np.errstate(over="ignore", invalid="ignore"):
-        result = array.astype(numpy_dtype(dtype))
-    return result, max(0, count_non_finite(result, dtype) - count_non_finite(array, array.dtype.name))
+        values = array.astype(numpy_dtype(dtype))
+    overflows = max(0, count_non_finite(values, dtype) - count_non_finite(array, array.dtype.name))
+    exact = np.can_cast(array.dtype, values.dtype, "safe")  # ml_dtypes tells numpy, too
+    return Cast(values, overflows, 0.0 if exact else _relative_error(array, values))
+
+
+def _relative_error(old: np.ndarray, new: np.ndarray) -> float:
+    wide = np.promote_types(np.result_type(old, np.float32), np.float32)
+    old = old.astype(wide)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(new.astype(wide) - old)
+        size = np.abs(old)
+        np.divide(error, size, out=error, where=size > 0)
+    return float(np.max(error, where=np.isfinite(error), initial=0.0))
 
 
 def count_non_finite(array: np.ndarray, dtype: str) -> int:

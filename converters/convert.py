@@ -62,6 +62,7 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     num_cast: int
+    relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| that its cast made; exact: not in
     kept_float32: tuple[str, ...]  # native names of what --dtype passed over
     dropped: Mapping[str, str]  # source tensor → reason
     left_out: Mapping[str, int]  # section → entries
@@ -149,6 +150,7 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         num_cast=len(plan.casts),
+        relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
         dropped=ledger.dropped,
         left_out=weights.left_out,

@@ -40,6 +40,9 @@ class CopyResult:
     crc32: list[int]
     digests: dict[str, str] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)  # only tensors that have some
+    relative_error: dict[str, float] = field(
+        default_factory=dict
+    )  # largest that a cast made; exact: not in
     resumed_bytes: int = 0  # an earlier attempt had written them, and they were read back
 
 
@@ -65,6 +68,7 @@ class _Unit:
     source_digest: int | None = None  # the same before a cast
     non_finite: int = 0
     overflows: int = 0
+    relative_error: float = 0.0
     num_bytes: int = 0
     resumed: bool = False
 
@@ -136,8 +140,10 @@ def copy_tensors(
             if source_digest is not None:
                 add(source_digest, box, array)
             if fqn in changed:
-                array, overflows = cast(array, casts[fqn])
-                unit.overflows += overflows
+                done = cast(array, casts[fqn])
+                array = done.values
+                unit.overflows += done.overflows
+                unit.relative_error = max(unit.relative_error, done.relative_error)
             array = np.ascontiguousarray(array)
             unit.non_finite += count_non_finite(array, info.dtype)
             if digest is not None:
@@ -178,6 +184,9 @@ def copy_tensors(
             for counts, count in ((result.non_finite, unit.non_finite), (overflows, unit.overflows)):
                 if count:
                     counts[unit.fqn] = counts.get(unit.fqn, 0) + count
+            if unit.relative_error:
+                known = result.relative_error.get(unit.fqn, 0.0)
+                result.relative_error[unit.fqn] = max(known, unit.relative_error)
             if unit.resumed:
                 result.resumed_bytes += unit.num_bytes
             elif journal:
@@ -218,7 +227,7 @@ def row_blocks(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[l
 
 
 _CREATE = os.O_RDWR | os.O_CREAT
-_RECORDED = ("digest", "source_digest", "non_finite", "overflows", "num_bytes")
+_RECORDED = ("digest", "source_digest", "non_finite", "overflows", "relative_error", "num_bytes")
 
 
 def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class Execution:
 
     non_finite: Mapping[str, int]
     other_files: list[str]
+    relative_error: Mapping[str, float] = field(default_factory=dict)  # the largest that a cast made, by tensor
     remarks: tuple[str, ...] = ()  # what was found of an earlier attempt
     resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back now
 
@@ -106,7 +107,7 @@ def execute(
         raise CheckpointError(
             f"cannot write {dst}: {error.strerror or error}", hint=GO_ON if resume else "nothing of it was left behind"
         ) from error
-    return Execution(copied.non_finite, other_files, made.remarks, copied.resumed_bytes)
+    return Execution(copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes)
 
 
 def _require_unchanged(source: TensorSource | None) -> None:

@@ -20,7 +20,7 @@ from converters.errors import CheckpointError
 from converters.formats.target import Target
 from converters.names import DCP_METADATA, MANIFEST
 
-VERSION = 1
+VERSION = 2
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 

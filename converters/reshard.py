@@ -57,6 +57,7 @@ class ReshardReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     num_cast: int
+    relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| that its cast made; exact: not in
     sections: Mapping[str, int]  # section → entries carried over
     dropped_sections: Mapping[str, int]  # section → entries left out as asked
     dropped: Mapping[str, str]  # tensor → reason
@@ -173,6 +174,7 @@ def reshard(
         num_bytes=target.total_bytes,
         dtypes=count_dtypes(tensors),
         num_cast=len(casts),
+        relative_error=done.relative_error,
         sections=dict(Counter(sections[name] for name in names)),
         dropped_sections=dict(Counter(section for section in sections.values() if section in drop)),
         dropped=contents.dropped,

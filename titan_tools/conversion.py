@@ -1,5 +1,6 @@
 """What every `titan convert` command does: its options become one call, the report becomes lines or JSON."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -82,7 +83,7 @@ def _print(report) -> None:
     if report.resumed_bytes:
         line("resumed", f"{tell_bytes(report.resumed_bytes)} were written before, and are still good")
     if report.num_cast:
-        line("cast", count(report.num_cast, "tensor"))
+        line("cast", f"{count(report.num_cast, 'tensor')}{tell_rounding(report.relative_error)}")
     if report.kept_float32:
         line("float32", f"stays for {count(len(report.kept_float32), 'tensor')}: {', '.join(report.kept_float32)}")
     if report.other_files:
@@ -101,6 +102,15 @@ def _print(report) -> None:
         line("note", remark)
     for name, number in report.non_finite.items():
         line("beware", f"{name} holds {count(number, 'value')} that are NaN or infinite")
+
+
+def tell_rounding(relative_error: Mapping[str, float]) -> str:
+    """What casts did to the values, at worst; "" where nothing, or nothing yet."""
+    if not relative_error:
+        return ""
+    worst = max(relative_error, key=relative_error.__getitem__)
+    became_zero = ": some became zero" if relative_error[worst] == 1 else ""
+    return f"; rounding changes values by at most {relative_error[worst]:.2g} of themselves ({worst}{became_zero})"
 
 
 def _print_needs(line, needs) -> None:

@@ -123,6 +123,21 @@ def test_c7_a_cast_that_overflows(copy_of, refused, dtype, value):
     refused(source, "overflow", "attention.wq", options=("--dtype", dtype))
 
 
+@pytest.mark.parametrize(("dtype", "least", "most"), [("bfloat16", 1e-3, 2**-8), ("float16", 1e-4, 1.0)])
+def test_c7_what_rounding_did_is_reported(sources, titan, tmp_path, dtype, least, most):
+    """Checked against torch's own cast; fp16 makes zeros of small values, which is a change of 1."""
+    out = tmp_path / "out"
+    code, text, _ = titan("convert", "auto", sources / "hf", out, "--to", "hf", "--dtype", dtype)
+    assert code == 0 and "rounding changes values by at most" in text
+    code, report, _ = titan(
+        "convert", "auto", sources / "hf", out, "--to", "hf", "--dtype", dtype, "--overwrite", "--json"
+    )
+    told = json.loads(report)["relative_error"]
+    old, new = (load_file(shard_of(folder, Q))[Q].double() for folder in (sources / "hf", out))
+    expected = ((new - old).abs() / old.abs())[old != 0].max().item()
+    assert told[Q] == pytest.approx(expected, rel=1e-6) and least < told[Q] <= most
+
+
 def test_c17_an_output_that_exists(sources, copy_of, titan, tmp_path):
     out = tmp_path / "out"
     convert = ("convert", "auto", sources / "hf", out, "--to", "dcp")

@@ -73,7 +73,7 @@ def reshard(
     from converters.reshard import reshard as reshard_checkpoint
     from converters.sizes import tell_bytes
     from titan_tools.console import count, print_json, progress
-    from titan_tools.conversion import parse_size
+    from titan_tools.conversion import parse_size, tell_rounding
 
     report = reshard_checkpoint(
         src,
@@ -104,7 +104,8 @@ def reshard(
     )
     print(f"  sections  {', '.join(f'{section} ({number:,})' for section, number in report.sections.items())}")
     if report.num_cast:
-        print(f"  cast      {count(report.num_cast, 'tensor')}; now {', '.join(report.dtypes)}")
+        rounding = tell_rounding(report.relative_error)
+        print(f"  cast      {count(report.num_cast, 'tensor')}; now {', '.join(report.dtypes)}{rounding}")
     if report.dropped_sections:
         entries = count(sum(report.dropped_sections.values()), "entry")
         print(f"  left out  {', '.join(report.dropped_sections)} ({entries}), as asked")
