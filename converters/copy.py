@@ -40,9 +40,7 @@ class CopyResult:
     crc32: list[int]
     digests: dict[str, str] = field(default_factory=dict)
     non_finite: dict[str, int] = field(default_factory=dict)  # only tensors that have some
-    relative_error: dict[str, float] = field(
-        default_factory=dict
-    )  # largest that a cast made; exact: not in
+    relative_error: dict[str, float] = field(default_factory=dict)  # largest that a cast made; exact: not in
     resumed_bytes: int = 0  # an earlier attempt had written them, and they were read back
 
 
