@@ -27,7 +27,7 @@ def inspect(
       titan inspect Llama-3.2-1B --every --json
       titan inspect outputs --loss-curve loss.png
 
-    Of a checkpoint only headers are read, never a tensor. A run's folder is what job.dump_folder names.
+    Of a checkpoint headers and small values are read, never a weight. A run's folder is what job.dump_folder names.
     """
     from titan_tools.run_folder import is_run_folder
 
