@@ -149,6 +149,18 @@ def test_numbered_groups_are_told_for_each_parameter(tmp_path):
     assert read(tmp_path / "ours", f"optimizer.state.{WQ}.step") == np.float32(7)
 
 
+def test_numbered_groups_of_native_names_stay_as_they_are(tmp_path):
+    """torch itself resumes from them: nothing needs translation, so nothing is."""
+    groups = [{"lr": 0.5, "betas": (0.8, 0.9), "params": list(SHAPES)}]
+    save(tmp_path / "in", {**weights(), "optimizer": optimizer() | {"param_groups": groups}})
+    report = reshard(tmp_path / "in", tmp_path / "out", num_files=2)
+    catalogs = [open_checkpoint(tmp_path / name) for name in ("in", "out")]
+    assert not report.dropped
+    assert catalogs[0].blobs.keys() == catalogs[1].blobs.keys() >= {"optimizer.param_groups.0.lr"}
+    assert catalogs[0].planner_data == catalogs[1].planner_data
+    assert read(tmp_path / "out", "optimizer.param_groups.0.params") == list(SHAPES)
+
+
 def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
     tied = ModelArgs(**{f: getattr(ARGS, f) for f in ARGS.__dataclass_fields__} | {"tied": True})
     native = {fqn: t for fqn, t in weights().items() if fqn != "output.weight"}
