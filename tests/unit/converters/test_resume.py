@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import converters.commit as committing
 import converters.copy as copying
+from converters.convert import convert
 from converters.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
 from converters.execute import execute
@@ -21,6 +22,7 @@ from converters.names import JOURNAL, MANIFEST
 from converters.open import open_checkpoint
 from converters.read import CatalogReader
 from converters.verify import verify
+from tests.tiny_llama import write_llama
 
 BLOCK = 4096
 
@@ -304,3 +306,26 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch,
     with pytest.raises(CheckpointError, match="free on that disk"):
         run(src, tmp_path / "other")
     run(src, tmp_path / "out", resume=resume)
+
+
+def test_another_order_of_rows_is_another_plan(tmp_path, monkeypatch):
+    """What says the model may lie elsewhere and change: the same shapes, but heads of another size."""
+    model = write_llama(tmp_path / "hf", rope_scaling=None).config
+    for name, factor in (("told", 1), ("corrected", 2)):
+        (tmp_path / name).mkdir()
+        heads = {key: getattr(model, key) // factor for key in ("num_attention_heads", "num_key_value_heads")}
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | heads | {"head_dim": model.head_dim * factor}))
+    with monkeypatch.context() as patch:
+        patch.setattr("converters.execute.write_manifest", _full_disk)
+        with pytest.raises(CheckpointError, match="no space"):
+            convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "told", resume=True)
+    assert left_of(tmp_path)
+    done = convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "corrected", resume=True)
+    assert done.resumed_bytes == 0
+    convert(tmp_path / "hf", tmp_path / "whole", to="dcp", model_from=tmp_path / "corrected")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def _full_disk(*args, **kwargs):
+    raise OSError(28, "no space left")
