@@ -18,7 +18,10 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: o
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            hint = "a limit of the disk or of `ulimit -f` (--shard-size makes smaller ones); nothing half-written is kept"
+            raise CheckpointError(f"{what}: no file may be that long ({error.strerror})", hint=hint) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or write to another disk; nothing half-written is kept"
             raise CheckpointError(f"{what}: no space left ({error.strerror})", hint=hint) from error
         raise CheckpointError(f"{what}: cannot be written ({error.strerror})") from error

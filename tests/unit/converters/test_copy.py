@@ -1,5 +1,6 @@
 """Copying: casts, non-finite values, long rows, progress, and errors before or during the copy."""
 
+import errno
 import os
 import resource
 import signal
@@ -200,13 +201,24 @@ def test_no_thread_writes_on_after_an_interrupt(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_a_full_disk_is_told_in_plain_words(tmp_path):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_in_plain_words(tmp_path, monkeypatch, number):
+    def full(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    source = Arrays(a=np.zeros(100_000, "float32"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
+
+
+def test_a_limit_on_the_length_of_files_is_told_in_plain_words(tmp_path):
     source = Arrays(a=np.zeros(100_000, "float32"))
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, old[1]))
     try:
-        with pytest.raises(CheckpointError, match="no space left"):
+        with pytest.raises(CheckpointError, match="no file may be that long"):
             copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
