@@ -14,7 +14,7 @@ from converters.execute import Execution, Progress, check_places, execute, no_pr
 from converters.formats.safetensors import index_remarks
 from converters.journal import plan_fingerprint
 from converters.needs import Needs, estimate_needs
-from converters.open import open_checkpoint
+from converters.open import open_checkpoint, require_there
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import get_output
 from converters.plan import plan_conversion
@@ -44,6 +44,7 @@ _CALLED_CONTAINER = {
     "torch": "a torch file",
     "meta": "an original Meta release",
 }
+_SUFFIXES_OF_FILES = {".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".distcp"}
 _KIND_OF = {"dcp": "dcp", "safetensors": "hf", "meta": "meta", "torch": "torch"}
 _LONE_FILE = "the file does not say what model it is: whoever reads it names a folder that does (--model-from)"
 
@@ -108,7 +109,13 @@ def convert(
     """
     output = get_output(to)
     src, dst, started = Path(src), Path(dst), time.monotonic()
+    require_there(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     into_file = dst.suffix in output.file_suffixes
+    if not into_file and dst.suffix.lower() in _SUFFIXES_OF_FILES:
+        raise CheckpointError(
+            f"{dst}: a folder would be made, and this is the name of a file",
+            tries=[str(dst.with_suffix(suffix)) for suffix in ("", *sorted(output.file_suffixes))],
+        )
     (check_file_place if into_file else check_places)(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)

@@ -1,6 +1,7 @@
 """Open a checkpoint, whatever its container. The content decides, never a folder's name."""
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from converters.catalog import Catalog
@@ -17,6 +18,7 @@ from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, TORCH
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 _READ_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
 _SNIFF_BYTES = 512
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 # What fine-tuning leaves beside the weights: a LoRA adapter, and the state of the run (torchtune's, transformers')
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
 _MERGED = "a LoRA adapter; torchtune has merged it into the weights beside it"
@@ -36,10 +38,21 @@ def open_checkpoint(path: str | Path) -> Catalog:
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
 
 
+def require_there(path: Path) -> None:
+    """Raise CheckpointError where there is nothing at `path`, with what may have been meant."""
+    if find_complete(path).exists():
+        return
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: a link that leads nowhere")
+    near = get_close_matches(path.name, [p.name for p in path.parent.iterdir()], 1) if path.parent.is_dir() else []
+    tries = [str(path.parent / near[0])] if near else []
+    if _HUB_NAME.fullmatch(str(path)) and not path.parent.exists():
+        tries = [f"titan download {path}"]
+    raise CheckpointError(f"{path}: no such file or folder", tries=tries)
+
+
 def _open(path: Path) -> Catalog:
-    if not path.exists():
-        what = "a link that leads nowhere" if path.is_symlink() else "no such file or folder"
-        raise CheckpointError(f"{path}: {what}")
+    require_there(path)
     if path.is_file():
         catalog = _open_file(_own_place(path))
     elif path.is_dir():

@@ -30,7 +30,7 @@ from converters.loader_state import tell_loader_state, tell_rng_state
 from converters.manifest import list_files
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
-from converters.open import open_checkpoint
+from converters.open import open_checkpoint, require_there
 from converters.plan import find_casts, find_islands
 from converters.read import CatalogReader
 from converters.sections import MODEL, Training, find_sections, with_titan_sections
@@ -100,6 +100,7 @@ def reshard(
     weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
+    require_there(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     check_places(src, dst, overwrite=overwrite)
     _check_choice(mesh, num_files, shard_bytes)
     catalog = open_checkpoint(src)

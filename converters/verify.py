@@ -16,7 +16,7 @@ from converters.families.registry import get_family
 from converters.formats.safetensors import index_remarks
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
-from converters.open import open_checkpoint
+from converters.open import open_checkpoint, require_there
 from converters.read import BLOCK_BYTES, CatalogReader
 from converters.verify_report import Check, VerifyReport
 from converters.view import foreign_view
@@ -37,8 +37,7 @@ def verify(
     Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
     """
     path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
+    require_there(path)
     try:
         catalog = open_checkpoint(path)
     except CheckpointError as error:

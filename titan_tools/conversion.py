@@ -32,7 +32,7 @@ def run(
         to=str(to),
         source=source,
         options=OutputOptions(
-            mesh=MeshShape.parse(for_mesh) if for_mesh else None,
+            mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
             shard_bytes=None if shard_size is None else parse_size(shard_size),
             num_shards=num_shards,
             style=None if style is None else str(style),

@@ -78,7 +78,7 @@ def reshard(
     report = reshard_checkpoint(
         src,
         dst,
-        mesh=MeshShape.parse(for_mesh) if for_mesh else None,
+        mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
         shard_bytes=None if shard_size is None else parse_size(shard_size),
         dtype=dtype,
