@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from converters.errors import CheckpointError
-from converters.names import ASIDE_PREFIX, DCP_METADATA, HF_CONFIG, MANIFEST, META_PARAMS, TEMPORARY_PREFIX
+from converters.errors import CheckpointError, list_offenders
+from converters.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
 from converters.sizes import tell_bytes
 
 _AT_FDCWD = -100
@@ -24,8 +24,12 @@ _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
-# A folder that holds one of these may be replaced by a checkpoint; anything else is somebody's work.
-CHECKPOINT_MARKS = (DCP_METADATA, MANIFEST, HF_CONFIG, META_PARAMS, "*.distcp", "*.safetensors", "*.pth")
+# A folder that holds one of these may be replaced by a checkpoint; anything else is somebody's work. So is a folder
+# in it that no checkpoint has: .git, src. A config.json alone is no mark, many projects have one.
+CHECKPOINT_MARKS = (
+    DCP_METADATA, MANIFEST, "*.distcp", "*.safetensors", "pytorch_model*.bin", META_SHARD.format(index=0),
+)  # fmt: skip
+_FOLDERS_IN_CHECKPOINTS = {ASSETS_FOLDER, "original", ".cache"}  # titan's, Meta's beside the hub's, `hf download`'s
 
 
 @contextmanager
@@ -55,6 +59,12 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHEC
     if any(dst.iterdir()) and not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite is no help here
         raise CheckpointError(
             f"{dst}: exists already and holds something else than what would be written; it is not replaced",
+            hint="give a new folder, or remove this one yourself",
+        )
+    if strange := sorted(p.name for p in dst.iterdir() if p.is_dir() and p.name not in _FOLDERS_IN_CHECKPOINTS):
+        raise CheckpointError(
+            f"{dst}: exists already and holds folders that are no part of a checkpoint; it is not replaced:"
+            + list_offenders(strange),
             hint="give a new folder, or remove this one yourself",
         )
     if not overwrite:

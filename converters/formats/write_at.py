@@ -19,7 +19,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: o
             view, offset = view[written:], offset + written
     except OSError as error:
         if error.errno == errno.EFBIG:
-            hint = "a limit of the disk or of `ulimit -f` (--shard-size makes smaller ones); nothing half-written is kept"
+            hint = "a limit of the disk or `ulimit -f`; --shard-size makes smaller ones; nothing half-written is kept"
             raise CheckpointError(f"{what}: no file may be that long ({error.strerror})", hint=hint) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space, or write to another disk; nothing half-written is kept"

@@ -27,8 +27,8 @@ def names(folder: Path) -> list[str]:
 
 def fill(dst: Path, text: str, **options) -> None:
     with staged(dst, **options) as folder:
-        (folder / "sub").mkdir()
-        (folder / "sub/file").write_text(text)
+        (folder / "assets").mkdir()
+        (folder / "assets/file").write_text(text)
         (folder / ".metadata").write_text(text)
 
 
@@ -70,15 +70,15 @@ def test_overwrite_replaces(tmp_path, kernel):
     (tmp_path / "out/only_old").touch()
     fill(tmp_path / "out", "new", overwrite=True)
     assert names(tmp_path) == ["out"]
-    assert names(tmp_path / "out") == [".metadata", "sub"]
-    assert (tmp_path / "out/sub/file").read_text() == "new"
+    assert names(tmp_path / "out") == [".metadata", "assets"]
+    assert (tmp_path / "out/assets/file").read_text() == "new"
 
 
 def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new(tmp_path, kernel, monkeypatch):
     fill(tmp_path / "out", "old")
 
     def stubborn(path, **options):
-        if "sub" in str(path):
+        if "assets" in str(path):
             raise OSError("busy")
         return unlink(path, **options)
 
@@ -97,7 +97,7 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path, kernel):
         (folder / "file").write_text("x")
         raise ValueError
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out/sub/file").read_text() == "old"
+    assert (tmp_path / "out/assets/file").read_text() == "old"
 
 
 def test_overwrite_does_not_replace_somebodys_work(tmp_path):
@@ -105,6 +105,15 @@ def test_overwrite_does_not_replace_somebodys_work(tmp_path):
     (tmp_path / "home/thesis.tex").touch()
     with pytest.raises(CheckpointError, match="holds something else"):
         fill(tmp_path / "home", "x", overwrite=True)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds something else"):
+        fill(tmp_path / "project", "x", overwrite=True)
+    (tmp_path / "project/model.safetensors").touch()
+    (tmp_path / "project/.git").mkdir()
+    with pytest.raises(CheckpointError, match="no part of a checkpoint.*\n  .git"):
+        fill(tmp_path / "project", "x", overwrite=True)
+    assert sorted(p.name for p in (tmp_path / "project").iterdir()) == [".git", "config.json", "model.safetensors"]
     (tmp_path / "empty").mkdir()
     fill(tmp_path / "empty", "x", overwrite=True)
     (tmp_path / "index").mkdir()
@@ -127,7 +136,7 @@ def test_a_place_that_appears_meanwhile_is_not_overwritten(tmp_path, kernel):
         (folder / "file").write_text("mine")
         fill(tmp_path / "out", "theirs")
     assert names(tmp_path) == ["out"]
-    assert (tmp_path / "out/sub/file").read_text() == "theirs"
+    assert (tmp_path / "out/assets/file").read_text() == "theirs"
 
 
 KILLED = """
