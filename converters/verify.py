@@ -13,6 +13,7 @@ from converters.dtypes import itemsize
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
 from converters.families.registry import get_family
+from converters.formats.paths import refuse_links_out
 from converters.formats.safetensors import index_remarks
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
@@ -72,12 +73,20 @@ def verify(
 
 
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
-    """All files of a folder that does not open against its manifest, so that every one that changed is named."""
+    """All files of a folder that does not open against its manifest, so that every one that changed is named.
+
+    Where links lead out of the folder nothing is read; they may be why it did not open, or lie beside that reason.
+    """
+    if quick or not path.is_dir():
+        return []
     try:
-        if quick or not path.is_dir() or read_manifest(path) is None:
+        refuse_links_out(path, [path / MANIFEST])
+        manifest = read_manifest(path)
+        if manifest is None:
             return []
+        refuse_links_out(path, [path / name for name in manifest.files])
         return [_judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path))]
-    except (CheckpointError, OSError):  # the manifest itself, which opening has told already
+    except (CheckpointError, OSError):  # the manifest itself or a link, which opening has told already
         return []
 
 
@@ -101,7 +110,7 @@ def _tell_structure(catalog: Catalog) -> Check:
     num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
     parts = [
         f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
-        f"{len(files):,} file{'s' if len(files) > 1 else ''} as long as they must be",
+        f"{len(files):,} files as long as they must be" if len(files) > 1 else "1 file as long as it must be",
     ]
     if catalog.container == "safetensors":
         parts.append("no hole, overlap or trailing byte")

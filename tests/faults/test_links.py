@@ -164,6 +164,15 @@ def test_a_part_that_is_a_link_to_elsewhere_is_refused_unopened(folders, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_verify_opens_no_link_out_of_a_folder_that_is_broken_otherwise(folders, tmp_path, opened):
+    checkpoint = shutil.copytree(folders / "dcp", tmp_path / "checkpoint")
+    secret = shutil.move(checkpoint / "assets" / "tokenizer.json", tmp_path / "secret")
+    (checkpoint / "assets" / "tokenizer.json").symlink_to(secret)
+    (checkpoint / "titan_model.json").write_text("{")  # read before anything that lists the assets
+    assert not verify(checkpoint).ok
+    assert str(secret) not in opened
+
+
 def test_all_links_are_listed_and_the_folder_of_the_files_is_named(folders, tmp_path):
     linked = tmp_path / "linked"
     linked.mkdir()
