@@ -8,10 +8,19 @@ from typing import Any
 from converters.errors import CheckpointError, UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.sentencepiece_model import read_sentencepiece, require_exact, write_tokenizer_of_sentencepiece
-from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after, write_hf_tokenizer
-from converters.tokenizer_file import read_tokenizer_json
-from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
+from converters.tokenizers.sentencepiece_model import (
+    read_sentencepiece,
+    require_exact,
+    write_tokenizer_of_sentencepiece,
+)
+from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
+from converters.tokenizers.tiktoken_model import (
+    looks_like_tiktoken,
+    read_ranks,
+    special_tokens_after,
+    write_hf_tokenizer,
+)
+from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
 CARRIED = (
     TOKENIZER_JSON,

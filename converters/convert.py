@@ -8,11 +8,11 @@ from typing import Any
 
 from converters.assets import tokenizer_remark
 from converters.catalog import Catalog, count_dtypes
-from converters.copy import DEFAULT_WORKERS
+from converters.engine.copy import DEFAULT_WORKERS
+from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.formats.safetensors import index_remarks
-from converters.journal import plan_fingerprint
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
 from converters.outputs.base import OutputOptions

@@ -5,9 +5,9 @@ from dataclasses import replace
 from converters.catalog import Catalog
 from converters.compare import BLOCK_BYTES
 from converters.dtypes import itemsize
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.layout import row_blocks
-from converters.read import CatalogReader
 
 
 def require_equal_copies(reader: CatalogReader) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
 from converters.compare import Gap, first_differing_block, measure_gap
 from converters.dtypes import itemsize
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
 from converters.families.base import Naming
@@ -19,7 +20,6 @@ from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, says_model
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from converters.view import View, foreign_view
 from converters.weights import model_part, native_weights
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from converters.catalog import TensorSource
 from converters.commit import check_destination, require_space
-from converters.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, RowNumbers, copy_tensors
 from converters.dtypes import itemsize
+from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, RowNumbers, copy_tensors
+from converters.engine.journal import reading_order
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Target
-from converters.journal import reading_order
 from converters.manifest import TensorSum, write_manifest
 from converters.source_check import Vouched
 from converters.unfinished import GO_ON, bytes_left_behind, making

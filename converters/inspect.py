@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
 from converters.fold import TensorLine, fold_lines
@@ -16,7 +17,6 @@ from converters.manifest import read_manifest
 from converters.model_info import read_model_info, says_model
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from converters.weights import model_part, naming_of
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # larger values are named and sized only

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.catalog import TensorInfo, count_dtypes
-from converters.copy import RowNumbers
 from converters.dtypes import DTYPES, itemsize
+from converters.engine.copy import RowNumbers
 from converters.errors import ConfigError
 from converters.families.registry import get_family
 from converters.formats.target import Target

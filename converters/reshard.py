@@ -10,14 +10,15 @@ from typing import Any
 
 from converters.assets import write_assets
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
-from converters.copy import DEFAULT_WORKERS
 from converters.dtypes import itemsize
+from converters.engine.copy import DEFAULT_WORKERS
+from converters.engine.journal import plan_fingerprint
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
 from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
-from converters.journal import plan_fingerprint
 from converters.layout import (
     Files,
     MeshShape,
@@ -26,17 +27,16 @@ from converters.layout import (
     boxes_for_num_files,
     check_mesh,
 )
-from converters.loader_state import tell_loader_state, tell_rng_state
 from converters.manifest import list_files
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.open import open_checkpoint, require_there
 from converters.plan import find_casts, find_islands
-from converters.read import CatalogReader
-from converters.sections import MODEL, Training, find_sections, with_titan_sections
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
-from converters.training_contents import Contents, collect
-from converters.training_names import read_spelling
+from converters.training.contents import Contents, collect
+from converters.training.loader_state import tell_loader_state, tell_rng_state
+from converters.training.sections import MODEL, Training, find_sections, with_titan_sections
+from converters.training.spelling import read_spelling
 from converters.view import View
 
 # Tensors that every rank needs whole (step counters, RNG states) lie together, not in some rank's large file

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import Manifest, check_files, read_manifest
 from converters.names import MANIFEST
-from converters.read import CatalogReader
 
 
 @dataclass(frozen=True, slots=True)

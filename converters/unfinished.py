@@ -17,8 +17,8 @@ from uuid import uuid4
 from xxhash import xxh3_64_hexdigest
 
 from converters.commit import check_destination, commit, new_staging
+from converters.engine.journal import Journal
 from converters.errors import CheckpointError
-from converters.journal import Journal
 from converters.names import JOURNAL, TEMPORARY_PREFIX
 
 GO_ON = "what is written is kept: run again with --resume to go on"

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from converters.casts import count_non_finite
 from converters.catalog import Catalog
-from converters.copy import RowNumbers, row_blocks
-from converters.digest import TensorDigest
 from converters.dtypes import itemsize
+from converters.engine.casts import count_non_finite
+from converters.engine.copy import RowNumbers, row_blocks
+from converters.engine.digest import TensorDigest
+from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
 from converters.families.registry import get_family
@@ -18,7 +19,6 @@ from converters.formats.safetensors import index_remarks
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.model_info import says_model
 from converters.open import open_checkpoint, require_there
-from converters.read import BLOCK_BYTES, CatalogReader
 from converters.verify_report import Check, VerifyReport
 from converters.view import foreign_view
 from converters.weights import NativeWeights, native_weights

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.copies import require_equal_copies
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.base import Family, Naming
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import section_of
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from converters.view import View, detect_naming, native_view
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from converters.catalog import Catalog, TensorSource
 from converters.commit import require_space
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import check_files, read_manifest
@@ -29,7 +30,6 @@ from converters.names import (
     section_of,
 )
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from converters.weights import open_native
 from trainer.agree import on_each, on_first
 from trainer.build import TrainModel

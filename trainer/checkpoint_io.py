@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorSource
-from converters.digest import TensorDigest
 from converters.dtypes import itemsize, numpy_dtype
+from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.formats.dcp_item import blob_item, item_shell, read_blob_item
 from converters.formats.dcp_metadata import dump_metadata

@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from converters.assets import write_assets
 from converters.catalog import Box
 from converters.commit import commit, new_staging
-from converters.digest import TensorDigest
 from converters.dtypes import itemsize
+from converters.engine.digest import TensorDigest
+from converters.engine.read import CatalogReader
 from converters.layout import row_blocks
 from converters.manifest import TensorSum, write_manifest
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from trainer.agree import on_each, on_first
 from trainer.checkpoint_io import CheckpointWriter, as_titan_error
 

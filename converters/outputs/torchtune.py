@@ -10,7 +10,6 @@ from pathlib import Path
 
 from converters.assets import write_assets, write_tokenizer_for_hf
 from converters.catalog import count_dtypes
-from converters.chat_file import check_chat_file, write_sample
 from converters.errors import ConfigError
 from converters.families.base import Family, Naming
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
@@ -28,7 +27,8 @@ from converters.names import (
 )
 from converters.outputs.base import Contents, Output, OutputOptions
 from converters.outputs.meta import second_names
-from converters.torchtune_recipe import (
+from converters.torchtune.chat_file import check_chat_file, write_sample
+from converters.torchtune.recipe import (
     CHECKPOINTERS,
     Recipe,
     recipe_text,
@@ -37,7 +37,7 @@ from converters.torchtune_recipe import (
     require_model,
     require_path,
 )
-from converters.torchtune_tokenizer import find_tokenizer
+from converters.torchtune.tokenizer import find_tokenizer
 
 _ONE_FILE = {"meta": META_SHARD.format(index=0), "torchtune": TORCH_MODEL}  # checkpointers that read just one
 _STYLES = [f"--style {style}" for style in CHECKPOINTERS]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from converters.diff import diff
 from converters.errors import TitanError
-from converters.read import CatalogReader
+from converters.engine.read import CatalogReader
 from trainer.build import TrainModel, build
 from trainer.checkpoint import Checkpoints, Progress, RunState
 from trainer.checkpoint_write import write_step

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from converters.catalog import Box
 from converters.convert import convert
-from converters.digest import TensorDigest
+from converters.engine.digest import TensorDigest
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.manifest import check_files, read_manifest
 from converters.names import RUN_LOCK

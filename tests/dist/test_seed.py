@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from converters.catalog import Box
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
+from converters.engine.read import CatalogReader
 from tests.dist.training import SEED, Layout, build_model
 from trainer import init
 from trainer.checkpoint_io import as_array, dtype_name

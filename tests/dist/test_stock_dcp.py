@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from converters.catalog import Box
 from converters.formats.dcp_write import plan_dcp
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
+from converters.engine.read import CatalogReader
 from tests.unit.converters.samples import infos, raw, read_all, write
 
 PLACEMENTS = {

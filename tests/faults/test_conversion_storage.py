@@ -14,7 +14,7 @@ import pytest
 
 import converters.commit as committing
 from converters.convert import convert
-from converters.copy import copy_tensors
+from converters.engine.copy import copy_tensors
 from converters.errors import CheckpointError
 from converters.names import JOURNAL
 from converters.reshard import reshard

@@ -29,7 +29,7 @@ KILLER = r"""
 import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import converters.commit as committing
-import converters.copy as copying
+import converters.engine.copy as copying
 from converters.commit import find_complete
 from converters.convert import convert
 from converters.names import DCP_METADATA, MANIFEST

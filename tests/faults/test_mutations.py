@@ -82,8 +82,8 @@ def rewrite(folder: Path, kind: str, change) -> None:
 
 def offset_of(folder: Path, kind: str, name: str) -> tuple[Path, int, int]:
     """(file, offset, length) of some of a tensor's bytes."""
+    from converters.engine.read import CatalogReader
     from converters.open import open_checkpoint
-    from converters.read import CatalogReader
 
     catalog = open_checkpoint(folder)
     with CatalogReader(catalog) as reader:

@@ -99,4 +99,4 @@ DryRun = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST once the new one is complete.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-DEFAULT_WORKERS = 2  # converters.copy's, which `titan --help` must not load; a test holds them equal
+DEFAULT_WORKERS = 2  # converters.engine.copy's, which `titan --help` must not load; a test holds them equal

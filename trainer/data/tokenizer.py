@@ -12,7 +12,7 @@ from converters.assets import find_assets, read_token_ids
 from converters.errors import DataError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.tokenizers.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")

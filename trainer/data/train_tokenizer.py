@@ -7,7 +7,7 @@ from pathlib import Path
 from converters.errors import DataError
 from converters.json_file import write_json
 from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL
-from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, write_hf_tokenizer
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, write_hf_tokenizer
 
 NUM_SPECIAL = 10  # Llama 3's named ones: torchtune wants all of them
 _MAX_CONTEXT = 131072  # Llama 3.1's; only told to transformers

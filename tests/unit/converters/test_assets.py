@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from converters.assets import find_assets, read_token_ids, write_assets, write_tokenizer_for_hf
 from converters.errors import CheckpointError
-from converters.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.tokenizers.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
 
 THIS_FILE = Path(__file__).read_text(encoding="utf-8")
 TEXTS = [

@@ -12,7 +12,7 @@ import pytest
 
 from converters.catalog import TensorInfo
 from converters.convert import convert
-from converters.copy import DEFAULT_WORKERS
+from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError
 from converters.layout import MeshShape
 from converters.needs import COPY_BYTES_PER_SEC, WORKER_BYTES

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from converters.copy import DEFAULT_WORKERS
+from converters.engine.copy import DEFAULT_WORKERS
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1024**2
@@ -210,7 +210,7 @@ from converters.execute import execute
 from converters.formats.dcp_write import plan_dcp
 from converters.layout import boxes_for_any_mesh
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
+from converters.engine.read import CatalogReader
 
 with CatalogReader(open_checkpoint(Path(sys.argv[1]))) as reader:
     target = plan_dcp(reader.tensors, boxes_for_any_mesh(reader.tensors, file_bytes=5 * 10**9))

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-import converters.copy as copying
-from converters.casts import count_non_finite
+import converters.engine.copy as copying
 from converters.catalog import Box, TensorInfo
-from converters.copy import copy_tensors, row_blocks
-from converters.digest import TensorDigest
+from converters.engine.casts import count_non_finite
+from converters.engine.copy import copy_tensors, row_blocks
+from converters.engine.digest import TensorDigest
+from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, UnsupportedError
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
 from converters.manifest import check_files
 from converters.open import open_checkpoint
-from converters.read import BLOCK_BYTES as MOST_BYTES
 from tests.unit.converters.samples import raw, read_all, write
 
 

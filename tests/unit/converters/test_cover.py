@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from converters.box_index import BoxIndex
 from converters.catalog import Box, Chunk, TensorEntry
 from converters.cover import cover_problem
+from converters.engine.box_index import BoxIndex
 
 
 def entry(shape, boxes) -> TensorEntry:

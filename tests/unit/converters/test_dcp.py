@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
 from converters.catalog import Box
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.formats.dcp_item import blob_item, read_blob_item
 from converters.formats.dcp_metadata import parse_metadata
 from converters.formats.dcp_write import plan_dcp
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from tests.unit.converters.samples import infos, load_dcp, raw, read_all, save_dcp, state_dict, write
 from tests.unit.converters.test_cover import split
 

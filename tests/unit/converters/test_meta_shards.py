@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import converters.copy as copying
+import converters.engine.copy as copying
 from converters.catalog import Box
 from converters.convert import convert
 from converters.diff import diff
@@ -569,7 +569,7 @@ def test_params_json_that_is_wrong_is_told_with_its_place(four, tmp_path):
 
 def test_a_row_cut_weight_is_read_in_blocks(llama3, four, monkeypatch):
     """Rows of wo lie in all files: a block of them is one run in each, and no file is read through."""
-    from converters import read
+    from converters.engine import read
 
     monkeypatch.setattr(read, "BLOCK_BYTES", 1024)
     catalog, seen, pread = open_checkpoint(four), [], read._read_into

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import converters.read as read
+import converters.engine.read as read
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
-from converters.read import CatalogReader
 from tests.unit.converters.test_cover import split
 
 

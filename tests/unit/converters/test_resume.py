@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import save_file
 
 import converters.commit as committing
-import converters.copy as copying
+import converters.engine.copy as copying
 from converters.convert import convert
-from converters.copy import DEFAULT_WORKERS
+from converters.engine.copy import DEFAULT_WORKERS
+from converters.engine.journal import Journal, plan_fingerprint
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import execute
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
-from converters.journal import Journal, plan_fingerprint
 from converters.layout import boxes_for_any_mesh
 from converters.names import JOURNAL, MANIFEST
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, TitanError
 from converters.formats.dcp_item import read_blob_item
 from converters.formats.dcp_metadata import parse_metadata
 from converters.formats.safe_pickle import PLAIN_STUBS, PlainDict, safe_load
 from converters.formats.tensor_pickle import load_tensors
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from tests.unit.converters.evil import opened_by, pickles, torch_zip
 from tests.unit.converters.samples import save_dcp
 

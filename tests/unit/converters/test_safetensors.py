@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 
 from converters.dtypes import DTYPES
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.formats.safetensors_write import plan_safetensors
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
 

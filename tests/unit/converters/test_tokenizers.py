@@ -20,10 +20,10 @@ from converters.assets import write_tokenizer_for_hf as write_for_hf
 from converters.assets import write_tokenizer_for_meta as write_for_meta
 from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
-from converters.sentencepiece_model import read_sentencepiece
-from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
-from converters.tokenizer_file import read_tokenizer_json
-from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
+from converters.tokenizers.sentencepiece_model import read_sentencepiece
+from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, read_ranks, special_tokens_after
+from converters.tokenizers.tokenizer_json import read_tokenizer_json
 from tests.tiny_families import family_of, write_tiny
 from tests.tiny_llama import write_tokenizer
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from tests.unit.converters.samples import raw, read_all, state_dict
 
 

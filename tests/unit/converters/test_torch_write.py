@@ -8,11 +8,11 @@ import torch
 
 from converters.catalog import TensorInfo
 from converters.crc import join_crc32
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.formats.torch_write import plan_torch
 from converters.manifest import check_files, sum_file
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from tests.unit.converters.samples import infos, raw, read_all, state_dict, write
 
 

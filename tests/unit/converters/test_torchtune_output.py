@@ -20,7 +20,7 @@ from converters.manifest import read_manifest
 from converters.open import open_checkpoint
 from converters.outputs.base import OutputOptions
 from converters.outputs.torchtune import default_device
-from converters.tiktoken_model import write_hf_tokenizer
+from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_llama import write_llama, write_tokenizer

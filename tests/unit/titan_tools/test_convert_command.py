@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from converters.copy import DEFAULT_WORKERS
+from converters.engine.copy import DEFAULT_WORKERS
 from tests.tiny_llama import write_llama
 from titan_tools import cli
 from titan_tools.commands import convert_options
@@ -123,7 +123,7 @@ def test_workers_are_the_threads_that_copy(titan, tmp_path, monkeypatch):
             threads.append(workers)
             super().__init__(workers)
 
-    monkeypatch.setattr("converters.copy.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("converters.engine.copy.ThreadPoolExecutor", Pool)
     for command in (
         ("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--workers", 3),
         ("convert", "dcp-to-torch", tmp_path / "dcp", tmp_path / "model.pt", "--workers", 4),

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
 from converters.manifest import check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info
 from converters.open import open_checkpoint
-from converters.read import CatalogReader
 from trainer import checkpoint_io
 from trainer.agree import on_each, on_first
 from trainer.checkpoint_fit import refuse_misfits

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from converters import copy
 from converters.catalog import Box
+from converters.engine import copy
 from converters.families.base import Parameter
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape, local_box

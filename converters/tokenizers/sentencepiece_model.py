@@ -5,7 +5,7 @@ from pathlib import Path
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.names import TOKENIZER_JSON
-from converters.tokenizer_config import write_tokenizer_config
+from converters.tokenizers.tokenizer_config import write_tokenizer_config
 
 _BPE = 2  # trainer_spec.model_type
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, special_tokens_after
-from converters.tokenizer_file import read_tokenizer_json
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, special_tokens_after
+from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
 _BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 _CUT = {"type": "Split", "pattern": {"Regex": LLAMA3_PATTERN}, "behavior": "Isolated", "invert": False}

@@ -13,7 +13,7 @@ from xxhash import xxh3_128, xxh3_128_intdigest
 
 from converters.catalog import Box
 from converters.dtypes import itemsize
-from converters.short_hash import MAX_BYTES, sum_of_hashes
+from converters.engine.short_hash import MAX_BYTES, sum_of_hashes
 
 _MODULUS = 1 << 128
 _FEW = 64  # rows that are hashed one by one

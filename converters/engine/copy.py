@@ -13,19 +13,19 @@ from zlib import crc32
 
 import numpy as np
 
-from converters.box_index import BoxIndex
-from converters.casts import cast, check_castable, count_non_finite
 from converters.catalog import Box, TensorSource
 from converters.crc import join_crc32
-from converters.digest import TensorDigest
 from converters.dtypes import itemsize
+from converters.engine.box_index import BoxIndex
+from converters.engine.casts import cast, check_castable, count_non_finite
+from converters.engine.digest import TensorDigest
+from converters.engine.journal import Journal
+from converters.engine.open_files import OpenFiles
+from converters.engine.read import BLOCK_BYTES as MOST_BYTES
+from converters.engine.writeback import begin_writeback
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Slot, Target
 from converters.formats.write_at import write_all
-from converters.journal import Journal
-from converters.open_files import OpenFiles
-from converters.read import BLOCK_BYTES as MOST_BYTES
-from converters.writeback import begin_writeback
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next

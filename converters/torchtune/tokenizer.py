@@ -9,9 +9,9 @@ from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.json_file import read_json, write_json
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON, TORCHTUNE_SPECIAL_TOKENS
-from converters.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after
-from converters.tokenizer_json import ranks_of_tokenizer_json, write_ranks
-from converters.torchtune_recipe import VERSION
+from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
+from converters.tokenizers.tiktoken_model import looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.torchtune.recipe import VERSION
 
 # What torchtune's Llama 3 tokenizer looks up. The first eight, in the order of Meta's ids, go through the model; of the
 # last two a text has none.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.chat_file import ChatFile
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling
 from converters.model_info import ModelInfo
 from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
+from converters.torchtune.chat_file import ChatFile
 
 VERSION = "0.6.1"  # of torchtune: the last one on PyPI, whose names all of this is written for
 _FAMILIES = ("llama2", "llama3")

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from converters.catalog import Catalog
+from converters.engine.read import CatalogReader
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
-from converters.optimizer_state import plan_optimizer
-from converters.read import CatalogReader
-from converters.sections import MODEL
-from converters.training_names import Spelling
-from converters.training_values import WithNumbers, is_number, number_item
+from converters.training.optimizer_state import plan_optimizer
+from converters.training.sections import MODEL
+from converters.training.spelling import Spelling
+from converters.training.values import WithNumbers, is_number, number_item
 from converters.view import Ledger, View
 
 
