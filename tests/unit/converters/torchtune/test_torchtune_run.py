@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from converters.convert import convert
 from converters.manifest import read_manifest
 from converters.outputs.base import OutputOptions
-from tests.unit.converters.torchtune_folders import STYLES, make_case
+from tests.unit.converters.torchtune.torchtune_folders import STYLES, make_case
 
 TUNE = Path(sys.executable).with_name("tune")
 
