@@ -16,17 +16,33 @@ MAY_IMPORT = {
     "titan_tools": {"titan_tools", "trainer", "converters"},
 }
 OURS = set(MAY_IMPORT)
+# Which of the others each package in converters may import; the modules beside them are what several packages need,
+# or, such as convert.py, what puts them together
+BELOW = {
+    "families": set(),
+    "tokenizers": set(),
+    "formats": {"families"},
+    "engine": {"formats"},
+    "torchtune": {"families", "tokenizers"},
+    "training": {"families", "formats", "engine"},
+    "outputs": {"families", "formats", "torchtune"},
+}
+
+
+def imported_names(file: Path) -> set[str]:
+    """Dotted names of all that a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
 def imported_roots(file: Path) -> set[str]:
-    roots = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            roots |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            roots.add(node.module.split(".")[0])
-    return roots
+    return {name.split(".")[0] for name in imported_names(file)}
 
 
 @pytest.mark.parametrize("package", sorted(OURS))
@@ -36,6 +52,16 @@ def test_imports_point_one_way(package):
         for file in (ROOT / package).rglob("*.py")
     }
     assert {file: roots for file, roots in wrong.items() if roots} == {}
+
+
+def test_packages_in_converters_point_one_way():
+    assert {file.parent.name for file in (ROOT / "converters").glob("*/__init__.py")} == set(BELOW)
+    wrong = {}
+    for package, below in BELOW.items():
+        for file in (ROOT / "converters" / package).glob("*.py"):
+            used = {name.split(".")[1] for name in imported_names(file) if name.startswith("converters.")}
+            wrong[file.name] = sorted((used & set(BELOW)) - below - {package})
+    assert {file: packages for file, packages in wrong.items() if packages} == {}
 
 
 def test_converters_never_import_torch():
