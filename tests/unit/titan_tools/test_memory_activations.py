@@ -90,7 +90,8 @@ class FusedNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         scaled = grad * weight
         inner = (scaled * x).mean(-1, keepdim=True) * inverse.square()
-        return ((scaled - x * inner) * inverse).to(x.dtype), (grad * x * inverse).flatten(0, -2).sum(0), None
+        by_row = grad * x * inverse  # not flattened: torch 2.11 refuses that where a DTensor is cut along dim 1
+        return ((scaled - x * inner) * inverse).to(x.dtype), by_row.sum(tuple(range(by_row.ndim - 1))), None
 
 
 def family_of(args: ModelArgs) -> str:
