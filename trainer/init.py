@@ -4,9 +4,11 @@ A parameter is cut into blocks of whole rows; each block has a random stream of 
 number. Whoever needs a slice draws the blocks that touch it: a rank its shard, `titan seed` one box after another.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from concurrent.futures import Future
 from math import prod
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -84,11 +86,27 @@ class InitialWeights:
         self._parameters = {p.fqn: p for p in parameters}
         self._spread = {p.fqn: initial_spread(p.fqn, info.args) for p in parameters}
         self._seed = seed
-        self._draw: Draw = lru_cache(_REMEMBERED)(_draw)
+        self._lock = Lock()
+        self._blocks: OrderedDict[str, Future[np.ndarray]] = OrderedDict()  # the last few that were asked for
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
-        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box, draw=self._draw)
+        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box, draw=self._remember)
 
     def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
         """The same in parts, so that a large box needs one block of memory."""
         return initial_blocks(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box)
+
+    def _remember(self, spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
+        """Draw a block, or wait for the thread that is drawing it."""
+        with self._lock:
+            mine = key not in self._blocks
+            block = self._blocks.setdefault(key, Future())
+            self._blocks.move_to_end(key)
+            if len(self._blocks) > _REMEMBERED:
+                self._blocks.popitem(last=False)
+        if mine:
+            try:
+                block.set_result(_draw(spread, shape, key))
+            except BaseException as error:  # who waits for it must hear of it, too
+                block.set_exception(error)
+        return block.result()

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import numpy as np
 import pytest
@@ -62,6 +64,25 @@ def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
     monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
     seed(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64)), tmp_path / "seed")
     assert len(drawn) < 1.2 * len(set(drawn))
+
+
+def test_threads_that_meet_in_a_block_draw_it_once(monkeypatch):
+    drawn, draw = [], init._draw
+
+    def slow(spread, shape, key):
+        drawn.append(key)
+        sleep(0.05)
+        return draw(spread, shape, key)
+
+    weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=0)
+    box = Box((4, 0), (2, 128))
+    expected = weights.read("output.weight", box)
+    monkeypatch.setattr(init, "_draw", slow)
+    weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=0)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: weights.read("output.weight", box), range(4)))
+    assert len(drawn) == 1
+    assert all(np.array_equal(values, expected) for values in found)
 
 
 def test_seed_name_and_block_each_change_the_values(small_blocks):
