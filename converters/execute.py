@@ -130,9 +130,10 @@ def _keep_only(folder: Path, file_bytes: Mapping[str, int]) -> None:
 
 
 def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:
-    found = [f"{fqn}: {count:,} values" for fqn, count in sorted(counts.items())]
+    found = [f"{fqn}: {count:,} value{'s' if count > 1 else ''}" for fqn, count in sorted(counts.items())]
     return CheckpointError(
-        f"{len(found)} tensors hold values that are NaN or infinite:{list_offenders(found)}",
+        f"{len(found)} tensor{'s hold' if len(found) > 1 else ' holds'} values that are NaN or infinite:"
+        + list_offenders(found),
         hint="nothing was written; a model with such weights answers nothing but NaN",
         tries=["--allow-nonfinite"],
     )

@@ -62,7 +62,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
             family, args = read_meta_params(params, shapes)
     else:
         raise CheckpointError(
-            f"nothing in {folder} says what model this is",
+            f"nothing in {'this folder' if folder == Path() else folder} says what model this is",
             hint=f"looked for {MODEL_INFO} (titan), {HF_CONFIG} (transformers) and {META_PARAMS} (Meta)",
             tries=["--model-from FOLDER, a folder that has one of them"],
         )

@@ -34,6 +34,11 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}"
 
 
+def non_finite(name: str, number: int) -> str:
+    """What is told of a tensor with values that are no numbers."""
+    return f"{name} holds {count(number, 'value')} that {'is' if number == 1 else 'are'} NaN or infinite"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]

@@ -65,7 +65,7 @@ def parse_size(text: str) -> int:
 
 def _print(report) -> None:
     from converters.sizes import tell_bytes
-    from titan_tools.console import count
+    from titan_tools.console import count, non_finite
 
     def line(label: str, text: str) -> None:
         print(f"  {label:<9} {text}")
@@ -101,7 +101,7 @@ def _print(report) -> None:
     for remark in report.remarks:
         line("note", remark)
     for name, number in report.non_finite.items():
-        line("beware", f"{name} holds {count(number, 'value')} that are NaN or infinite")
+        line("beware", non_finite(name, number))
 
 
 def tell_rounding(relative_error: Mapping[str, float]) -> str:

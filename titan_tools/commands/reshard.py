@@ -72,7 +72,7 @@ def reshard(
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
     from converters.sizes import tell_bytes
-    from titan_tools.console import count, print_json, progress
+    from titan_tools.console import count, non_finite, print_json, progress
     from titan_tools.conversion import parse_size, tell_rounding
 
     report = reshard_checkpoint(
@@ -118,4 +118,4 @@ def reshard(
     if report.resumed_bytes:
         print(f"  resumed   {tell_bytes(report.resumed_bytes)} were written before, and are still good")
     for name, number in report.non_finite.items():
-        print(f"  beware    {name} holds {count(number, 'value')} that are NaN or infinite")
+        print(f"  beware    {non_finite(name, number)}")

@@ -28,7 +28,7 @@ def verify(
     """
     from converters.sizes import tell_bytes
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import count, print_json, progress
+    from titan_tools.console import count, non_finite, print_json, progress
 
     report = verify_checkpoint(checkpoint, quick=quick, model_from=model_from, progress=progress)
     if as_json:
@@ -38,7 +38,7 @@ def verify(
             lines = "\n".join([f"{check.name}: {check.detail}", *check.problems])
             print(f"{check.outcome:<12}  " + lines.replace("\n", "\n              "))
         for name, number in report.non_finite.items():
-            print(f"note          {name} holds {count(number, 'value')} that are NaN or infinite")
+            print(f"note          {non_finite(name, number)}")
         size = f"{count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)}"
         print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
     if not report.ok:

@@ -190,6 +190,17 @@ def test_bad_input(titan, folder, arguments, message):
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
+def test_one_of_something_is_told_as_one(titan, tmp_path):
+    tensors = load_file("hf/model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy("hf/config.json", tmp_path)
+    _, out, _ = titan("verify", tmp_path)
+    assert "1 file as long as it must be" in out and "model.norm.weight holds 1 value that is NaN or infinite" in out
+    _, _, err = titan("convert", "hf-to-dcp", tmp_path, tmp_path.parent / "out")
+    assert "error: 1 tensor holds values that are NaN or infinite:\n  norm.weight: 1 value\n" in err
+
+
 @pytest.mark.parametrize(
     ("dst", "message"),
     [
