@@ -240,6 +240,15 @@ def _wait_for_records(parent: Path, process: subprocess.Popen, *, at_least: int)
     pytest.fail(f"it ended before it could be stopped: {process.communicate()}")
 
 
+@pytest.fixture
+def hearing_interrupts():
+    """What a shell starts in the background ignores Ctrl-C, and so would the children of such a pytest."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hearing_interrupts")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_what_an_interrupt_ends_is_kept_with_resume_and_told(tmp_path, number, code):
     _sparse_llama(tmp_path / "src", num_layers=12)
@@ -249,8 +258,8 @@ def test_what_an_interrupt_ends_is_kept_with_resume_and_told(tmp_path, number, c
     beside = _start(tmp_path / "src", tmp_path / "out", "--resume")
     _, said = beside.communicate()
     assert beside.returncode == 2 and "another conversion is writing it" in said
+    process.send_signal(number)  # before it goes on, or it might be done by then
     process.send_signal(signal.SIGCONT)
-    process.send_signal(number)
     _, said = process.communicate()
     assert process.returncode == code, said
     assert "run again with --resume to go on" in said
