@@ -8,7 +8,7 @@ from typing import Any
 from converters.catalog import Catalog
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
-from converters.engine.copy import RowNumbers, row_blocks
+from converters.engine.copy import RowNumbers, whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
@@ -282,7 +282,7 @@ def _read_through(
     """(digest, number of values that are not finite) of a tensor, read block by block."""
     info, num_non_finite = reader.tensors[fqn], 0
     digest = TensorDigest(info.dtype, info.shape)
-    for boxes in row_blocks(info.shape, itemsize(info.dtype), BLOCK_BYTES):
+    for boxes in whole_row_units(info.shape, itemsize(info.dtype), BLOCK_BYTES):
         for box in boxes:
             array = reader.read(fqn, box)
             num_non_finite += count_non_finite(array, info.dtype)

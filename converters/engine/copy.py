@@ -203,7 +203,7 @@ def copy_tensors(
     return result
 
 
-def row_blocks(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[list[Box]]:
+def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[list[Box]]:
     """Cut a tensor into units of whole rows (last dim) of `max_bytes` or less; a longer row is one of several boxes."""
     if 0 in shape:
         return
@@ -233,7 +233,7 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
     for fqn, info in target.tensors.items():
         width = itemsize(info.dtype)
         unit_boxes: list[Box] = []
-        for boxes in row_blocks(info.shape, width, _block_bytes(source, fqn, prod(info.shape[1:]) * width)):
+        for boxes in whole_row_units(info.shape, width, _block_bytes(source, fqn, prod(info.shape[1:]) * width)):
             unit_boxes += boxes
             if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
                 yield _Unit(number, fqn, unit_boxes)

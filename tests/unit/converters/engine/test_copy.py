@@ -16,7 +16,7 @@ import torch
 import converters.engine.copy as copying
 from converters.catalog import Box, TensorInfo
 from converters.engine.casts import count_non_finite
-from converters.engine.copy import copy_tensors, row_blocks
+from converters.engine.copy import copy_tensors, whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, UnsupportedError
@@ -169,9 +169,9 @@ def test_memory_is_a_few_blocks_for_each_worker(tmp_path, workers, shape):
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (1, 50), (2, 3, 4), (2, 1, 9)])
 @pytest.mark.parametrize("max_bytes", [1, 4, 20, 1000])
-def test_row_blocks_cover_exactly(shape, max_bytes):
+def test_units_of_whole_rows_cover_exactly(shape, max_bytes):
     seen = np.zeros(shape, int)
-    for unit in row_blocks(shape, 2, max_bytes):
+    for unit in whole_row_units(shape, 2, max_bytes):
         for box in unit:
             assert box.num_elements * 2 <= max(2, max_bytes)
             seen[box.slices_within(Box.whole(shape)) if shape else ...] += 1
