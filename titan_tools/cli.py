@@ -146,7 +146,13 @@ def run() -> int:
             return _tell_fault(error)
         _tell(f"{error.filename or 'standard output'}: {error.strerror}")
         return 2
+    except MemoryError:
+        _tell("out of memory", hint="a limit of this machine, container or shell", tries=["--workers 1"])
+        return 2
     except Exception as error:
+        if "can't start new thread" in str(error):
+            _tell("no further thread can be started here", tries=["--workers 1"])
+            return 2
         return _tell_fault(error)
 
 
@@ -169,7 +175,7 @@ def _tell_usage(error: typer.TyperException) -> int:
         print(error.format_message(), file=sys.stderr)
         return 2
     command = getattr(getattr(error, "ctx", None), "command_path", "titan")
-    _tell(error.format_message(), tries=[f"{command} --help"])
+    _tell(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
     return 2
 
 

@@ -13,6 +13,7 @@ from titan_tools.commands.convert_options import (
     DryRun,
     DType,
     FileOrFolder,
+    FolderOfAny,
     ForMesh,
     Json,
     ModelFrom,
@@ -269,7 +270,7 @@ def dcp_to_torchtune(
 @convert_app.command("auto")
 def auto(
     src: Source,
-    dst: Destination,
+    dst: FolderOfAny,
     to: To,
     for_mesh: ForMesh = None,
     shard_size: ShardSize = None,

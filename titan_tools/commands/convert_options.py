@@ -25,16 +25,33 @@ class Style(StrEnum):
     torchtune = "torchtune"
 
 
-Source = Annotated[Path, typer.Argument(help="A checkpoint folder or file; it is never changed.", show_default=False)]
-Destination = Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)]
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A checkpoint folder or file; it is never changed.", show_default=False)
+]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.", show_default=False)]
 FileOrFolder = Annotated[
-    Path, typer.Argument(help="The .pt, .pth or .bin file to make; else a folder with model.pt.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DST", help="The .pt, .pth or .bin file to make; else a folder with model.pt.", show_default=False
+    ),
+]
+FolderOfAny = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DST", help="The folder to make; --to torch also takes a .pt, .pth or .bin file.", show_default=False
+    ),
+]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or file of any format.", show_default=False),
 ]
 To = Annotated[Format, typer.Option(help="The format to write.", show_default=False)]
 DType = Annotated[
     str | None,
     typer.Option(
-        help="Cast to bfloat16, float32, … Default: the source's own. What is float32 among weights of 16 bits stays.",
+        metavar="DTYPE",
+        help="Cast to bfloat16, float16, float32, … Default: the source's own. "
+        "What is float32 among weights of 16 bits stays.",
         show_default=False,
     ),
 ]
@@ -75,7 +92,8 @@ ModelFrom = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Take config.json, params.json or titan_model.json and the tokenizer from here, where SRC has none.",
+        help="Take config.json, params.json or titan_model.json and the tokenizer from here, "
+        "where the checkpoint has none.",
         show_default=False,
     ),
 ]
@@ -93,7 +111,7 @@ AllowNonfinite = Annotated[
 NoDigest = Annotated[
     bool, typer.Option("--no-digest", help="No tensor digests in the manifest: faster; every file's CRC32 stays.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run of this very conversion ended.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where a killed run of this very command ended.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Plan and check everything, tell what it needs; write nothing.")
 ]

@@ -9,8 +9,10 @@ MOST_LINES = 100
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint of any format.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="Another one, of the same or another format.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.", show_default=False)],
+    b: Annotated[
+        Path, typer.Argument(metavar="B", help="Another one, of the same or another format.", show_default=False)
+    ],
     model_from: Annotated[
         Path | None,
         typer.Option(

@@ -8,12 +8,18 @@ import typer
 
 def download(
     repository: Annotated[
-        str, typer.Argument(help="As in its page's address, such as meta-llama/Llama-3.2-1B.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="REPOSITORY",
+            help="As in its page's address, such as meta-llama/Llama-3.2-1B.",
+            show_default=False,
+        ),
     ],
     dst: Annotated[
-        Path | None, typer.Argument(help="A folder to make. Default: the HF cache (HF_HOME).", show_default=False)
+        Path | None,
+        typer.Argument(metavar="DST", help="The folder to make. Default: the HF cache (HF_HOME).", show_default=False),
     ] = None,
-    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
+    revision: Annotated[str, typer.Option(metavar="REVISION", help="Branch, tag or commit.")] = "main",
     include: Annotated[
         list[str] | None,
         typer.Option(
@@ -29,9 +35,11 @@ def download(
     original: Annotated[bool, typer.Option("--original", help="Take the folder original/ too.")] = False,
     token: Annotated[
         str | None,
-        typer.Option(help="Default: HF_TOKEN, else what `hf auth login` has stored.", show_default=False),
+        typer.Option(
+            metavar="TOKEN", help="Default: HF_TOKEN, else what `hf auth login` has stored.", show_default=False
+        ),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Files that are fetched at a time.")] = 4,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files that are fetched at a time.")] = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; fetch nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

@@ -7,11 +7,11 @@ import typer
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE
-from titan_tools.commands.convert_options import ModelFrom
+from titan_tools.commands.convert_options import Checkpoint, ModelFrom
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder or file of any format.", show_default=False)],
+    checkpoint: Checkpoint,
     every: Annotated[bool, typer.Option("--every", help="One line per tensor, layers not folded.")] = False,
     loss_curve: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw a run's loss curve to this file.", show_default=False)

@@ -7,6 +7,7 @@ import typer
 
 from titan_tools.commands.convert_options import (
     DEFAULT_WORKERS,
+    Destination,
     DryRun,
     ForMesh,
     Json,
@@ -20,8 +21,10 @@ from titan_tools.commands.convert_options import (
 
 
 def reshard(
-    src: Annotated[Path, typer.Argument(help="A DCP checkpoint folder; it is never changed.", show_default=False)],
-    dst: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    src: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A DCP checkpoint folder; it is never changed.", show_default=False)
+    ],
+    dst: Destination,
     for_mesh: ForMesh = None,
     num_files: Annotated[
         int | None,
@@ -39,10 +42,14 @@ def reshard(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Cast the weights, not the optimizer. Default: as they are.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="Cast the weights, not the optimizer. Default: as they are.", show_default=False
+        ),
     ] = None,
     optimizer_dtype: Annotated[
-        str | None, typer.Option(help="Cast the optimizer's moments. Default: as they are.", show_default=False)
+        str | None,
+        typer.Option(metavar="DTYPE", help="Cast the optimizer's moments. Default: as they are.", show_default=False),
     ] = None,
     model_from: ModelFrom = None,
     workers: Workers = DEFAULT_WORKERS,

@@ -5,16 +5,16 @@ from typing import Annotated
 
 import typer
 
-from titan_tools.commands.convert_options import DEFAULT_WORKERS, Workers
+from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
 
 
 def seed(
     context: typer.Context,
     config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
-    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
     workers: Workers = DEFAULT_WORKERS,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write the first weights of a config's model as a DCP checkpoint, without building the model.
 

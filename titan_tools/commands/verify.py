@@ -1,15 +1,14 @@
 """titan verify: is this checkpoint whole and undamaged?"""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from titan_tools.commands.convert_options import ModelFrom
+from titan_tools.commands.convert_options import Checkpoint, ModelFrom
 
 
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint folder or file of any format.", show_default=False)],
+    checkpoint: Checkpoint,
     quick: Annotated[
         bool, typer.Option("--quick", help="Structure, names, sizes and small files; reads no tensor.")
     ] = False,

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from titan_tools import cli
 from titan_tools.cli import app
 
 TITAN = [sys.executable, "-m", "titan_tools"]
@@ -127,6 +128,39 @@ def test_somebody_elses_trainer_package_is_refused(tmp_path):
 def test_help_has_a_short_form_and_there_is_a_version():
     assert titan("-h").stdout == titan("--help").stdout
     assert titan("--version").stdout.startswith("titan ")
+
+
+_CHECKPOINT_COMMANDS = [["convert", "auto"], ["convert", "dcp-to-torch"], *(
+    [name] for name in ("reshard", "seed", "inspect", "diff", "verify", "download")
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", _CHECKPOINT_COMMANDS, ids=" ".join)
+def test_help_names_arguments_and_values_as_its_text_does(command):
+    shown = titan(*command, "--help").stdout
+    arguments = [
+        line.split()[0] for line in shown.split("Arguments:")[1].split("Options:")[0].splitlines() if line[2:3].strip()
+    ]
+    assert arguments and all(name.isupper() for name in arguments)
+    assert not [line for line in shown.splitlines() if line.startswith("  --") and ("<str>" in line or "<int" in line)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (MemoryError(), "error: out of memory\n"),
+        (RuntimeError("can't start new thread"), "error: no further thread can be started here\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, problem, message):
+    def fails(**options):
+        raise problem
+
+    monkeypatch.setattr(cli, "app", fails)
+    assert cli.run() == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message) and "--workers 1" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)
