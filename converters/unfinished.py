@@ -92,7 +92,9 @@ def _claim(dst: Path, *, fingerprint: str | None, resume: bool) -> Unfinished:
                     remarks.append("there was nothing to resume: started from the beginning")
             folder.mkdir(exist_ok=True)
             return Unfinished(folder, journal, tuple(remarks))
-        except BaseException:
+        except BaseException as error:
+            if not resume and not isinstance(error, Exception):  # an interrupt at this moment, too, leaves nothing
+                shutil.rmtree(root, ignore_errors=True)
             journal.close()
             raise
     except OSError as error:

@@ -109,6 +109,16 @@ def test_without_resume_an_interrupt_leaves_nothing(tmp_path, src):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
 
 
+def test_an_interrupt_before_the_work_begins_leaves_nothing(tmp_path, src, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", resume=False, stop_after=13)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
 def test_an_error_that_speaks_against_the_work_keeps_nothing(tmp_path, src):
     with pytest.raises(CheckpointError, match="bad"):
         run(src, tmp_path / "out", stop_after=13, error=CheckpointError("bad values"))
