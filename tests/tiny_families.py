@@ -14,7 +14,7 @@ SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "original_max_position_embeddings": 8192,  # torchtune's builders know no other
 }
 # Grouped-query attention everywhere; eleven layers where "10" could sort before "2"
 TINY = {

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from converters.convert import convert
 from converters.layout import MeshShape
 from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama, write_meta
-from titan_tools import cli
 
 INDEX = "model.safetensors.index.json"
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -68,21 +66,6 @@ def index(copy_of):
         (folder / INDEX).write_text(json.dumps(content))
 
     return folder, content["weight_map"], write
-
-
-@pytest.fixture
-def titan(monkeypatch, capsys):
-    """Run a command line as `titan` does; (exit code, stdout, stderr). Never a traceback."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
-        capsys.readouterr()
-        code = cli.run()
-        out = capsys.readouterr()
-        assert "Traceback" not in out.err, out.err
-        return code, out.out, out.err
-
-    return run
 
 
 @pytest.fixture

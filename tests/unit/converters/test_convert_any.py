@@ -16,6 +16,7 @@ from converters.layout import MeshShape
 from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from converters.weights import open_native
+from tests.tiny_families import SCALING
 from trainer.models.registry import get_trainer_family
 
 NUMBERS = {
@@ -28,14 +29,7 @@ NUMBERS = {
     "max_position_embeddings": 131072,
     "initializer_range": 0.2,
 }
-LLAMA_31 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LLAMA = {"rope_parameters": {"rope_theta": 500000.0, **LLAMA_31}}
+LLAMA = {"rope_parameters": {"rope_theta": 500000.0, **SCALING}}
 QWEN = {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "head_dim": 16}
 MODELS = {
     "untied": (LlamaConfig, LlamaForCausalLM, LLAMA),

@@ -28,20 +28,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def titan(monkeypatch, capsys, folder):
-    """Run a command line as `titan` does, in the folder; returns (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def in_folder(monkeypatch, folder):
     monkeypatch.chdir(folder)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
-        capsys.readouterr()
-        code = cli.run()
-        out = capsys.readouterr()
-        assert "Traceback" not in out.err
-        return code, out.out, out.err
-
-    return run
 
 
 def test_reshard_takes_its_options(titan, tmp_path):

@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,24 +13,17 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from converters.engine.copy import DEFAULT_WORKERS
+from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 from titan_tools import cli
 from titan_tools.commands import convert_options
-
-LLAMA_31 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """hf/ as transformers writes it, bare/ without what says the model, and each other format converted from hf/."""
     folder = tmp_path_factory.mktemp("convert")
-    write_llama(folder / "hf", vocab_size=302, rope_scaling=LLAMA_31, rope_theta=500000.0)
+    write_llama(folder / "hf", vocab_size=302, rope_scaling=SCALING, rope_theta=500000.0)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "hf" / name).unlink()
     ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
@@ -41,20 +33,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def titan(monkeypatch, capsys, folder):
-    """Run a command line as `titan` does, in the folder; returns (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def in_folder(monkeypatch, folder):
     monkeypatch.chdir(folder)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
-        capsys.readouterr()
-        code = cli.run()
-        out = capsys.readouterr()
-        assert "Traceback" not in out.err
-        return code, out.out, out.err
-
-    return run
 
 
 def is_same(titan, a, b):

@@ -10,20 +10,11 @@ import torch
 
 from converters.convert import convert
 from tests.tiny_llama import BOS, write_llama, write_meta
-from titan_tools import cli
 from titan_tools.infer import run as infer_run
 
 PROMPT = "def main("
 SHORT = ("--prompt", PROMPT, "--max-new-tokens", "12")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +37,10 @@ def broken(hf, tmp_path):
     return shutil.copytree(hf, tmp_path / "broken")
 
 
-@pytest.fixture
-def titan(monkeypatch, capsys):
-    """`titan("infer", …)` → exit code, stdout, stderr."""
+@pytest.fixture(autouse=True)
+def not_launched(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
-        code = cli.run()
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
 
 
 def tokens(printed):

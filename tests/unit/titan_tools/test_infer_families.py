@@ -14,15 +14,7 @@ from titan_tools import cli
 PROMPT = "def main("
 NUMBERS = {"vocab_size": 301, "max_position_embeddings": 256, "bos_token_id": BOS, "eos_token_id": EOS}
 NUM_NEW = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_tied", "llama2"])

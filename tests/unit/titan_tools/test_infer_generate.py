@@ -18,15 +18,7 @@ CLOSE_CALL = 1e-4  # a gap between the two likeliest tokens that rounding may tu
 PROMPTS = [
     [BOS, *ids] for ids in ([7], [72, 101, 108, 108, 111], list(range(40, 90)), [(37 * i) % 256 for i in range(180)])
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=["gqa untied", "gqa tied", "one kv head", "no grouping"])

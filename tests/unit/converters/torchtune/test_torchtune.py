@@ -13,15 +13,10 @@ from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointe
 from converters.convert import convert
 from converters.layout import MeshShape
 from converters.outputs.base import OutputOptions
+from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 
 HEADS, KV_HEADS, VOCAB, LAYERS = 4, 2, 302, 2
-SCALING = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,  # torchtune's builders know no other
-}
 # Near positions and far ones: only the far ones see RoPE's scaling (9e-3 against 2.4 in the logits)
 POSITIONS = torch.stack([torch.arange(48), torch.linspace(0, 16383, 48).long()])
 TOKENS = torch.randint(0, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(2))

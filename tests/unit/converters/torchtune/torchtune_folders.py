@@ -10,15 +10,10 @@ from torchtune import config
 
 from converters.convert import convert
 from converters.outputs.base import OutputOptions
+from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 
 STYLES = ("hf", "meta", "torchtune")
-SCALING = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,  # torchtune's builders know no other
-}
 KINDS = {
     "3": {"rope_scaling": None},
     "3.1": {"rope_scaling": SCALING | {"factor": 8.0}},

@@ -1,0 +1,33 @@
+"""Fixtures of many folders: a command line run in this process, and torch on one thread."""
+
+import sys
+
+import pytest
+
+from titan_tools import cli
+
+
+@pytest.fixture
+def titan(monkeypatch, capsys):
+    """Run a command line as `titan` does; (exit code, stdout, stderr). Never a traceback."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        capsys.readouterr()
+        code = cli.run()
+        out = capsys.readouterr()
+        assert "Traceback" not in out.err, out.err
+        return code, out.out, out.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Two threads that wait for each other over tiny matrices are slow where other processes run."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
