@@ -43,6 +43,11 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
     return folded
 
 
+def fold_texts(texts: Iterable[str]) -> list[str]:
+    """Texts that name a tensor each, those that differ in the numbers of names only as one; in order of appearance."""
+    return [line.name for line in fold_lines(TensorLine(text, "", "", (), 1, 0, 0) for text in texts)]
+
+
 def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
     """Number tuples as products of sets: [(0, 0), (0, 1), (1, 0), (1, 1)] → [[[0, 1], [0, 1]]]."""
     if not tuples[0]:

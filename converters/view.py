@@ -16,6 +16,7 @@ from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
+from converters.fold import fold_texts
 from converters.model_info import ModelInfo
 from converters.rules import Op, RopeHalves, Rule
 
@@ -256,7 +257,8 @@ def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, 
     if missing_output:
         hints.append("the output weight is missing: a tied model says so in its config (tie_word_embeddings: true)")
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    told = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # all of them, on a page
     return CheckpointError(
-        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(sorted(problems)),
+        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(told),
         hint="; ".join(hints),
     )

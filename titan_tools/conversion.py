@@ -64,6 +64,7 @@ def parse_size(text: str) -> int:
 
 
 def _print(report) -> None:
+    from converters.fold import fold_texts
     from converters.sizes import tell_bytes
     from titan_tools.console import count, non_finite
 
@@ -85,7 +86,10 @@ def _print(report) -> None:
     if report.num_cast:
         line("cast", f"{count(report.num_cast, 'tensor')}{tell_rounding(report.relative_error)}")
     if report.kept_float32:
-        line("float32", f"stays for {count(len(report.kept_float32), 'tensor')}: {', '.join(report.kept_float32)}")
+        line(
+            "float32",
+            f"stays for {count(len(report.kept_float32), 'tensor')}: {', '.join(fold_texts(report.kept_float32))}",
+        )
     if report.other_files:
         line("with", ", ".join(report.other_files))
     for name, reason in report.dropped.items():

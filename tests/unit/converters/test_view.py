@@ -189,3 +189,15 @@ def test_native_names_are_native():
     assert detect_naming([*native_arrays(), "rope.freqs"], LLAMA3).name == "meta"
     view = native_view(Arrays(native_arrays()), INFO, native_naming(LLAMA3))
     assert not view.row_orders
+
+
+def test_very_many_offenders_are_all_named_on_one_page():
+    hf = {n: a for n, a in hf_arrays().items() if ".mlp." not in n and "layers.3.self_attn.q" not in n}
+    with pytest.raises(CheckpointError, match="37 problems") as error:
+        native_view(Arrays(hf), INFO, HF)
+    assert error.value.message.splitlines()[1:] == [
+        "  missing     model.layers.{0..11}.mlp.down_proj.weight  [24, 20]",
+        "  missing     model.layers.{0..11}.mlp.gate_proj.weight  [20, 24]",
+        "  missing     model.layers.{0..11}.mlp.up_proj.weight  [20, 24]",
+        "  missing     model.layers.3.self_attn.q_proj.weight  [32, 24]",
+    ]

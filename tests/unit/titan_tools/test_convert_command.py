@@ -153,6 +153,10 @@ def test_what_stays_float32_is_printed(titan, folder, tmp_path):
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", "--dtype", "float16")
     assert code == 0 and "  float32   stays for 1 tensor: norm.weight" in out and "cast      20 tensors" in out
+    tensors |= {n: t.float() for n, t in tensors.items() if n.endswith("input_layernorm.weight")}
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    _, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "more", "--dtype", "float16")
+    assert "tensors: layers.{0..1}.attention_norm.weight, norm.weight\n" in out
 
 
 def test_a_dry_run_prints_the_needs(titan, tmp_path):
