@@ -78,9 +78,9 @@ def reshard(
     """
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
-    from converters.sizes import tell_bytes
-    from titan_tools.console import count, non_finite, print_json, progress
-    from titan_tools.conversion import parse_size, tell_rounding
+    from titan_tools.console import print_json, progress
+    from titan_tools.conversion import parse_size
+    from titan_tools.resharding import print_report
 
     report = reshard_checkpoint(
         src,
@@ -102,27 +102,5 @@ def reshard(
     )
     if as_json:
         print_json(report.to_json())
-        return
-    verb = "to write" if report.dry_run else "wrote"
-    print(f"{report.source} to {report.destination}, cut for {report.cut}")
-    print(
-        f"  {verb:<9} {count(report.num_tensors, 'tensor')} and {count(report.num_blobs, 'value')}, "
-        f"{tell_bytes(report.num_bytes)} in {count(report.num_files, 'file')}, {report.secs:.1f} s"
-    )
-    print(f"  sections  {', '.join(f'{section} ({number:,})' for section, number in report.sections.items())}")
-    if report.num_cast:
-        rounding = tell_rounding(report.relative_error)
-        print(f"  cast      {count(report.num_cast, 'tensor')}; now {', '.join(report.dtypes)}{rounding}")
-    if report.dropped_sections:
-        entries = count(sum(report.dropped_sections.values()), "entry")
-        print(f"  left out  {', '.join(report.dropped_sections)} ({entries}), as asked")
-    for name, reason in report.dropped.items():
-        print(f"  dropped   {name}: {reason}")
-    for name in report.missing:
-        print(f"  missing   {name}")
-    for remark in report.remarks:
-        print(f"  note      {remark}")
-    if report.resumed_bytes:
-        print(f"  resumed   {tell_bytes(report.resumed_bytes)} were written before, and are still good")
-    for name, number in report.non_finite.items():
-        print(f"  beware    {non_finite(name, number)}")
+    else:
+        print_report(report)
