@@ -136,6 +136,12 @@ def test_cast_leaves_the_optimizer(step, tmp_path):
     assert (dtypes["norm.weight"], dtypes["optimizer.state.norm.weight.exp_avg"]) == ("float16", "float32")
 
 
+def test_what_casts_did_is_told(step, tmp_path):
+    report = reshard(step, tmp_path / "out", optimizer_dtype="bfloat16")
+    moved = report.relative_error["optimizer.state.norm.weight.exp_avg"]
+    assert 0 < moved <= 2**-8 and not report.relative_error.keys() & SHAPES.keys()
+
+
 def test_optimizer_that_does_not_fit_the_model(tmp_path):
     state = training_state()
     optimizer = state["optimizer"]

@@ -82,8 +82,18 @@ def test_differences_exit_with_1(titan):
     code, out, err = titan("diff", "hf", "other")
     assert code == 1 and err == ""
     assert "norm.weight" in out and "max |A-B|" in out and "1 difference; 20 tensors equal" in out
+    assert "\nfirst differing tensor: norm.weight\n" in out
     code, out, _ = titan("diff", "hf", "other", "--json")
     assert code == 1 and json.loads(out)["differences"][0]["max_abs"] == 1.0
+
+
+def test_a_mesh_that_cuts_heads_is_refused(titan, tmp_path):
+    titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp")
+    for command in (("convert", "hf-to-dcp", "hf"), ("reshard", tmp_path / "dcp")):
+        code, out, err = titan(*command, tmp_path / "out", "--for-mesh", "tp=3,pp=7")
+        assert code == 2 and out == "" and "tp=3 does not divide 4 attention heads" in err
+        assert "2 layers cannot be split into 7 pipeline stages" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["dcp"]
 
 
 def test_failed_checks_exit_with_1(titan, tmp_path):
