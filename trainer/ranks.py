@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from converters.errors import ConfigError
 from trainer.mesh import Meshes
@@ -56,9 +56,11 @@ def own_gpu() -> torch.device:
 
 def set_train_timeout(meshes: Meshes, secs: int) -> None:
     """From the second step on a collective that takes long hangs: compilation and first connections are behind us."""
+    public = hasattr(dist, "set_timeout")  # torch 2.15 has it and warns of the private one; up to 2.13 it is not there
+    set_timeout = dist.set_timeout if public else distributed_c10d._set_pg_timeout
     axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
     for group in (None, *(meshes[axis].get_group() for axis in axes)):
-        _set_pg_timeout(timedelta(seconds=secs), group)
+        set_timeout(timedelta(seconds=secs), group)
 
 
 def leave_ranks() -> None:

@@ -1,10 +1,18 @@
-"""Which GPU is whose: told by the launcher, checked against what torch sees."""
+"""Which GPU is whose: told by the launcher, checked against what torch sees; and how long a collective may take."""
+
+import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.errors import ConfigError
-from trainer.ranks import own_gpu
+from trainer.config.sections import Parallelism
+from trainer.mesh import make_meshes
+from trainer.parallel_dims import resolve
+from trainer.ranks import own_gpu, set_train_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +38,37 @@ def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch, number, told):
         monkeypatch.setenv("LOCAL_RANK", number)
     with pytest.raises(ConfigError, match=told):
         own_gpu()
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_every_group_gets_the_timeout_by_the_call_that_torch_has(monkeypatch, public):
+    """torch 2.15 has a public one and warns of the other, which is all that 2.11 to 2.13 have."""
+    told = []
+
+    def set_timeout(timeout, group=None):
+        told.append((timeout, group))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        meshes = make_meshes(resolve(Parallelism(tensor_parallel_degree=2), 4), "cpu")
+        if public:
+            monkeypatch.setattr(dist, "set_timeout", set_timeout, raising=False)
+        else:
+            monkeypatch.delattr(dist, "set_timeout", raising=False)
+            monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", set_timeout)
+        set_train_timeout(meshes, 77)
+        assert {timeout for timeout, _ in told} == {timedelta(seconds=77)}
+        groups = [group for _, group in told]
+        assert None in groups and meshes["tp"].get_group() in groups and meshes["fsdp"].get_group() in groups
+    finally:
+        dist.destroy_process_group()
+
+
+def test_setting_the_timeout_warns_of_nothing(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            set_train_timeout(make_meshes(resolve(Parallelism(), 1), "cpu"), 77)
+    finally:
+        dist.destroy_process_group()
