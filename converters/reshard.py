@@ -126,6 +126,8 @@ def reshard(
         held = contents.source.tensors
         weights = {n: i for n, i in held.items() if n in spelling.weights}
         moments = {n: held[n] for names in contents.moments.values() for n in names}
+        if optimizer_dtype is not None and not moments:
+            raise ConfigError(f"--optimizer-dtype {optimizer_dtype}: there are no moments to cast")
         keep = get_family(spelling.info.family).keep_float32
         casts = find_casts(weights, dtype, keep=keep) | find_casts(moments, optimizer_dtype)
         islands = [*find_islands(weights, dtype, keep=keep), *find_islands(moments, optimizer_dtype)]

@@ -179,6 +179,8 @@ def test_what_is_refused(step, tmp_path):
         reshard(step, tmp_path / "out", mesh=MeshShape(pp=9))
     with pytest.raises(ConfigError, match="tp=3 does not divide 4 attention heads, 2 key/value heads, 20 feed"):
         reshard(step, tmp_path / "out", mesh=MeshShape(tp=3))
+    with pytest.raises(ConfigError, match="--optimizer-dtype bfloat16: there are no moments to cast"):
+        reshard(step, tmp_path / "out", drop=["optimizer"], optimizer_dtype="bfloat16")
     with pytest.raises(CheckpointError, match="is the source itself"):
         reshard(step, step)
     write_llama(tmp_path / "hf")
