@@ -128,6 +128,15 @@ def fsync_folder(folder: Path) -> None:
         fsync(Path(root))
 
 
+def fsync(path: Path) -> None:
+    """fsync a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
     """Remove what killed writers left in `parent`, a folder that one job owns. `keep` spares one identifier."""
     if not parent.is_dir():
@@ -191,12 +200,3 @@ def _libc_renameat2():
         return None
     call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     return call
-
-
-def fsync(path: Path) -> None:
-    """fsync a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
