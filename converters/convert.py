@@ -165,6 +165,7 @@ def convert(
         extra=tuple(ledger.extra),
         non_finite=done.non_finite,
         remarks=(
+            *filter(None, [_tell_long_files(plan.target.file_bytes, options.shard_bytes)]),
             *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
             *(f"{name} is not read: {why}" for name, why in catalog.unread.items()),
             *(
@@ -180,6 +181,13 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _tell_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> str:
+    """What came of --shard-size where tensors are larger; headers and a little padding are not meant."""
+    most = None if shard_bytes is None else 1.1 * shard_bytes + 1024**2
+    long = [name for name, size in file_bytes.items() if most and size > most]
+    return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
 
 
 def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, to: str) -> None:

@@ -241,3 +241,14 @@ def test_reshard_keeps_the_same_islands_and_says_so(hf, tmp_path):
         "norm.weight", "layers.0.attention_norm.weight", "layers.1.feed_forward.w2.weight",
     }  # fmt: skip
     assert any("float32 stays for 3 tensors" in remark and "norm.weight" in remark for remark in report.remarks)
+
+
+def test_files_that_are_longer_than_asked_are_told(tmp_path):
+    write_llama(tmp_path / "hf", vocab_size=30_000)
+    (remark,) = convert(
+        tmp_path / "hf", tmp_path / "out", to="hf", options=OutputOptions(shard_bytes=1_000_000)
+    ).remarks
+    longest = max((tmp_path / "out").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    assert remark.startswith("--shard-size: longer") and longest.name in remark
+    fitting = OutputOptions(shard_bytes=50_000_000)
+    assert convert(tmp_path / "hf", tmp_path / "fits", to="hf", options=fitting).remarks == ()
