@@ -18,7 +18,7 @@ from converters.open import open_checkpoint, require_there
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import get_output
 from converters.plan import plan_conversion
-from converters.single_file import check_file_place, execute_into_file
+from converters.single_file import check_file_place, execute_into_file, folder_of
 from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import native_weights
 
@@ -125,9 +125,15 @@ def convert(
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
         untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=weights.info.args.vocab_size)
+        carried = list(weights.info.assets.values())
         done, needs = Execution({}, []), None
         if dry_run:
-            needs = estimate_needs(dst.absolute().parent if into_file else dst, plan.target, workers=workers)
+            needs = estimate_needs(
+                folder_of(dst) if into_file else dst,
+                plan.target,
+                workers=workers,
+                carried=() if into_file else carried,
+            )
         else:
             done = (execute_into_file if into_file else execute)(
                 dst,
@@ -135,6 +141,7 @@ def convert(
                 target=plan.target,
                 casts=plan.casts,
                 write_small_files=lambda folder: output.write_small_files(folder, plan.contents, options),
+                carried=carried,
                 native_rows=plan.native_rows,
                 vouched=vouched,
                 overwrite=overwrite,

@@ -2,25 +2,25 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 from converters.catalog import TensorSource
-from converters.commit import check_destination, require_space
+from converters.commit import check_destination
 from converters.dtypes import itemsize
 from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, RowNumbers, copy_tensors
 from converters.engine.journal import reading_order
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.target import Target
 from converters.manifest import TensorSum, write_manifest
+from converters.needs import require_room
 from converters.source_check import Vouched
-from converters.unfinished import GO_ON, bytes_left_behind, making
+from converters.unfinished import GO_ON, making
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
-_SMALL_FILES_BYTES = 64 * 1024**2  # room for tokenizer, configs and manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def execute(
     target: Target,
     casts: Mapping[str, str],
     write_small_files: Callable[[Path], list[str]],
+    carried: Collection[Path] = (),
     native_rows: RowNumbers | None = None,
     vouched: Vouched | None = None,
     overwrite: bool = False,
@@ -68,13 +69,14 @@ def execute(
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise.
 
+    `carried`: the files that `write_small_files` copies; room on the disk is asked for them, too.
     `vouched`: what the values must be as they are read; another value is an error, and nothing is written. Without
     `digests` the manifest holds none; the CRC32 of every file stands in it all the same.
     `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work goes on from what an earlier
     attempt with the same fingerprint has written, and what an interrupt or a full disk ends is kept for the next.
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
-    require_room(dst, target)
+    require_room(dst, target, carried)
     plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
     try:
         with making(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
@@ -137,8 +139,3 @@ def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:
         hint="nothing was written; a model with such weights answers nothing but NaN",
         tries=["--allow-nonfinite"],
     )
-
-
-def require_room(dst: Path, target: Target) -> None:
-    """Raise CheckpointError where the disk of `dst` has no room for the output, less what earlier attempts hold."""
-    require_space(dst, max(0, target.total_bytes + _SMALL_FILES_BYTES - bytes_left_behind(dst)))

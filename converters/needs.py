@@ -1,10 +1,14 @@
 """What a conversion will need: memory, disk, time. `--dry-run` tells it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from converters.commit import require_space
+from converters.engine.copy import UNIT_BYTES
 from converters.formats.target import Target
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.unfinished import bytes_left_behind
 
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
 # A disk that writes slower than that sets the pace instead.
@@ -17,6 +21,15 @@ BASE_BYTES = 40 * 1024**2
 WORKER_BYTES = 16 * 1024**2
 SLOT_BYTES = 600
 SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
+# On disk beside the tensor data, from above: configs and a recipe; a tensor's and a file's line of the manifest; a
+# unit's line of the journal, which is there until the end
+_CONFIG_BYTES = 128 * 1024
+_TENSOR_LINE_BYTES = 160
+_FILE_LINE_BYTES = 80
+_UNIT_LINE_BYTES = 384
+# A carried file may be written twice (torchtune's folder), and a tokenizer in another form, too. A tokenizer.json made
+# of Llama 3's tokenizer.model is 8 times as long as that.
+_CARRIED, _TRANSLATED = 2, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +37,42 @@ class Needs:
     """An estimate. `free_bytes` is what the disk of the destination has; `fits` says whether that is enough."""
 
     memory_bytes: int  # peak, anonymous
-    disk_bytes: int
+    disk_bytes: int  # the small files and the journal included
     free_bytes: int
     fits: bool
     secs: float  # at the rate below
     bytes_per_sec: float
 
 
-def estimate_needs(dst: Path, target: Target, *, workers: int) -> Needs:
-    """The needs of writing `target` to `dst` with `workers` threads."""
-    disk_bytes, free_bytes = target.total_bytes, require_space(dst, 0)  # raises where nothing can be written at all
+def estimate_needs(dst: Path, target: Target, *, workers: int, carried: Collection[Path] = ()) -> Needs:
+    """The needs of writing `target` to `dst` with `workers` threads; `carried`: files that go with it."""
+    disk_bytes = needed_bytes(target, carried)
+    # Beside `dst` is where it is made. Raises where nothing can be written at all.
+    free_bytes = require_space(dst.absolute().parent, 0)
     return Needs(
         memory_bytes=BASE_BYTES + WORKER_BYTES * workers + SLOT_BYTES * len(target.slots),
         disk_bytes=disk_bytes,
         free_bytes=free_bytes,
-        fits=free_bytes >= disk_bytes,
+        fits=free_bytes >= disk_bytes - bytes_left_behind(dst),
         secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / COPY_BYTES_PER_SEC,
         bytes_per_sec=COPY_BYTES_PER_SEC,
     )
+
+
+def require_room(dst: Path, target: Target, carried: Collection[Path] = ()) -> None:
+    """Raise CheckpointError where the disk of `dst` has no room for the output, less what earlier attempts hold."""
+    require_space(dst, max(0, needed_bytes(target, carried) - bytes_left_behind(dst)))
+
+
+def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:
+    """Bytes on disk while `target` is written, a little too many: data, small files, manifest and journal."""
+    lone = TOKENIZER_JSON not in {path.name for path in carried}
+    small_bytes = sum(
+        path.stat().st_size * (_TRANSLATED if lone and path.name == TIKTOKEN_MODEL else _CARRIED)
+        for path in carried
+        if path.is_file()
+    )
+    manifest_bytes = sum(len(fqn) + _TENSOR_LINE_BYTES for fqn in target.tensors)
+    manifest_bytes += sum(len(name) + _FILE_LINE_BYTES for name in target.file_bytes)
+    num_units = len(target.tensors) + 2 * target.total_bytes // UNIT_BYTES
+    return target.total_bytes + _CONFIG_BYTES + small_bytes + manifest_bytes + num_units * _UNIT_LINE_BYTES

@@ -15,7 +15,7 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
-from converters.execute import Execution, Progress, check_places, execute, no_progress, require_room
+from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
@@ -30,6 +30,7 @@ from converters.layout import (
 from converters.manifest import list_files
 from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
+from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
@@ -67,6 +68,7 @@ class ReshardReport:
     remarks: tuple[str, ...]
     other_files: tuple[str, ...]
     resumed_bytes: int
+    needs: Needs | None  # of a dry run
     secs: float
     dry_run: bool
 
@@ -138,14 +140,17 @@ def reshard(
             blobs=contents.blobs,
             planner_data=contents.paths,
         )
-        require_room(dst, target)
-        done = Execution({}, [])
-        if not dry_run:
+        carried = [*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()]
+        done, needs = Execution({}, []), None
+        if dry_run:
+            needs = estimate_needs(dst, target, workers=workers, carried=carried)
+        else:
             done = execute(
                 dst,
                 source=contents.source,
                 target=target,
                 casts=casts,
+                carried=carried,
                 vouched=vouched,
                 write_small_files=lambda folder: _write_small_files(catalog, spelling.info, folder),
                 overwrite=overwrite,
@@ -187,6 +192,7 @@ def reshard(
         remarks=(*filter(None, remarks), *done.remarks),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
+        needs=needs,
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
@@ -247,9 +253,13 @@ def _cut(
     return files | ({SMALL_TENSOR_FILE: small} if small else {})
 
 
+def _other_files(catalog: Catalog) -> list[str]:
+    return [n for n in list_files(catalog.root) if n != DCP_METADATA and not n.endswith(".distcp")]
+
+
 def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[str]:
     """Everything in the source's folder that is not tensor data, and what the model is where nothing there says it."""
-    names = [n for n in list_files(catalog.root) if n != DCP_METADATA and not n.endswith(".distcp")]
+    names = _other_files(catalog)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(catalog.root / name, folder / name)

@@ -32,10 +32,10 @@ def check_file_place(src: Path, dst: Path, *, overwrite: bool) -> None:
 
 def execute_into_file(dst: Path, *, overwrite: bool, **plan: Any) -> Execution:
     """`execute` with a target of one file, which becomes `dst` itself; nothing is put beside it."""
-    folder = dst.absolute().parent / f"{TEMPORARY_PREFIX}{dst.name}"
+    folder = folder_of(dst)
     (name,) = plan["target"].file_bytes
     try:
-        done = execute(folder, overwrite=True, **plan | {"write_small_files": lambda folder: []})
+        done = execute(folder, overwrite=True, **plan | {"write_small_files": lambda folder: [], "carried": ()})
     except TitanError as error:
         message = error.message.replace(str(folder), str(dst))
         raise type(error)(message, hint=error.hint, tries=error.tries) from error
@@ -44,6 +44,11 @@ def execute_into_file(dst: Path, *, overwrite: bool, **plan: Any) -> Execution:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return done
+
+
+def folder_of(dst: Path) -> Path:
+    """Where the file `dst` is made."""
+    return dst.absolute().parent / f"{TEMPORARY_PREFIX}{dst.name}"
 
 
 def _move(made: Path, dst: Path, *, overwrite: bool) -> None:

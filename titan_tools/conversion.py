@@ -80,7 +80,7 @@ def _print(report) -> None:
         f"{count(report.num_files, 'file')}{took}",
     )
     if report.needs:
-        _print_needs(line, report.needs)
+        print_needs(line, report.needs)
     if report.resumed_bytes:
         line("resumed", f"{tell_bytes(report.resumed_bytes)} were written before, and are still good")
     if report.num_cast:
@@ -117,7 +117,8 @@ def tell_rounding(relative_error: Mapping[str, float]) -> str:
     return f"; rounding changes values by at most {relative_error[worst]:.2g} of themselves ({worst}{became_zero})"
 
 
-def _print_needs(line, needs) -> None:
+def print_needs(line, needs) -> None:
+    """What a dry run tells besides what it would write."""
     from converters.sizes import tell_bytes
 
     line("memory", f"up to about {tell_bytes(needs.memory_bytes)}")

@@ -3,7 +3,7 @@
 from converters.reshard import ReshardReport
 from converters.sizes import tell_bytes
 from titan_tools.console import count, non_finite
-from titan_tools.conversion import tell_rounding
+from titan_tools.conversion import print_needs, tell_rounding
 
 
 def print_report(report: ReshardReport) -> None:
@@ -12,12 +12,15 @@ def print_report(report: ReshardReport) -> None:
     def line(label: str, text: str) -> None:
         print(f"  {label:<9} {text}")
 
+    took = "" if report.dry_run else f", {report.secs:.1f} s"
     print(f"{report.source} to {report.destination}, cut for {report.cut}")
     line(
         "to write" if report.dry_run else "wrote",
         f"{count(report.num_tensors, 'tensor')} and {count(report.num_blobs, 'value')}, "
-        f"{tell_bytes(report.num_bytes)} in {count(report.num_files, 'file')}, {report.secs:.1f} s",
+        f"{tell_bytes(report.num_bytes)} in {count(report.num_files, 'file')}{took}",
     )
+    if report.needs:
+        print_needs(line, report.needs)
     line("sections", ", ".join(f"{section} ({number:,})" for section, number in report.sections.items()))
     if report.num_cast:
         rounding = tell_rounding(report.relative_error)

@@ -80,6 +80,7 @@ def seed(
         target=target,
         casts={} if dtype == "float32" else {p.fqn: dtype for p in parameters},
         write_small_files=write_small_files,
+        carried=list(info.assets.values()),
         overwrite=overwrite,
         progress=progress,
         workers=workers,

@@ -1,6 +1,7 @@
 """titan convert, reshard, inspect, diff, verify: exit codes, what goes to stdout, and bad input without a traceback."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,8 @@ def test_reshard_takes_its_options(titan, tmp_path):
     assert not any(told.get("digest") for told in sums.values())
     code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "many", "--shard-size", "30KB", "--dry-run")
     assert code == 0 and "to write" in out and not (tmp_path / "many").exists()
+    for label, told in {"memory": "up to about", "disk": ".* are free$", "time": "about .* GB/s"}.items():
+        assert re.search(rf"^  {label} +{told}", out, re.M), label
     code, _, err = titan("reshard", tmp_path / "dcp", tmp_path / "x", "--drop", "weights,model")
     assert code == 2 and "no section is called weights" in err
 
