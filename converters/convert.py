@@ -12,7 +12,7 @@ from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
-from converters.formats.safetensors import index_remarks
+from converters.formats.safetensors import index_remarks, is_of_series
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
 from converters.outputs.base import OutputOptions
@@ -20,7 +20,7 @@ from converters.outputs.registry import get_output
 from converters.plan import plan_conversion
 from converters.single_file import check_file_place, execute_into_file, folder_of
 from converters.source_check import unchecked_remark, vouched_for
-from converters.weights import native_weights
+from converters.weights import NativeWeights, native_weights
 
 # `titan convert A-to-B` exists for each of these and DCP, both ways
 _BESIDE_DCP = ("hf", "meta", "torch", "torchtune")
@@ -119,8 +119,8 @@ def convert(
     (check_file_place if into_file else check_places)(src, dst, overwrite=overwrite)
     catalog = open_checkpoint(src)
     _require_source(src, dst, catalog, source, to)
-    with native_weights(
-        catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
+    with _open_weights(
+        src, catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
@@ -197,6 +197,18 @@ def _tell_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> 
     return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
 
 
+def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:
+    """The weights of `src`; where they are not a model, and `src` is one file of a series, that is what is amiss."""
+    try:
+        return native_weights(catalog, **options)
+    except CheckpointError as error:
+        if not (src.is_file() and is_of_series(src.name)):
+            raise
+        raise CheckpointError(
+            f"{src}: a part of a checkpoint, one file of a series", hint="give its folder", tries=[str(src.parent)]
+        ) from error
+
+
 def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, to: str) -> None:
     """Raise CheckpointError where `src` is not what the command's name says."""
     if source is None or catalog.container in _CONTAINERS_OF[source]:
@@ -204,6 +216,7 @@ def _require_source(src: Path, dst: Path, catalog: Catalog, source: str | None, 
     found = _KIND_OF[catalog.container]
     if found == to:
         tries = [f"titan reshard {src} {dst}"] if to == "dcp" else []
+        tries.append(f"titan convert {to}-to-{source} {src} {dst}")  # the other way round
     elif (found == "dcp" and to in _BESIDE_DCP) or (to == "dcp" and found in _BESIDE_DCP):
         tries = [f"titan convert {found}-to-{to} {src} {dst}"]
     else:

@@ -158,9 +158,11 @@ def _covered(catalog: Catalog) -> Catalog:
 def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> CheckpointError:
     steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
     if steps:
-        return CheckpointError(
-            f"{path}: a folder of checkpoints, not a checkpoint", tries=[str(path / name) for _, name in steps[-2:]]
-        )
+        return _name_newest(path, [path / name for _, name in steps], called="a folder of checkpoints")
+    inside = [p for name in sorted(names) if (path / name).is_dir() for p in (path / name).iterdir()]
+    inside = [p for p in inside if step_of(p.name) is not None and p.is_dir() and not p.is_symlink()]
+    if inside:
+        return _name_newest(path, sorted(inside, key=lambda p: step_of(p.name) or 0), called="the folder of a run")
     epochs = sorted((epoch, name) for name in names if (epoch := epoch_of(name)) is not None)
     if epochs:
         return CheckpointError(
@@ -178,6 +180,16 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
     expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
     shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
     return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
+
+
+def _name_newest(path: Path, steps: list[Path], *, called: str) -> CheckpointError:
+    """`steps`, in their order, lie below `path`; a save that was cut off has no .metadata."""
+    complete = [step for step in steps if (step / DCP_METADATA).is_file()]
+    return CheckpointError(
+        f"{path}: {called}, not a checkpoint",
+        hint="its newest complete step is meant, perhaps" if complete else "none of its steps is complete",
+        tries=[str(step) for step in complete[-1:]],
+    )
 
 
 def _open_file(path: Path) -> Catalog:

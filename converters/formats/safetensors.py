@@ -34,7 +34,7 @@ def read_catalog(path: Path) -> Catalog:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
             hint="without the index nobody can tell whether a file is missing",
-            tries=[str(path / name) for name in names[:2]],
+            tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
     return Catalog(path, "safetensors", read_file(path, names[0]))
 
@@ -99,6 +99,12 @@ def read_weight_map(index: Path) -> dict[str, Any]:
 
 
 _SERIES = re.compile(r"(.*)-\d+(-of-\d+\.\w+)")
+_ONLY_ONE = re.compile(r".*-of-0*1\.\w+")
+
+
+def is_of_series(name: str) -> bool:
+    """Whether a file is one of several by its name (model-00002-of-00003.safetensors), so that it holds a part only."""
+    return _SERIES.fullmatch(name) is not None and not _ONLY_ONE.fullmatch(name)
 
 
 def index_remarks(folder: Path, num_bytes: int) -> list[str]:

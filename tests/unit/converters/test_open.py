@@ -97,15 +97,6 @@ def test_pipes_and_devices_inside_are_not_opened(tmp_path):
         open_checkpoint(tmp_path / "dcp")
 
 
-def test_a_run_folder_names_its_latest_steps(tmp_path):
-    for step in (5, 10, 9):
-        (tmp_path / f"step-{step}").mkdir()
-    (tmp_path / "old-step-99-bak").mkdir()
-    with pytest.raises(CheckpointError, match="a folder of checkpoints") as caught:
-        open_checkpoint(tmp_path)
-    assert caught.value.tries == (str(tmp_path / "step-9"), str(tmp_path / "step-10"))
-
-
 def test_a_half_written_dcp(tmp_path):
     folder = save_dcp(tmp_path / "dcp", {"w": torch.zeros(3)})
     metadata = (folder / ".metadata").read_bytes()
@@ -173,3 +164,28 @@ def test_nothing_here_needs_torch(tmp_path):
     )
     path = os.pathsep.join(p for p in sys.path if p)
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def test_files_of_a_series_without_an_index_are_no_advice(tmp_path):
+    names = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2)]
+    for name in names:
+        safetensors.torch.save_file({name: torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(CheckpointError, match="2 safetensors files and no") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.tries == ()
+
+
+def test_a_runs_folder_names_its_newest_complete_step(tmp_path):
+    for folder, step in (("checkpoint", 9), ("checkpoint", 10), ("parts", 2)):
+        save_dcp(tmp_path / "run" / folder / f"step-{step}", {"w": torch.zeros(3)})
+    (tmp_path / "run" / "checkpoint" / "step-11").mkdir()  # cut off
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoint"):
+        with pytest.raises(CheckpointError, match="not a checkpoint") as caught:
+            open_checkpoint(place)
+        assert caught.value.tries == (str(tmp_path / "run" / "checkpoint" / "step-10"),)
+    (tmp_path / "cut" / "step-3").mkdir(parents=True)
+    (tmp_path / "cut" / "old-step-99-bak").mkdir()
+    with pytest.raises(CheckpointError, match="a folder of checkpoints") as caught:
+        open_checkpoint(tmp_path / "cut")
+    assert caught.value.tries == () and caught.value.hint == "none of its steps is complete"

@@ -224,6 +224,9 @@ def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, 
         (["torch-to-dcp", "hf", "out"], "not a torch file", "titan convert hf-to-dcp hf out"),
         (["dcp-to-torch", "hf", "out"], "not a DCP checkpoint", "titan convert auto hf out --to torch"),
         (["torchtune-to-dcp", "dcp", "out"], "not a checkpoint of torchtune", "titan reshard dcp out"),
+        (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan reshard dcp out"),
+        (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan convert dcp-to-hf dcp out"),
+        (["dcp-to-hf", "hf", "out"], "not a DCP checkpoint", "titan convert hf-to-dcp hf out"),
         (["hf-to-dcp", "meta", "out"], "is an original Meta release, not", "titan convert meta-to-dcp meta out"),
         (["meta-to-dcp", "file.pt", "out"], "is a torch file, not", "titan convert torch-to-dcp file.pt out"),
         (["dcp-to-torchtune", "meta", "out"], "not a DCP checkpoint", "titan convert auto meta out --to torchtune"),
@@ -237,6 +240,18 @@ def test_another_kind_of_source_names_the_command_for_it(titan, folder, argument
     code, out, err = titan("convert", *arguments)
     assert code == 2 and out == "" and message in err and f"try: {advice}" in err
     assert not (folder / "out").exists()
+
+
+def test_one_file_of_a_series_names_the_folder(titan, folder, tmp_path):
+    tensors = load_file(folder / "hf" / "model.safetensors")
+    part = tmp_path / "model-00001-of-00003.safetensors"
+    save_file({name: tensors[name] for name in list(tensors)[:3]}, part)
+    for said in (False, True):
+        if said:
+            shutil.copy(folder / "hf" / "config.json", tmp_path)
+        code, out, err = titan("convert", "hf-to-dcp", part, tmp_path / "dcp")
+        assert (code, out) == (2, "") and "a part of a checkpoint" in err and err.endswith(f"try: {tmp_path}\n")
+    assert titan("convert", "hf-to-dcp", part, tmp_path / "dcp", "--allow-missing")[0] == 0  # who wants it gets it
 
 
 def test_the_readme_tells_every_command_and_option():
