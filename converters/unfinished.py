@@ -84,9 +84,7 @@ def _claim(dst: Path, *, fingerprint: str | None, resume: bool) -> Unfinished:
             remarks = _clear_others(root, dst, prefix)
             folder = root / dst.name
             header = {"plan": fingerprint, "destination": dst.name}
-            if resume and fingerprint and journal.load(header):
-                remarks.append(f"resumed: {journal.num_recorded:,} pieces of work were recorded as done")
-            else:
+            if not (resume and fingerprint and journal.load(header)):
                 remarks += _begin(root, journal, header)
                 if resume:
                     remarks.append("there was nothing to resume: started from the beginning")
