@@ -21,9 +21,9 @@ def check_file_place(src: Path, dst: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{dst} is a part of the source", hint="write to a file beside the source")
     if not dst.is_file():
         raise CheckpointError(f"{dst}: exists and is not a file", hint="a DST with this suffix is the file to write")
-    if not _is_torch_file(dst):
+    if problem := _no_weights(dst):
         raise CheckpointError(
-            f"{dst}: exists already and is no torch file; it is not replaced",
+            f"{dst}: exists already and is {problem}; it is not replaced",
             hint="give a new name, or remove this one yourself",
         )
     if not overwrite:
@@ -64,9 +64,12 @@ def _move(made: Path, dst: Path, *, overwrite: bool) -> None:
     fsync(dst.parent)
 
 
-def _is_torch_file(path: Path) -> bool:
+def _no_weights(path: Path) -> str:
+    """What a file is that is no torch file of weights; "" for one that is."""
     try:
         torch_file.read_catalog(path)
-    except TitanError:
-        return False
-    return True
+    except TitanError as error:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+        return f"a torch file of something else than weights ({error.message})" if is_zip else "no torch file"
+    return ""

@@ -1,5 +1,7 @@
 """Torch files, written and read: torch.load opens ours, and the model is found in whatever a trainer nested it in."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -72,6 +74,10 @@ def test_only_a_torch_file_is_replaced(folders, native_state, tmp_path):
             convert(folders / "dcp", note, to="torch", overwrite=overwrite)
         with pytest.raises(CheckpointError, match="exists and is not a file"):
             convert(folders / "dcp", folder, to="torch", overwrite=overwrite)
+    torch.save({"fraction": Fraction(1, 2)}, old)
+    with pytest.raises(CheckpointError, match=r"torch file of something else .*asks for `fractions.Fraction`"):
+        convert(folders / "dcp", old, to="torch", overwrite=True)
+    old.write_bytes(before)
     with pytest.raises(CheckpointError, match="exists already") as error:
         convert(folders / "dcp", old, to="torch")
     assert error.value.tries == ("--overwrite",) and old.read_bytes() == before
