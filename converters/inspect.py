@@ -10,7 +10,7 @@ from typing import Any
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.registry import get_family
+from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
@@ -64,6 +64,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         naming = naming_of(catalog, get_family(info.family)).name
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
         problem = error.message if model_from or says_model(place) else ""
+        naming = _naming_by_names(catalog)
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)
     return Inspection(
@@ -83,6 +84,15 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         values=values,
         has_manifest=read_manifest(catalog.root) is not None,
     )
+
+
+def _naming_by_names(catalog: Catalog) -> str:
+    """The naming where names alone tell it. Native and Meta's names are the same, their rows are not: unknown."""
+    for family in all_families().values():
+        with suppress(CheckpointError):
+            if (found := naming_of(catalog, family).name) != "native":
+                return found
+    return "unknown"
 
 
 def read_values(catalog: Catalog) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from converters.convert import convert
@@ -128,6 +128,15 @@ def test_what_lies_beside_the_weights_is_not_counted_with_them(tmp_path):
         found = inspect_checkpoint(tmp_path / name)
         assert found.num_parameters == 15 and found.dtypes == {"float32": 60}
         assert {line.section for line in found.lines} == {"model", "optim"}
+
+
+def test_names_tell_the_naming_where_nothing_says_the_model(folders, tmp_path):
+    state = load_file(folders[0] / "hf" / "model.safetensors")
+    moments = {name: {"exp_avg": torch.zeros_like(tensor)} for name, tensor in state.items()}
+    torch.save({"model": state, "optimizer": {"state": moments}}, tmp_path / "x.pt")
+    found = inspect_checkpoint(tmp_path / "x.pt")
+    assert (found.naming, found.model, found.model_problem) == ("hf", None, "")
+    assert found.num_parameters == sum(tensor.numel() for tensor in state.values())
 
 
 class Evil:
