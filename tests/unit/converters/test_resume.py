@@ -20,6 +20,7 @@ from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import plan_safetensors
 from converters.layout import boxes_for_any_mesh
 from converters.names import JOURNAL, MANIFEST
+from converters.needs import needed_bytes
 from converters.open import open_checkpoint
 from converters.verify import verify
 from tests.tiny_llama import write_llama
@@ -310,9 +311,12 @@ def test_the_fingerprint_names_the_plan(tmp_path, src):
 def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch, resume):
     with pytest.raises(KeyboardInterrupt):
         run(src, tmp_path / "out", stop_after=30)
-    usage = shutil.disk_usage(tmp_path)
-    needed = 64 * 1024**2 + 100_000  # of the 170 kB of data, half is there
-    monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    usage, asked = shutil.disk_usage(tmp_path), []
+    with monkeypatch.context() as patch:
+        patch.setattr("converters.execute.require_room", lambda dst, *what: asked.append(needed_bytes(*what)))
+        run(src, tmp_path / "whole")
+    free = asked[0] - 60_000  # of the 170 kB of data, half is there
+    monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=free))
     with pytest.raises(CheckpointError, match="free on that disk"):
         run(src, tmp_path / "other")
     run(src, tmp_path / "out", resume=resume)

@@ -143,7 +143,10 @@ def test_unknown_formats_are_refused(folders, tmp_path):
 
 
 def test_other_sources_are_told_their_command(folders, tmp_path):
-    for source, command in (("hf", "titan convert auto"), ("ours", None)):
+    for source, command, end in (
+        ("hf", "titan convert auto", " --to meta"),
+        ("ours", "titan convert meta-to-dcp", "/x"),
+    ):
         with pytest.raises(CheckpointError, match="not a DCP checkpoint") as error:
             convert(folders / source, tmp_path / "x", to="meta", source="dcp")
-        assert [t.startswith(command) and t.endswith("--to meta") for t in error.value.tries] == [True] * bool(command)
+        assert [t.startswith(command) and t.endswith(end) for t in error.value.tries] == [True]
