@@ -194,7 +194,10 @@ def copy_tensors(
     if check_source:  # first of all: damaged values overflow, too
         check_source({fqn: digest.hexdigest() for fqn, digest in (sums | source_sums).items()})
     if overflows:
-        lost = [f"{fqn}: {count:,} values do not fit {casts[fqn]}" for fqn, count in overflows.items()]
+        lost = [
+            f"{fqn}: {count:,} {'value does' if count == 1 else 'values do'} not fit {casts[fqn]}"
+            for fqn, count in overflows.items()
+        ]
         raise CheckpointError(f"the cast overflows:{list_offenders(lost)}", hint="choose a wider --dtype")
     for slot, num_bytes in zip(target.slots, filled, strict=True):
         assert num_bytes == slot.box.num_elements * itemsize(slot.dtype), f"{slot.fqn}: a slot was not filled"

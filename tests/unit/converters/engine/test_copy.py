@@ -54,7 +54,7 @@ def test_an_overflow_is_an_error_that_names_all_tensors(tmp_path, to, large):
     arrays = {name: np.ones((3, 3), "float32") for name in "abc"}
     arrays["a"][1, 1] = arrays["c"][0, 2] = arrays["c"][2, 2] = large
     target = plan_safetensors({name: TensorInfo(to, (3, 3)) for name in "abc"})
-    with pytest.raises(CheckpointError, match=rf"(?s)a: 1 values do not fit {to}.*c: 2 values"):
+    with pytest.raises(CheckpointError, match=rf"(?s)a: 1 value does not fit {to}.*c: 2 values"):
         copy_tensors(Arrays(**arrays), target, tmp_path, casts=dict.fromkeys("abc", to))
 
 
