@@ -50,6 +50,9 @@ class _Interrupted(BaseException):
 
 
 class _Commands(TyperGroup):
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return [name for name in _SHORT if name in self.commands]  # Typer would put the groups last
+
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -89,19 +92,36 @@ def _options_of_titan(
     pass
 
 
-app.command("train", context_settings=_TAKES_OVERRIDES)(train)
-app.command("infer")(infer)
-app.command("seed", context_settings=_TAKES_OVERRIDES)(seed)
-app.command("estimate-memory", context_settings=_TAKES_OVERRIDES)(estimate_memory)
-app.command("download")(download)
-app.add_typer(convert_app, name="convert")
-app.command("reshard")(reshard)
-app.command("inspect")(inspect)
-app.command("diff")(diff)
-app.command("verify")(verify)
-app.add_typer(data_app, name="data")
-app.add_typer(config_app, name="config")
-app.command("models")(models)
+# The order of `titan --help`: the life of a checkpoint. Lines of that page are short enough to be shown whole.
+_SHORT = {
+    "download": "Fetch a model from the Hugging Face hub.",
+    "convert": "Put weights into another format.",
+    "reshard": "Cut a DCP checkpoint for another mesh.",
+    "inspect": "Show what a checkpoint or a run holds.",
+    "diff": "Compare two checkpoints of any formats.",
+    "verify": "Check every byte of a checkpoint.",
+    "seed": "Write the first weights of a config's model.",
+    "estimate-memory": "Say whether a run fits its GPUs.",
+    "data": "Prepare text for training.",
+    "config": "Show, check and start config files.",
+    "train": "Train a model, or go on where it stopped.",
+    "infer": "Generate text from a checkpoint.",
+    "models": "List families and flavors.",
+}
+
+app.command("download", short_help=_SHORT["download"])(download)
+app.add_typer(convert_app, name="convert", short_help=_SHORT["convert"])
+app.command("reshard", short_help=_SHORT["reshard"])(reshard)
+app.command("inspect", short_help=_SHORT["inspect"])(inspect)
+app.command("diff", short_help=_SHORT["diff"])(diff)
+app.command("verify", short_help=_SHORT["verify"])(verify)
+app.command("seed", short_help=_SHORT["seed"], context_settings=_TAKES_OVERRIDES)(seed)
+app.command("estimate-memory", short_help=_SHORT["estimate-memory"], context_settings=_TAKES_OVERRIDES)(estimate_memory)
+app.add_typer(data_app, name="data", short_help=_SHORT["data"])
+app.add_typer(config_app, name="config", short_help=_SHORT["config"])
+app.command("train", short_help=_SHORT["train"], context_settings=_TAKES_OVERRIDES)(train)
+app.command("infer", short_help=_SHORT["infer"])(infer)
+app.command("models", short_help=_SHORT["models"])(models)
 
 
 def main() -> None:

@@ -180,3 +180,10 @@ def test_output_that_cannot_be_written_is_one_line():
         done = subprocess.run([*TITAN, "models"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: standard output: No space left on device"]
+
+
+def test_the_first_page_has_every_command_in_a_whole_line():
+    shown = CliRunner().invoke(app, ["--help"], terminal_width=80).output
+    lines = shown[shown.index("Commands:") :].splitlines()[1:]
+    assert {line.split()[0] for line in lines if line.strip()} == COMMANDS
+    assert not [line for line in lines if line.endswith("...")]
