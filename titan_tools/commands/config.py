@@ -12,7 +12,7 @@ _Source = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or 
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
-@config_app.command("show", context_settings=_OVERRIDES)
+@config_app.command("show", short_help="Print every value and where it comes from.", context_settings=_OVERRIDES)
 def show(context: typer.Context, config: _Source, as_json: _Json = False) -> None:
     """Print every value of a config and where it comes from: default, file and line, or command line.
 
@@ -34,7 +34,7 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
         note(f"not read: {line}")
 
 
-@config_app.command("check", context_settings=_OVERRIDES)
+@config_app.command("check", short_help="Check a config as training would.", context_settings=_OVERRIDES)
 def check(
     context: typer.Context,
     config: _Source,
@@ -67,7 +67,7 @@ def check(
         note(f"not read: {line}")
 
 
-@config_app.command("init")
+@config_app.command("init", short_help="Write a preset to a file of your own.")
 def init(
     preset: Annotated[str | None, typer.Argument(help="Preset to start from; without one they are listed.")] = None,
     out: Annotated[Path | None, typer.Argument(help="File to write; default: PRESET.toml.")] = None,

@@ -39,7 +39,7 @@ convert_app = typer.Typer(
 # `run` takes every option by the name it has here: at the first line of a function, locals() is just its parameters.
 
 
-@convert_app.command("hf-to-dcp")
+@convert_app.command("hf-to-dcp", short_help="Hugging Face to DCP.")
 def hf_to_dcp(
     src: Source,
     dst: Destination,
@@ -68,7 +68,7 @@ def hf_to_dcp(
     run(source="hf", to="dcp", **locals())
 
 
-@convert_app.command("dcp-to-hf")
+@convert_app.command("dcp-to-hf", short_help="DCP to Hugging Face.")
 def dcp_to_hf(
     src: Source,
     dst: Destination,
@@ -95,7 +95,7 @@ def dcp_to_hf(
     run(source="dcp", to="hf", **locals())
 
 
-@convert_app.command("meta-to-dcp")
+@convert_app.command("meta-to-dcp", short_help="Meta's original release to DCP.")
 def meta_to_dcp(
     src: Source,
     dst: Destination,
@@ -123,7 +123,7 @@ def meta_to_dcp(
     run(source="meta", to="dcp", **locals())
 
 
-@convert_app.command("dcp-to-meta")
+@convert_app.command("dcp-to-meta", short_help="DCP to Meta's original format.")
 def dcp_to_meta(
     src: Source,
     dst: Destination,
@@ -150,7 +150,7 @@ def dcp_to_meta(
     run(source="dcp", to="meta", **locals())
 
 
-@convert_app.command("torch-to-dcp")
+@convert_app.command("torch-to-dcp", short_help="A torch.save file to DCP.")
 def torch_to_dcp(
     src: Source,
     dst: Destination,
@@ -180,7 +180,7 @@ def torch_to_dcp(
     run(source="torch", to="dcp", **locals())
 
 
-@convert_app.command("dcp-to-torch")
+@convert_app.command("dcp-to-torch", short_help="DCP to a torch.save file.")
 def dcp_to_torch(
     src: Source,
     dst: FileOrFolder,
@@ -209,7 +209,7 @@ def dcp_to_torch(
     run(source="dcp", to="torch", **locals())
 
 
-@convert_app.command("torchtune-to-dcp")
+@convert_app.command("torchtune-to-dcp", short_help="What torchtune has fine-tuned to DCP.")
 def torchtune_to_dcp(
     src: Source,
     dst: Destination,
@@ -237,7 +237,7 @@ def torchtune_to_dcp(
     run(source="torchtune", to="dcp", **locals())
 
 
-@convert_app.command("dcp-to-torchtune")
+@convert_app.command("dcp-to-torchtune", short_help="DCP to a folder that torchtune fine-tunes.")
 def dcp_to_torchtune(
     src: Source,
     dst: Destination,
@@ -267,7 +267,7 @@ def dcp_to_torchtune(
     run(source="dcp", to="torchtune", **locals())
 
 
-@convert_app.command("auto")
+@convert_app.command("auto", short_help="Whatever it is, to any format.")
 def auto(
     src: Source,
     dst: FolderOfAny,

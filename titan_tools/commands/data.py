@@ -13,7 +13,7 @@ def _keep_the_group() -> None:
     """A Typer group with one command would lose that command's name without a callback."""
 
 
-@data_app.command("prepare")
+@data_app.command("prepare", short_help="Turn text into a token index.")
 def prepare(
     sources: Annotated[
         list[Path] | None,

@@ -182,8 +182,12 @@ def test_output_that_cannot_be_written_is_one_line():
     assert done.stderr.splitlines() == ["error: standard output: No space left on device"]
 
 
-def test_the_first_page_has_every_command_in_a_whole_line():
-    shown = CliRunner().invoke(app, ["--help"], terminal_width=80).output
+@pytest.mark.parametrize(
+    "page", [[], *([group.name] for group in app.registered_groups)], ids=lambda page: " ".join(["titan", *page])
+)
+def test_a_page_of_commands_has_each_in_a_whole_line(page):
+    shown = CliRunner().invoke(app, [*page, "--help"], terminal_width=80).output
     lines = shown[shown.index("Commands:") :].splitlines()[1:]
-    assert {line.split()[0] for line in lines if line.strip()} == COMMANDS
+    expected = COMMANDS if not page else {words[1] for words in all_pages() if words[:1] == page}
+    assert {line.split()[0] for line in lines if line.strip()} == expected
     assert not [line for line in lines if line.endswith("...")]
