@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from tests.hf_names import interleaved, native_name
+
 BOS, EOS = 256, 257  # behind the 256 bytes
 SCALING = {
     "rope_type": "llama3",
@@ -45,28 +47,12 @@ def write_meta(folder: Path, model) -> None:
     import torch
 
     config, state = model.config, model.state_dict()
-    inside = {
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    meta = {
-        "tok_embeddings.weight": state["model.embed_tokens.weight"],
-        "norm.weight": state["model.norm.weight"],
-        "output.weight": state["lm_head.weight"],
-    }
-    for n in range(config.num_hidden_layers):
-        for theirs, metas in inside.items():
-            weight = state[f"model.layers.{n}.{theirs}.weight"]
-            if metas in ("attention.wq", "attention.wk"):  # halves of a head to interleaved pairs
-                weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-            meta[f"layers.{n}.{metas}.weight"] = weight.contiguous()
+    heads = {"wq": config.num_attention_heads, "wk": config.num_key_value_heads}
+    meta = {}
+    for theirs, weight in state.items():
+        name = native_name(theirs)
+        rotated = heads.get(name.split(".")[-2])
+        meta[name] = (interleaved(weight, rotated) if rotated else weight).contiguous()
     numbers = {
         "dim": config.hidden_size,
         "n_layers": config.num_hidden_layers,

@@ -20,23 +20,10 @@ from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
 from tests.dist import runs
+from tests.hf_names import interleaved, native_name
 
 # Far from zero, so that the rounding of two different forward passes is not blown up where gradients are small
 EPS, LR = 1e-3, 1e-2
-NATIVE = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.down_proj": "feed_forward.w2",
-    "mlp.up_proj": "feed_forward.w3",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 @dataclass(frozen=True)
@@ -87,19 +74,12 @@ def hf_model(flavor: str) -> LlamaForCausalLM:
     )
 
 
-def native_name(name: str) -> str:
-    for theirs, ours in NATIVE.items():
-        name = name.replace(theirs, ours)
-    return name.replace("model.layers", "layers")
-
-
 def native(name: str, tensor: torch.Tensor, flavor: str) -> tuple[str, torch.Tensor]:
     """A Hugging Face name and tensor as Meta, and we, have it."""
     args, name = FLAVORS[flavor], native_name(name)
     if name.endswith((".wq.weight", ".wk.weight")):
         heads = args.num_heads if ".wq." in name else args.num_kv_heads
-        rows, columns = tensor.shape
-        tensor = tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+        tensor = interleaved(tensor, heads)
     return name, tensor
 
 

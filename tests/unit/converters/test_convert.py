@@ -21,6 +21,7 @@ from converters.manifest import read_manifest
 from converters.model_info import read_model_info, write_model_info
 from converters.outputs.base import OutputOptions
 from converters.weights import open_native
+from tests.hf_names import interleaved, native_name
 from tests.tiny_llama import write_llama
 
 HEADS, KV_HEADS = 4, 2
@@ -40,36 +41,13 @@ def hf(tmp_path_factory):
     return folder
 
 
-def interleaved(weight, num_heads):
-    """Meta's row order from transformers': the inverse of `permute` in convert_llama_weights_to_hf.py."""
-    rows, dim = weight.shape
-    return weight.view(num_heads, 2, rows // num_heads // 2, dim).transpose(1, 2).reshape(rows, dim)
-
-
 def by_hand(state):
     """Native names and rows of transformers' Llama state dict, spelled out once more, without our tables."""
-    renames = {
-        "model.embed_tokens": "tok_embeddings",
-        "model.norm": "norm",
-        "lm_head": "output",
-        "model.layers": "layers",
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
     native = {}
     for name, value in state.items():
         if "q_proj" in name or "k_proj" in name:
             value = interleaved(value, HEADS if "q_proj" in name else KV_HEADS)
-        for theirs, ours in renames.items():
-            name = name.replace(theirs, ours)
-        native[name] = value.contiguous()
+        native[native_name(name)] = value.contiguous()
     return native
 
 

@@ -21,6 +21,7 @@ from converters.needs import COPY_BYTES_PER_SEC, WORKER_BYTES
 from converters.outputs.base import OutputOptions
 from converters.reshard import reshard
 from tests.big_shapes import LLAMA_405B_CONFIG, llama_405b, num_bytes, write_sparse_dcp, write_sparse_hf
+from tests.hf_names import native_name
 from tests.tiny_llama import write_llama
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,6 +30,7 @@ MEASURED = """
 import atexit, pathlib, sys
 atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
 from titan_tools.cli import main
+from tests.hf_names import native_name
 main()
 """
 
@@ -183,18 +185,7 @@ def big(tmp_path_factory):
 
 
 def convert_names(tensors):
-    renames = {
-        "model.layers": "layers", "model.norm": "norm", "model.embed_tokens": "tok_embeddings", "lm_head": "output",
-        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    found = {}
-    for name, info in tensors.items():
-        for theirs, ours in renames.items():
-            name = name.replace(theirs, ours)
-        found[name] = info
-    return found
+    return {native_name(name): info for name, info in tensors.items()}
 
 
 MESH = ["--for-mesh", "dp_shard=64,tp=8"]

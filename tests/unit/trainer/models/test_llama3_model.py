@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from converters.families.base import ModelArgs, RopeScaling
 from converters.families.llama3 import FLAVORS, parameters
+from tests.hf_names import interleaved, native_name
 from trainer.models.llama3.model import Transformer
 from trainer.models.llama3.rope import RotaryAngles
 
@@ -45,27 +46,13 @@ def their_model(args: ModelArgs) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """transformers' halves → our pairs, written here anew: the table in converters is not to test itself."""
-    rows, columns = weight.shape
-    halves = weight.view(num_heads, 2, rows // num_heads // 2, columns)
-    return halves.transpose(1, 2).reshape(rows, columns)
-
-
-def our_model(theirs: LlamaForCausalLM, args: ModelArgs, *, permute=interleave) -> Transformer:
+def our_model(theirs: LlamaForCausalLM, args: ModelArgs, *, permute=interleaved) -> Transformer:
     model = Transformer(args)
-    state = theirs.state_dict()
-    pairs = {"tok_embeddings.weight": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
-    pairs["output.weight"] = state["lm_head.weight"]
-    names = {"attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj"}
-    names |= {"feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj"}
-    names |= {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+    pairs = {native_name(name): weight for name, weight in theirs.state_dict().items()}
     for n in range(args.num_layers):
-        here, there = f"layers.{n}.", f"model.layers.{n}."
-        pairs |= {f"{here}{ours}.weight": state[f"{there}{theirs}.weight"] for ours, theirs in names.items()}
-        query, key = state[f"{there}self_attn.q_proj.weight"], state[f"{there}self_attn.k_proj.weight"]
-        pairs[f"{here}attention.wq.weight"] = permute(query, args.num_heads)
-        pairs[f"{here}attention.wk.weight"] = permute(key, args.num_kv_heads)
+        for ours, heads in (("wq", args.num_heads), ("wk", args.num_kv_heads)):
+            fqn = f"layers.{n}.attention.{ours}.weight"
+            pairs[fqn] = permute(pairs[fqn], heads)
     model.load_state_dict(pairs)
     return model
 
@@ -76,7 +63,7 @@ def args(request) -> ModelArgs:
 
 
 @torch.no_grad()
-def errors(args: ModelArgs, start: int, *, permute=interleave) -> tuple[float, float]:
+def errors(args: ModelArgs, start: int, *, permute=interleaved) -> tuple[float, float]:
     """max |Δlogit| between the two models in fp32, and transformers' own in fp32 against fp64."""
     theirs = their_model(args)
     ours = our_model(theirs, args, permute=permute)

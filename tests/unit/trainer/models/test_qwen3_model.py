@@ -7,6 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from converters.families.base import ModelArgs
 from converters.families.qwen3 import FLAVORS
 from converters.families.registry import get_family
+from tests.hf_names import interleaved, native_name
 from trainer.models.llama3.model import Transformer
 from trainer.models.qwen3.model import build_model
 
@@ -17,19 +18,6 @@ ARGS = {
     "grouped": ModelArgs(64, 3, 4, 2, 16, 160, 256, **COMMON),
     "tied": ModelArgs(64, 3, 4, 1, 16, 160, 256, tied=True, **COMMON),
     "head_dim apart": ModelArgs(48, 2, 4, 2, 32, 96, 256, **COMMON),
-}
-NAMES = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
 }
 
 
@@ -58,24 +46,14 @@ def their_model(args: ModelArgs) -> Qwen3ForCausalLM:
     return model
 
 
-def interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What Llama's weights need on the way here, and Qwen's must not get."""
-    rows, columns = weight.shape
-    halves = weight.view(num_heads, 2, rows // num_heads // 2, columns)
-    return halves.transpose(1, 2).reshape(rows, columns)
-
-
 def our_model(theirs: Qwen3ForCausalLM, args: ModelArgs, *, permute: bool = False) -> Transformer:
-    model, state = build_model(args), theirs.state_dict()
-    pairs = {"tok_embeddings.weight": state["model.embed_tokens.weight"], "norm.weight": state["model.norm.weight"]}
-    pairs["output.weight"] = state["lm_head.weight"]
-    for n in range(args.num_layers):
-        for ours, name in NAMES.items():
-            pairs[f"layers.{n}.{ours}.weight"] = state[f"model.layers.{n}.{name}.weight"]
-        if permute:
+    model = build_model(args)
+    pairs = {native_name(name): weight for name, weight in theirs.state_dict().items()}
+    if permute:  # what Llama's weights need on the way here, and Qwen's must not get
+        for n in range(args.num_layers):
             for ours, heads in (("wq", args.num_heads), ("wk", args.num_kv_heads)):
                 fqn = f"layers.{n}.attention.{ours}.weight"
-                pairs[fqn] = interleave(pairs[fqn], heads)
+                pairs[fqn] = interleaved(pairs[fqn], heads)
     model.load_state_dict(pairs)
     return model
 
