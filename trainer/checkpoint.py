@@ -32,7 +32,6 @@ from converters.names import (
 from converters.open import open_checkpoint
 from converters.weights import open_native
 from trainer.agree import on_each, on_first
-from trainer.build import TrainModel
 from trainer.checkpoint_fit import refuse_misfits
 from trainer.checkpoint_io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoint_write import write_step
@@ -41,6 +40,7 @@ from trainer.lr_schedule import LRSchedule
 from trainer.metrics import note
 from trainer.optim import optimizer_state
 from trainer.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
+from trainer.train_model import TrainModel
 
 
 class Resumable(Protocol):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.build import TrainModel
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes
 from trainer.optim import GradientClip
+from trainer.train_model import TrainModel
 
 
 @dataclass(frozen=True, slots=True)

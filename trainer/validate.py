@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import ConfigError
-from trainer.build import TrainModel
 from trainer.config.sections import Validation as ValidationSection
 from trainer.data.datasets import open_dataset
 from trainer.data.index import HELD_OUT
 from trainer.data.loader import TokenLoader
 from trainer.mesh import Meshes
+from trainer.train_model import TrainModel
 
 
 class Validation:

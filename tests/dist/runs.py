@@ -15,7 +15,8 @@ import torch.distributed as dist
 from converters.diff import diff
 from converters.errors import TitanError
 from converters.engine.read import CatalogReader
-from trainer.build import TrainModel, build
+from trainer.build import build
+from trainer.train_model import TrainModel
 from trainer.checkpoint import Checkpoints, Progress, RunState
 from trainer.checkpoint_write import write_step
 from trainer.chosen_model import chosen_model

@@ -11,7 +11,8 @@ from converters.catalog import Box
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from trainer.build import TrainModel, build
+from trainer.build import build
+from trainer.train_model import TrainModel
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights

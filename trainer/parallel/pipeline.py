@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages are the same model with modules taken out; torch's schedules move the microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from trainer.runner import LossSum
 from trainer.stages import StageSplit
-
-LossSum = Callable[[Tensor, Tensor], Tensor]
 
 
 def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:

@@ -19,7 +19,7 @@ from titan_tools.memory.closed_form import Instant, instants
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.from_config import run_shape
 from titan_tools.memory.run_shape import Recompute, RunShape
-from trainer.build import WholeModel, build
+from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint
 from trainer.data.batch import Batch
@@ -29,6 +29,7 @@ from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 from trainer.parallel_dims import resolve
+from trainer.runner import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = Gpu("cpu", 1.0, 0.0)

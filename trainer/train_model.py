@@ -1,0 +1,89 @@
+"""What a rank trains: its parts of the model, their parameters by FQN, and the two things the loop does with them."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from converters.families.base import ModelArgs
+from converters.families.registry import get_family
+from converters.layout import local_box
+from converters.model_info import ModelInfo
+from trainer.data.batch import Batch
+from trainer.init import InitialWeights
+from trainer.mesh import Meshes
+from trainer.parallel.tied import TiedCopies
+from trainer.runner import Runner
+
+
+class TrainModel:
+    """What a rank holds of the model, and the two things the loop does with it."""
+
+    def __init__(
+        self,
+        *,
+        family: str,
+        args: ModelArgs,
+        meshes: Meshes,
+        parts: list[nn.Module],
+        runner: Runner,
+        take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
+    ):
+        self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
+        self._runner, self._take_shard = runner, take_shard
+        # Taken once: while FSDP has a parameter gathered, its module shows the gathered one.
+        self._parameters = {_native_name(name, args): p for part in parts for name, p in part.named_parameters()}
+        self._tied = TiedCopies(args, parts, meshes)
+
+    def forward_backward(self, batch: Batch, num_valid_tokens: float) -> Tensor:
+        """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
+
+        `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches.
+        Shares add up over the `loss` mesh and over `pp` (0 but on the last stage); tp ranks hold the same share.
+        """
+        return self._runner.forward_backward(*self._take_shard(batch), num_valid_tokens)
+
+    def forward_loss(self, batch: Batch) -> Tensor:
+        """This rank's share of the summed loss, not divided; no gradients."""
+        loss = self._runner.forward_loss(*self._take_shard(batch))
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # no backward follows that would free what "never" keeps gathered
+        return loss
+
+    def sum_tied_gradients(self) -> None:
+        """Give both copies of an embedding that is tied across stages the whole gradient; once, before clipping."""
+        self._tied.sum_gradients()
+
+    def tied_copies(self) -> list[nn.Parameter]:
+        """Parameters here that an earlier stage holds too: a norm over all ranks must leave them out."""
+        return self._tied.copies
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """FQN → parameter. A tied output in a stage of its own goes by the embedding's FQN, as on disk."""
+        return self._parameters
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """FQN → live tensor (a DTensor where it is sharded): loading fills it in place."""
+        return {fqn: parameter.detach() for fqn, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Set the first weights: the same for a seed in any layout, and those that `titan seed` writes."""
+        weights = InitialWeights(ModelInfo(self.family, self.args), seed=seed)
+        native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
+        for fqn, parameter in self._parameters.items():
+            box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            assert tuple(local.shape) == (box.sizes if box else (0, *local.shape[1:])), (fqn, local.shape, box)
+            if box is not None:
+                for part, values in weights.blocks(fqn, box):
+                    local[part.slices_within(box)] = torch.from_numpy(values).to(local)
+
+
+def _native_name(module_name: str, args: ModelArgs) -> str:
+    return "tok_embeddings.weight" if args.tied and module_name == "output.weight" else module_name
