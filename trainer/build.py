@@ -16,6 +16,7 @@ from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.machine import refuse_what_cannot_run
 from trainer.mesh import Meshes
 from trainer.models.registry import TrainerFamily, get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -32,9 +33,10 @@ from trainer.train_model import TrainModel
 def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, device: torch.device) -> TrainModel:
     """The model as this rank trains it, in real memory on `device`, its values not yet set.
 
-    Raises ConfigError with every problem of the layout.
+    Raises ConfigError with every problem of the layout, UnsupportedError with all that this machine cannot run.
     """
     check_layout(config, args, dims)
+    refuse_what_cannot_run(config, device)
     family = get_trainer_family(config.model.name)
     parameters = get_family(config.model.name).parameters(args)
     split = split_model(config.parallelism, args.num_layers, dims.pp)

@@ -16,7 +16,7 @@ from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset, preset_names
 from trainer.config.refused import REFUSED, REFUSED_VALUES, RENAMED
-from trainer.config.sections import Config
+from trainer.config.sections import SECTION, Config
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
 
@@ -52,9 +52,15 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
 def origins(config: Config) -> dict[str, Setting]:
     """Every key of the config in the order of its sections, with its value and where that came from."""
     return {
-        key: Setting(getattr(getattr(config, key.split(".")[0]), key.split(".")[1]), config.origins.get(key, DEFAULT))
-        for key in _kinds()
+        f"{section}.{f.name}": Setting(getattr(record, f.name), config.origins.get(f"{section}.{f.name}", DEFAULT))
+        for section, record in by_section(config).items()
+        for f in fields(record)
     }
+
+
+def by_section(config: Config) -> dict[str, Any]:
+    """Each section's record by its name in TOML."""
+    return {section: getattr(config, attribute) for section, (attribute, _) in _sections().items()}
 
 
 def _read(source: Path | str) -> dict[str, Setting]:
@@ -78,13 +84,18 @@ def _read(source: Path | str) -> dict[str, Setting]:
 
 
 @cache
+def _sections() -> dict[str, tuple[str, type]]:
+    """Each section's name in TOML, with its attribute of Config and its record."""
+    records = get_type_hints(Config)
+    return {f.metadata.get(SECTION, f.name): (f.name, records[f.name]) for f in fields(Config) if f.name != "origins"}
+
+
+@cache
 def _kinds() -> dict[str, Any]:
     """Each key that is read, and its type."""
-    sections = get_type_hints(Config)
     return {
         f"{section}.{name}": kind
-        for section, record in sections.items()
-        if section != "origins"
+        for section, (_, record) in _sections().items()
         for name, kind in get_type_hints(record, include_extras=True).items()
     }
 
@@ -131,12 +142,11 @@ def _shown(value: Any) -> str:
 
 
 def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
-    sections = {}
-    for section, record in get_type_hints(Config).items():
-        if section != "origins":
-            given = {f.name: values[f"{section}.{f.name}"] for f in fields(record) if f"{section}.{f.name}" in values}
-            sections[section] = record(**given)
-    return Config(**sections, origins=dict(origins))
+    records = {}
+    for section, (attribute, record) in _sections().items():
+        given = {f.name: values[f"{section}.{f.name}"] for f in fields(record) if f"{section}.{f.name}" in values}
+        records[attribute] = record(**given)
+    return Config(**records, origins=dict(origins))
 
 
 def _model_problems(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ Count = Annotated[int, Number(low=0)]
 Positive = Annotated[int, Number(low=1)]
 SeqLen = Annotated[int, Number(low=1, high=2**27)]  # beyond any model; a slip of the finger is told, not allocated
 Folder = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
+SECTION = "section"  # in a field's metadata: its section's name in TOML, where that is nested
 AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 stands for "as many as there are"
 
 
@@ -26,6 +27,26 @@ class Job:
     """One line that names the run in its log."""
     print_config: bool = False
     """Print the whole config, with origins, before the first step."""
+    save_config_file: str | None = None
+    """JSON file that rank 0 writes the merged config to, under job.dump_folder; unset = none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiling:
+    enable_profiling: bool = False
+    """Write a trace of torch's profiler from every rank, every `profile_freq` steps."""
+    save_traces_folder: Folder = "profile_traces"
+    """Folder of the traces, under job.dump_folder."""
+    profile_freq: Positive = 10
+    """Steps of one cycle: waiting, warm-up, active."""
+    profiler_active: Positive = 1
+    """Steps that a trace records, at the end of a cycle."""
+    profiler_warmup: Count = 3
+    """Steps before them that the profiler runs through without recording."""
+    enable_memory_snapshot: bool = False
+    """Record CUDA's allocations; write a snapshot every `profile_freq` steps, and when memory runs out."""
+    save_memory_snapshot_folder: Folder = "memory_snapshot"
+    """Folder of the snapshots, under job.dump_folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +59,8 @@ class Metrics:
     """Folder for them, under job.dump_folder."""
     disable_color_printing: bool = False
     """Plain log lines also on a terminal."""
+    save_for_all_ranks: bool = False
+    """Every rank writes TensorBoard scalars, into a folder of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +71,10 @@ class Model:
     """The family's set of numbers; `titan models` lists them."""
     hf_assets_path: str = "./tests/assets/tokenizer"
     """Folder with the tokenizer that goes with the weights; left out, it is that of the prepared data."""
+    converters: tuple[Literal["quantize.linear.float8"], ...] = ()
+    """What changes the model's modules before it is parallelised."""
+    print_after_conversion: bool = False
+    """Print the model's modules after the converters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +93,8 @@ class Optimizer:
     """Weight decay, applied to every parameter."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Which of torch's kernels takes the step; the numbers are the same up to rounding."""
+    state_dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the moments; unset = that of the parameters. No key of torchtitan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +133,20 @@ class Training:
     """Compute dtype in every layout: FSDP casts, also where it has nothing to shard."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype in which FSDP reduces gradients."""
+    enable_cpu_offload: bool = False
+    """FSDP keeps parameters, gradients and optimizer states in host memory, and brings in what a layer needs."""
+    loss: str = "chunked"
+    """`chunked`: output projection and loss in `loss_chunks` pieces, so that whole logits never exist; `plain`; or the
+    name that a module in experimental.custom_import registers. No key of torchtitan's, which has `plain`."""
+    loss_chunks: Positive = 8
+    """Pieces of a sequence, under `chunked`."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient leads to: stop before the update with exit code 4, or leave the update
+    out, say so and count it. No key of torchtitan's."""
     gc_freq: Positive = 50
     """Steps between two runs of Python's garbage collector, which is off in between."""
+    gc_debug: bool = False
+    """Collect after every step, and say how many objects only the collector could free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +161,8 @@ class Parallelism:
     """Ranks that share each matrix product."""
     disable_loss_parallel: bool = False
     """Gather the logits before the loss instead of computing it on vocabulary shards."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's collectives with its products; CUDA, and compile of the model."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that share the layers."""
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
@@ -130,7 +173,9 @@ class Parallelism:
     """Layers that the last stage gets less, for its norm and output."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Layers per stage; unset = one stage per rank, two for interleaved schedules."""
-    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"] = "1F1B"
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
     """Order of the microbatches."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Samples per microbatch; divides training.local_batch_size."""
@@ -162,14 +207,60 @@ class Checkpoint:
     """Save after step 1 too, to learn early whether saving works."""
     load_only: bool = False
     """Load, and never save."""
+    initial_load_in_hf: bool = False
+    """Start from an HF folder: initial_load_path, or model.hf_assets_path where that is unset."""
+    last_save_in_hf: bool = False
+    """After the last step write the weights as an HF folder too, `export-hf` under job.dump_folder."""
+    last_save_in_torchtune: bool = False
+    """The same for torchtune, `export-torchtune`. No key of torchtitan's."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Dtype of these exports, and of a last step with last_save_model_only."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints beside the training: in a thread, or in a process of its own fed through pinned memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpoint:
-    mode: Literal["none", "full", "selective"] = "selective"
-    """Which activations are recomputed in backward."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """Which activations are recomputed in backward; memory_budget leaves the choice to the compiler."""
     selective_ac_option: Annotated[str, Pattern(r"op|[1-9][0-9]*", "op, or every n-th layer as a number ≥ 1")] = "2"
     """Under selective: `op` keeps the results of costly operations, a number n recomputes every n-th layer."""
+    memory_budget: Annotated[float, Number(low=0, high=1)] = 0.5
+    """Under memory_budget: 0 recomputes all that can be, 1 what the compiler would by itself."""
+    visualize_memory_budget_pareto: bool = False
+    """Under memory_budget: write the trade of time for memory as an SVG, under job.dump_folder."""
+    early_stop: bool = False
+    """Stop recomputing a layer once all that backward needs of it is there."""
+    preserve_rng_state: bool = True
+    """Recompute under the random state of the forward pass."""
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare shapes and dtypes of what is recomputed with those of the forward pass."""
+    debug: bool = False
+    """Tell, where the two differ, which operations ran in each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile:
+    enable: bool = False
+    """Use torch.compile."""
+    components: tuple[Literal["model", "loss"], ...] = ("model", "loss")
+    """What is compiled: each transformer block, the loss."""
+    backend: str = "inductor"
+    """Backend of torch.compile; `aot_eager` needs no C++ compiler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8:
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers weights as float8: half the bytes. For tensorwise scaling."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights in one go after each update. Goes with float8 all-gather."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """Granularity of the scales; unset = tensorwise with the two options above."""
+    filter_fqns: tuple[str, ...] = ()
+    """Modules left alone: parts of their FQNs, or `auto_filter_small_kn` for those too small to gain."""
+    emulate: bool = False
+    """Compute in float32 what float8 would give, on machines without it; not with compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +269,12 @@ class Comm:
     """How long a collective may take up to the end of the first step, in seconds."""
     train_timeout_seconds: Positive = 100
     """The same, afterwards."""
+    trace_buf_size: Count = 20000
+    """Collectives that the Flight Recorder remembers of each rank, for a dump when one hangs; 0 = off."""
+    save_traces_folder: Folder = "comm_traces"
+    """Folder of the dumps, under job.dump_folder."""
+    save_traces_file_prefix: Annotated[str, Pattern(r"[^/\0]+", "a file name's beginning")] = "rank_"
+    """What the dumps' names begin with; the rank's number follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +301,8 @@ class Debug:
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
     """Use only deterministic operations."""
+    deterministic_warn_only: bool = False
+    """Warn of an operation that has no deterministic form instead of refusing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +316,7 @@ class Config:
     """A whole config. `origins` maps `section.key` to where its value came from; what is not in it is a default."""
 
     job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -225,6 +325,8 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8, metadata={SECTION: "quantize.linear.float8"})
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from trainer.config.load import DEFAULT, origins
+from trainer.config.load import DEFAULT, by_section, origins
 from trainer.config.refused import REFUSED
 from trainer.config.sections import Config
 
@@ -18,7 +18,7 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
 
 def as_json(config: Config) -> dict[str, Any]:
     """The merged config by section, and the origin of each key that is no default."""
-    sections = {name: section for name, section in asdict(config).items() if name != "origins"}
+    sections = {name: asdict(record) for name, record in by_section(config).items()}
     given = {key: setting.origin for key, setting in origins(config).items() if setting.origin != DEFAULT}
     return {"config": sections, "origins": given}
 

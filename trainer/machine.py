@@ -1,0 +1,18 @@
+"""What this machine cannot run, feature by feature: told before anything is built, all at once."""
+
+from collections.abc import Callable
+
+import torch
+
+from converters.errors import UnsupportedError, list_offenders
+from trainer.config.sections import Config
+
+# Each stands in its feature's own file: (config, device) → problems
+_CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = ()
+
+
+def refuse_what_cannot_run(config: Config, device: torch.device) -> None:
+    """Raise UnsupportedError with everything that the config asks for and `device` cannot do."""
+    problems = [problem for check in _CHECKS for problem in check(config, device)]
+    if problems:
+        raise UnsupportedError(f"this machine ({device.type}) cannot run the config:" + list_offenders(problems))
