@@ -81,10 +81,16 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage of it: modules set to None (and layers taken out) are skipped, FQNs stay."""
 
-    def __init__(self, args: ModelArgs, make_attention: Callable[[ModelArgs], nn.Module] = Attention):
+    def __init__(
+        self,
+        args: ModelArgs,
+        make_attention: Callable[[ModelArgs], nn.Module] = Attention,
+        *,
+        turns_stacked_on: int = -1,  # as that attention takes them
+    ):
         super().__init__()
         self.args = args
-        self.rope = RotaryAngles(args)
+        self.rope = RotaryAngles(args, stacked_on=turns_stacked_on)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
             {str(n): TransformerBlock(args, make_attention(args)) for n in range(args.num_layers)}

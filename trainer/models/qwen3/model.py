@@ -39,13 +39,12 @@ class Attention(nn.Module):
 def rotate_halves(x_BLNH: Tensor, turns: Tensor) -> Tensor:
     """Rotate the pairs (0, P), (1, P+1), … of each head, in fp32, and return x's dtype.
 
-    `turns` are those of `RotaryAngles`: the order of the pairs is all that differs from Llama's rotation. Written out
-    in real numbers, because `torch.complex` keeps its fp32 inputs for backward.
+    `turns` are those of `RotaryAngles`, stacked on 0: the order of the pairs is all that differs from Llama's rotation.
     """
     first, second = x_BLNH.float().chunk(2, dim=-1)
-    cos, sin = turns.real, turns.imag
+    cos, sin = turns.unbind(0)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BLNH)
 
 
 def build_model(args: ModelArgs) -> Transformer:
-    return Transformer(args, Attention)
+    return Transformer(args, Attention, turns_stacked_on=0)

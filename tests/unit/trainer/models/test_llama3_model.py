@@ -8,7 +8,7 @@ from converters.families.base import ModelArgs, RopeScaling
 from converters.families.llama3 import FLAVORS, parameters
 from tests.hf_names import interleaved, native_name
 from trainer.models.llama3.model import Transformer
-from trainer.models.llama3.rope import RotaryAngles
+from trainer.models.llama3.rope import RotaryAngles, rotate
 
 SEQ_LEN = 48
 STARTS = (0, 5000, 16000)
@@ -125,6 +125,22 @@ def test_rotary_angles_survive_other_dtypes_and_the_meta_device():
     assert model.rope(torch.tensor([12345])).equal(expected)
     assert model.rope.frequencies_P.dtype == torch.float32
     assert not model.rope.to("meta").to_empty(device="cpu").frequencies_P.is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiler_gets_the_rotation_in_real_numbers(dtype):
+    turns = RotaryAngles(ARGS["grouped"])(torch.arange(16000, 16000 + SEQ_LEN))
+    q_BLNH = torch.randn(2, SEQ_LEN, 4, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    seen = set()
+
+    def look(graph, inputs):
+        values = [node.meta.get("example_value") for node in graph.graph.nodes]
+        seen.update(value.dtype for value in values if isinstance(value, torch.Tensor))
+        return graph
+
+    compiled = torch.compile(rotate, backend=look, fullgraph=True)(q_BLNH, turns)
+    assert seen == {torch.float32, dtype}
+    assert torch.allclose(compiled, rotate(q_BLNH, turns), atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_a_tied_output_is_one_parameter_also_after_leaving_the_meta_device():
