@@ -42,6 +42,8 @@ from trainer.optim import optimizer_state
 from trainer.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 from trainer.train_model import TrainModel
 
+_SKIPPED = f"{TRAIN_STATE}.skipped_steps"
+
 
 class Resumable(Protocol):
     """What tells and takes its state as plain values: the data loader."""
@@ -56,6 +58,7 @@ class Progress:
 
     step: int = 0
     ntokens_seen: int = 0
+    skipped_steps: int = 0  # of `step`: those without an update, under training.on_nonfinite = "skip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,8 @@ class Checkpoints:
         has_rng = self._has_rng_of_each_rank(catalog.tensors)
         # and of a device that was not there then there is no state
         wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
+        if _SKIPPED not in catalog.blobs and _SKIPPED not in catalog.tensors:  # older checkpoints', and torchtitan's
+            wanted.pop(_SKIPPED, None)
         with CatalogReader(catalog) as reader:
             loaded = self._load(wanted, reader, catalog.blobs, reader.read_blob, path=path, may_cast=False)
         sections: dict[str, dict[str, Any]] = {}

@@ -6,9 +6,10 @@ import torch
 
 from converters.errors import UnsupportedError, list_offenders
 from trainer.config.sections import Config
+from trainer.profiling import profiling_machine_problems
 
 # Each stands in its feature's own file: (config, device) → problems
-_CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = ()
+_CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (profiling_machine_problems,)
 
 
 def refuse_what_cannot_run(config: Config, device: torch.device) -> None:

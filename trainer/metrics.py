@@ -1,12 +1,14 @@
 """What a run tells while it goes: the console line, TensorBoard scalars, metrics.jsonl; and the sums behind them."""
 
 import json
+import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -51,6 +53,7 @@ class Throughput:
     """Speed since the last log line; rates are per second, TFLOP/s and MFU of one rank."""
 
     secs_per_step: float
+    data_secs: float  # of a step, waiting for its samples
     tokens_per_sec: float
     tflops_per_rank: float
     mfu: float | None
@@ -70,6 +73,7 @@ class StepClock:
         self._num_tokens = 0
         self._num_steps = 0
         self._secs = 0.0
+        self._data_secs = 0.0
         self._since = time.perf_counter()
 
     def pause(self) -> None:
@@ -77,6 +81,13 @@ class StepClock:
 
     def resume(self) -> None:
         self._since = time.perf_counter()
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around the fetch of a step's samples: a part of the step, counted by itself too."""
+        since = time.perf_counter()
+        yield
+        self._data_secs += time.perf_counter() - since
 
     def count_step(self, num_tokens: int) -> None:
         """One step over `num_tokens` tokens of all ranks, padding included: the work does not care for targets."""
@@ -91,6 +102,7 @@ class StepClock:
         flops = tokens_per_sec * self._flops_per_token / self._num_ranks
         reading = Throughput(
             secs_per_step=secs / max(self._num_steps, 1),
+            data_secs=self._data_secs / max(self._num_steps, 1),
             tokens_per_sec=tokens_per_sec,
             tflops_per_rank=flops / 1e12,
             mfu=flops / self._peak if self._peak else None,
@@ -99,26 +111,25 @@ class StepClock:
         return reading
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this rank has held: reserved on the device, or resident on the CPU."""
+def peak_memory(device: torch.device) -> dict[str, float | None]:
+    """Most memory this rank has held: reserved on the device, of it in use at once; or resident on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / _GIB
+        return {
+            "memory_gib": torch.cuda.max_memory_reserved(device) / _GIB,
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
+        }
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    return {"memory_gib": resident, "memory_allocated_gib": None}
 
 
 class MetricsLog:
-    """Writes records to metrics.jsonl and TensorBoard, and lines to the console; only the rank that logs has one."""
+    """Where records go: metrics.jsonl and the console, TensorBoard, or what there is of them on this rank."""
 
-    def __init__(self, dump_folder: Path, *, tensorboard_folder: Path | None, color: bool):
-        dump_folder.mkdir(parents=True, exist_ok=True)
-        # Line by line, so that a killed run has told all it did; a resumed one appends and says its steps again.
-        path = dump_folder / METRICS_FILE
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = path.open("a", buffering=1)
-        if torn:  # the last run died within a line
-            self._file.write("\n")
+    def __init__(self, file: Path | None, *, tensorboard_folder: Path | None, color: bool):
+        """`file` None: neither a file nor a word."""
+        self._file = _open_to_append(file) if file else None
         self._color = color and sys.stdout.isatty()
         self._tensorboard: Any = None
         if tensorboard_folder:
@@ -127,9 +138,10 @@ class MetricsLog:
             self._tensorboard = SummaryWriter(str(tensorboard_folder))
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """A record of finite numbers; None stands for what is not known and is left out."""
-        known = {name: value for name, value in scalars.items() if value is not None}
-        self._file.write(json.dumps({"step": step, **known}) + "\n")
+        """A record of finite numbers: None stands for what is not known and is left out, as are NaN and infinity."""
+        known = {name: value for name, value in scalars.items() if value is not None and math.isfinite(value)}
+        if self._file:
+            self._file.write(json.dumps({"step": step, **known}) + "\n")
         if self._tensorboard:
             for name, value in known.items():
                 self._tensorboard.add_scalar(name, value, step)
@@ -137,12 +149,24 @@ class MetricsLog:
 
     def say(self, line: str) -> None:
         """A line of the run's log, on stdout."""
-        print(f"\033[36m{line}\033[0m" if self._color else line, flush=True)
+        if self._file:
+            print(f"\033[36m{line}\033[0m" if self._color else line, flush=True)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
         if self._tensorboard:
             self._tensorboard.close()
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """Line by line, so that a killed run has told all it did; a resumed one appends and says its steps again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    file = path.open("a", buffering=1)
+    if torn:  # the last run died within a line
+        file.write("\n")
+    return file
 
 
 def step_line(step: int, scalars: Mapping[str, float | None], *, eta_secs: float) -> str:
@@ -155,9 +179,13 @@ def step_line(step: int, scalars: Mapping[str, float | None], *, eta_secs: float
         f"tokens/s {scalars['tokens_per_sec']:,.0f}",
         f"TFLOP/s {scalars['tflops_per_rank']:.{2 if scalars['tflops_per_rank'] >= 1 else 4}f}",
     ]
-    if scalars.get("mfu") is not None:
+    if scalars["mfu"] is not None:
         parts.append(f"MFU {scalars['mfu']:.1%}")
-    parts += [f"memory {scalars['memory_gib']:.2f} GiB", f"ETA {_clock(eta_secs)}"]
+    of_it = "" if scalars["memory_allocated_gib"] is None else f" ({scalars['memory_allocated_gib']:.2f} in use)"
+    parts += [f"data {scalars['data_secs'] * 1000:.1f} ms", f"memory {scalars['memory_gib']:.2f} GiB{of_it}"]
+    if scalars["skipped_steps"]:
+        parts.append(f"skipped {scalars['skipped_steps']}")
+    parts.append(f"ETA {_clock(eta_secs)}")
     return "  ".join(parts)
 
 

@@ -1,8 +1,8 @@
-"""What rank 0 says of a run: a line and a record every few steps, and the held-out loss."""
+"""What a run says of itself: a line and a record every few steps, and the held-out loss; rank 0 does, or every rank."""
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -11,23 +11,28 @@ import torch.distributed as dist
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.checkpoint import Progress
-from trainer.config.sections import Config
-from trainer.metrics import MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory_gib, step_line
+from trainer.config.sections import Config, Metrics
+from trainer.metrics import METRICS_FILE, MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory, step_line
 from trainer.step import StepResult
 
 
 class Report:
-    """Measures from the moment it is made. A silent one, as on all ranks but one, does nothing."""
+    """Measures from the moment it is made.
 
-    def __init__(self, config: Config, info: ModelInfo, *, num_samples: int, device: torch.device, is_silent: bool):
+    Loss and norm are the same on every rank, in a pipeline too, so rank 0 speaks for all; the others are silent, or
+    with metrics.save_for_all_ranks write to TensorBoard what they have measured.
+    """
+
+    def __init__(self, config: Config, info: ModelInfo, *, num_samples: int, device: torch.device, rank: int):
         """`num_samples`: per step, over all ranks."""
-        self._is_silent = is_silent
-        if is_silent:
-            return
         dump, settings = Path(config.job.dump_folder), config.metrics
+        tensorboard = _tensorboard_folder(settings, dump, rank)
+        self._is_silent = rank != 0 and tensorboard is None
+        if self._is_silent:
+            return
         self._log = MetricsLog(
-            dump,
-            tensorboard_folder=dump / settings.save_tb_folder if settings.enable_tensorboard else None,
+            dump / METRICS_FILE if rank == 0 else None,
+            tensorboard_folder=tensorboard,
             color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
         )
         self._device, self._num_ranks = device, dist.get_world_size()
@@ -56,8 +61,10 @@ class Report:
             "tokens_per_sec_per_rank": speed.tokens_per_sec / self._num_ranks,
             "tflops_per_rank": speed.tflops_per_rank,
             "mfu": speed.mfu,
-            "memory_gib": peak_memory_gib(self._device),
+            "data_secs": speed.data_secs,
+            **peak_memory(self._device),
             "ntokens_seen": progress.ntokens_seen,
+            "skipped_steps": progress.skipped_steps,
         }
         eta_secs = speed.secs_per_step * (self._num_steps - progress.step)
         self._log.say(step_line(progress.step, scalars, eta_secs=eta_secs))
@@ -74,6 +81,10 @@ class Report:
         self._log.say(line)
         self._log.write(step, scalars)
 
+    def fetching(self) -> AbstractContextManager[None]:
+        """Around the fetch of a step's samples."""
+        return nullcontext() if self._is_silent else self._clock.fetching()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Around what is not training time: validation, a checkpoint."""
@@ -87,3 +98,11 @@ class Report:
     def close(self) -> None:
         if not self._is_silent:
             self._log.close()
+
+
+def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None:
+    """Where this rank writes scalars, if it does: one file's steps must not be told by two ranks."""
+    if not settings.enable_tensorboard or not (rank == 0 or settings.save_for_all_ranks):
+        return None
+    folder = dump / settings.save_tb_folder
+    return folder / f"rank_{rank}" if settings.save_for_all_ranks else folder

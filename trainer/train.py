@@ -1,6 +1,5 @@
 """Training, in the order it happens: build, load, step after step, the last checkpoint. Read this first."""
 
-import gc
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,11 +18,13 @@ from trainer.data.datasets import open_dataset
 from trainer.data.index import TRAIN
 from trainer.data.loader import TokenLoader
 from trainer.dump_folder import make_dump_folder
+from trainer.garbage import GarbageCollection
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import Meshes, make_meshes
 from trainer.metrics import note
 from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
+from trainer.profiling import profiled
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.report import Report
 from trainer.run_lock import only_run
@@ -85,37 +86,45 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
 
     # Train
     num_samples = samples_per_step(training, dims.batch)
-    report = Report(config, info, num_samples=num_samples, device=ranks.device, is_silent=dist.get_rank() != 0)
-    gc.disable()  # else each rank collects at a time of its own, and every time all of them wait
+    report = Report(config, info, num_samples=num_samples, device=ranks.device, rank=dist.get_rank())
     batches = iter(loader)
     is_first = True
-    while progress.step < training.steps:
-        result = train_step.compute_gradients(next(batches), stop_requested=stop.requested)
-        if not result.is_finite:
-            raise numerical_fault(progress.step + 1, result, checkpoints)
-        optimizer.step()
-        optimizer.zero_grad()
-        lr = schedule.lr
-        schedule.step()
-        progress.step += 1
-        progress.ntokens_seen += result.num_valid_tokens
-        report.step(progress, result, lr=lr)
+    with (
+        GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,
+        profiled(config.profiling, dump_folder, rank=dist.get_rank(), num_done=progress.step) as profiler,
+    ):
+        while progress.step < training.steps:
+            with report.fetching():
+                samples = next(batches)
+            result = train_step.compute_gradients(samples, stop_requested=stop.requested)
+            if result.is_finite:
+                optimizer.step()
+                progress.ntokens_seen += result.num_valid_tokens
+            elif training.on_nonfinite == "skip":
+                progress.skipped_steps += 1
+                note(f"WARNING: {not_finite(progress.step + 1, result)}")
+            else:
+                raise numerical_fault(progress.step + 1, result, checkpoints)
+            optimizer.zero_grad()
+            lr = schedule.lr
+            schedule.step()
+            progress.step += 1
+            report.step(progress, result, lr=lr)
 
-        is_last = progress.step == training.steps
-        with report.paused():
-            if validation and (progress.step % config.validation.freq == 0 or is_last):
-                report.validation(progress.step, validation.run())
-            if is_saved(progress.step, settings, is_last=is_last or result.stop_requested):
-                saved = checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
-                note(f"saved {saved}")
-            if progress.step % training.gc_freq == 0:
-                gc.collect()
-        if result.stop_requested and not is_last:
-            raise preempted(progress.step, checkpoints)
-        if is_first:
-            set_train_timeout(meshes, config.comm.train_timeout_seconds)
-            is_first = False
-    gc.enable()
+            is_last = progress.step == training.steps
+            with report.paused():
+                if validation and (progress.step % config.validation.freq == 0 or is_last):
+                    report.validation(progress.step, validation.run())
+                if is_saved(progress.step, settings, is_last=is_last or result.stop_requested):
+                    saved = checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
+                    note(f"saved {saved}")
+                profiler.step()
+                garbage.collect(progress.step)
+            if result.stop_requested and not is_last:
+                raise preempted(progress.step, checkpoints)
+            if is_first:
+                set_train_timeout(meshes, config.comm.train_timeout_seconds)
+                is_first = False
     report.close()
 
 
@@ -191,12 +200,20 @@ def is_saved(step: int, settings: Checkpoint, *, is_last: bool) -> bool:
     return settings.enable and not settings.load_only and is_due
 
 
+def not_finite(step: int, result: StepResult) -> str:
+    return f"step {step}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was not made"
+
+
 def numerical_fault(step: int, result: StepResult, checkpoints: Checkpoints) -> NumericalFault:
     good = checkpoints.last_good_step
     return NumericalFault(
-        f"step {step}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was not made",
+        not_finite(step, result),
         hint=f"the last good checkpoint is step {good}" if good is not None else "there is no checkpoint to go back to",
-        tries=["--optimizer.lr LOWER", "--lr_scheduler.warmup_steps MORE"],
+        tries=[
+            "--optimizer.lr LOWER",
+            "--lr_scheduler.warmup_steps MORE",
+            "--training.on_nonfinite skip, to leave such updates out",
+        ],
     )
 
 
