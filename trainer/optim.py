@@ -1,6 +1,7 @@
 """Adam and AdamW over all parts of a model, their state by FQN, and clipping over every mesh."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config.sections import Optimizer as OptimizerSection
+from trainer.moments import AdamOfOtherMoments
 
 _CLASSES = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+_CLASSES_OF_OTHER_MOMENTS = {
+    "Adam": partial(AdamOfOtherMoments, decoupled=False),
+    "AdamW": partial(AdamOfOtherMoments, decoupled=True),
+}
 
 
 def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
@@ -19,7 +25,10 @@ def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: Opti
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named_parameters.items():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
-    optimizer = _CLASSES[settings.name](
+    dtypes = {parameter.dtype for parameter in named_parameters.values()}
+    state_dtype = getattr(torch, settings.state_dtype) if settings.state_dtype else None
+    classes = _CLASSES if state_dtype is None or dtypes == {state_dtype} else _CLASSES_OF_OTHER_MOMENTS
+    optimizer = classes[settings.name](
         [{"params": named} for named in groups.values()],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
@@ -34,8 +43,8 @@ def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: Opti
         optimizer.state[parameter] = {
             # the fused kernels count on the device, the others on the CPU
             "step": torch.zeros((), device=parameter.device if settings.implementation == "fused" else "cpu"),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
+            "exp_avg": torch.zeros_like(parameter, dtype=state_dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=state_dtype),
         }
     return optimizer
 
@@ -76,7 +85,7 @@ class GradientClip:
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
         """Clip, and return the norm that the gradients had: float64, 0-dim, the same on every rank."""
-        gradients = [_local_gradient(p) for p in self._parameters]
+        gradients = [local_gradient(p) for p in self._parameters]
         squares = _square_sums(gradients)
         # What several ranks hold is summed as many times, each with its share; empty shards add nothing.
         total = (self._shares.to(squares.device) * squares).sum()
@@ -106,7 +115,7 @@ def _num_shards(parameter: nn.Parameter) -> int:
     return max(1, torch.Size(mesh.size(i) for i, p in enumerate(parameter.placements) if not p.is_replicate()).numel())
 
 
-def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """This rank's part of a gradient, laid out as its parameter is."""
     gradient = parameter.grad
     assert gradient is not None, "every parameter takes part in every step"

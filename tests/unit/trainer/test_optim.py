@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
+from trainer import moments
 from trainer.config.sections import Optimizer as OptimizerSection
 from trainer.optim import GradientClip, build_optimizer, optimizer_state
 
@@ -19,17 +20,85 @@ def _with_gradients(model):
     return model
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
-def test_a_step_is_torchs_own(name, implementation):
-    settings = OptimizerSection(name=name, lr=0.1, weight_decay=0.2, implementation=implementation)
-    ours, theirs = _with_gradients(_model()), _with_gradients(_model())
-    build_optimizer(dict(ours.named_parameters()), settings).step()
-    cls = getattr(torch.optim, name)
+NAMES, IMPLEMENTATIONS = ("Adam", "AdamW"), ("for-loop", "foreach", "fused")
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def _torchs_own(name, implementation, parameters):
     kernels = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    cls(theirs.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2, **kernels).step()
+    cls = getattr(torch.optim, name)
+    return cls(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2, **kernels)
+
+
+def _steps(optimizer, model, *, gradients=None, after=lambda: None):
+    """Three steps on random gradients, which may be rounded to another dtype than the parameters'."""
+    for step in range(3):
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape).to(gradients or parameter.dtype).to(parameter.dtype)
+        optimizer.step()
+        after()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_steps_are_torchs_own(name, implementation, dtype):
+    settings = OptimizerSection(name=name, lr=0.1, weight_decay=0.2, implementation=implementation)
+    ours, theirs = _model().to(dtype), _model().to(dtype)
+    _steps(build_optimizer(dict(ours.named_parameters()), settings), ours)
+    _steps(_torchs_own(name, implementation, theirs.parameters()), theirs)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("dtype", "state_dtype"), [(FP32, BF16), (BF16, FP32)])
+def test_moments_of_another_dtype_are_torchs_in_fp32_rounded(name, implementation, dtype, state_dtype):
+    told = str(state_dtype).removeprefix("torch.")
+    settings = OptimizerSection(name=name, lr=0.1, weight_decay=0.2, implementation=implementation, state_dtype=told)
+    ours, theirs = _model().to(dtype), _model().to(dtype).float()
+    optimizer = build_optimizer(dict(ours.named_parameters()), settings)
+    expected = _torchs_own(name, implementation, theirs.parameters())
+
+    def round_as_ours():
+        for parameter in theirs.parameters():
+            parameter.data = parameter.data.to(dtype).float()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state = expected.state[parameter]
+                state[moment] = state[moment].to(state_dtype).float()
+
+    _steps(optimizer, ours)
+    _steps(expected, theirs, gradients=dtype, after=round_as_ours)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.dtype == dtype and torch.equal(a.float(), b)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state[a]
+            assert state[moment].dtype == state_dtype and torch.equal(state[moment].float(), expected.state[b][moment])
+        assert optimizer.state[a]["step"] == 3
+
+
+def test_parameters_beyond_what_is_copied_at_once_are_all_updated(monkeypatch):
+    settings = OptimizerSection(lr=0.1, state_dtype="bfloat16")
+    whole, pieces = _model(), _model()
+    _steps(build_optimizer(dict(whole.named_parameters()), settings), whole)
+    monkeypatch.setattr(moments, "_COPIED_ELEMENTS", 100)
+    assert [len(batch) for batch in moments._batches(list(pieces.parameters()))] == [1, 2]
+    _steps(build_optimizer(dict(pieces.named_parameters()), settings), pieces)
+    for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_moments_of_another_dtype_leave_torchs_keys(name):
+    fresh, model = _model(), _model()
+    with_own = optimizer_state(build_optimizer(dict(fresh.named_parameters()), OptimizerSection(name=name)))
+    settings = OptimizerSection(name=name, state_dtype="bfloat16")
+    with_other = optimizer_state(build_optimizer(dict(model.named_parameters()), settings))
+    assert with_own.keys() == with_other.keys()
+    settings = {key: value for key, value in with_own.items() if key.startswith("param_groups.")}
+    assert settings == {key: with_other[key] for key in settings}
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])

@@ -1,0 +1,79 @@
+"""Adam and AdamW whose moments have another dtype than the parameters, which torch's own step cannot take.
+
+torch's kernel runs in fp32 over a few parameters at a time, on copies; then each tensor takes its values back in its
+own dtype, rounded to the nearest. (torch 2.15 does this in its fused kernel on CUDA; torchao's needs torch.compile.)
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam
+
+# Elements that fp32 copies are made of at once: 256 MiB for each of parameter, gradient and moments.
+_COPIED_ELEMENTS = 1 << 26
+
+
+class AdamOfOtherMoments(torch.optim.Adam):
+    """`torch.optim.Adam` but for its step; `decoupled` is what makes AdamW of it."""
+
+    def __init__(self, params, *, decoupled: bool, **settings):
+        super().__init__(params, **settings, decoupled_weight_decay=decoupled)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            for parameters in _batches(group["params"]):
+                self._update(group, parameters)
+
+    def _update(self, group: dict, parameters: Sequence[Tensor]) -> None:
+        states = [self.state[p] for p in parameters]
+        own = [
+            list(map(_local, tensors))
+            for tensors in (
+                parameters,
+                [p.grad for p in parameters],
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+            )
+        ]
+        wide = [[t.float() for t in tensors] for tensors in own]  # the tensor itself where it is fp32 already
+        adam(
+            *wide,
+            [],
+            [_local(s["step"]) for s in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for kind in (0, 2, 3):  # not the gradients
+            for tensor, value in zip(own[kind], wide[kind], strict=True):
+                if tensor is not value:
+                    tensor.copy_(value)
+
+
+def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of parameters that come to no more than _COPIED_ELEMENTS here, or of one."""
+    batch, num_elements = [], 0
+    for parameter in parameters:
+        size = _local(parameter).numel()
+        if batch and num_elements + size > _COPIED_ELEMENTS:
+            yield batch
+            batch, num_elements = [], 0
+        batch.append(parameter)
+        num_elements += size
+    if batch:
+        yield batch
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
