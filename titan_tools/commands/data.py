@@ -17,7 +17,10 @@ def _keep_the_group() -> None:
 def prepare(
     sources: Annotated[
         list[Path] | None,
-        typer.Argument(help="Files (.txt, .md, .py, JSON lines, also .gz) and folders; default: Python's own sources."),
+        typer.Argument(
+            help="Files (.txt, .md, .py, JSON lines also .gz and .zst, .parquet, .npy of token ids) and folders; "
+            "default: Python's own sources."
+        ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of the index.")] = Path("data"),
     vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens of the tokenizer that is trained.")] = 2048,
@@ -26,16 +29,22 @@ def prepare(
     ] = None,
     held_out: Annotated[float, typer.Option("--held-out", help="Share of the text kept for validation.")] = 0.02,
     max_bytes: Annotated[int | None, typer.Option("--max-bytes", help="Read at most this much text.")] = None,
-    text_key: Annotated[str, typer.Option("--text-key", help="Key of the text in JSON lines.")] = "text",
+    text_key: Annotated[str, typer.Option("--text-key", help="Key, or parquet column, of the text.")] = "text",
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out and count documents that cannot be read.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Turn text into a token index: memory-mapped tokens, document offsets, a held-out part, and the tokenizer.
 
+    Text comes from whole files, lines of JSON or rows of parquet. A .npy file of token ids is taken as it is.
+
     \b
     Examples:
       titan data prepare --out data
       titan data prepare c4-train.00000.json.gz notes/ --out data --tokenizer Llama-3.1-8B --held-out 0.01
+      titan data prepare crawl/*.parquet --text-key content --skip-bad --tokenizer data --out more
     """
     from dataclasses import asdict
 
@@ -50,15 +59,21 @@ def prepare(
         held_out=held_out,
         max_bytes=max_bytes,
         text_key=text_key,
+        skip_bad=skip_bad,
         overwrite=overwrite,
     )
     if as_json:
         print_json(asdict(report))
         return
+    skipped = ""
+    if report.skipped:
+        because = "".join(f"\n                  {why}" for why in report.skipped_because)
+        skipped = f"skipped           {report.skipped:,} documents that could not be read, such as{because}\n"
     entropies = f"{report.unigram_cross_entropy:.3f} nats/token; its own entropy {report.unigram_entropy:.3f}"
     print(
         f"source            {report.source}\n"
         f"documents         {report.documents:,} ({report.text_bytes:,} bytes)\n"
+        f"{skipped}"
         f"tokens            {report.tokens:,} ({report.bytes_per_token} bytes per token)\n"
         f"vocabulary        {report.vocab_size:,} (tokenizer {report.tokenizer})\n"
         f"held out          {report.held_out_tokens:,} tokens, by {report.held_out_by}\n"

@@ -1,4 +1,7 @@
-"""Documents out of files and folders of text: .txt, .md and .py are one document each, JSON lines one per line."""
+"""Documents out of files and folders: .txt, .md and .py are one each, JSON lines and parquet one per line or row.
+
+A .npy file of token ids is one document too, for those who have tokenised already.
+"""
 
 import gzip
 import hashlib
@@ -7,41 +10,72 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from converters.errors import DataError, UnsupportedError
+from trainer.data.columns import decompressed, parquet_values
 
-_TEXT = (".txt", ".md", ".py")
-_JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")  # C4's files are called .json.gz
-KNOWN = _TEXT + _JSON_LINES
-_IN_FOLDERS = tuple(ending for ending in KNOWN if ending != ".json")  # there it is mostly a config, not lines of text
+TEXT = (".txt", ".md", ".py")
+JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")  # C4's files are called .json.gz
+PARQUET = (".parquet",)
+_TOKEN_IDS = (".npy",)
+KNOWN = TEXT + JSON_LINES + PARQUET + _TOKEN_IDS
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}  # code page tables and a book: nothing like the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """A text, or token ids in place of one."""
+
     text: str
-    where: str  # file, or file:line
+    where: str  # file, file:line, or file:row
+    ids: np.ndarray | None = None
+
+    @property
+    def content(self) -> str | np.ndarray:
+        return self.text if self.ids is None else self.ids
 
 
-def find_files(sources: Sequence[Path]) -> list[Path]:
-    """Every file of a known kind in the sources, each once; folders are walked in the order of names.
+@dataclass(slots=True)
+class Skipped:
+    """Documents that could not be read and were left out: how many, and what was wrong with the first few."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, error: DataError) -> None:
+        self.count += 1
+        if len(self.first) < 5:
+            self.first.append(error.message)
+
+
+def find_files(sources: Sequence[Path], *, kinds: Sequence[str] = KNOWN) -> list[Path]:
+    """Every file in the sources whose name ends in one of `kinds`, each once; folders are walked in the order of names.
 
     Raises DataError for a source that is missing, and for one that holds nothing to read.
     """
     files: dict[Path, None] = {}
     for source in sources:
         if source.is_dir():
-            found = list(_walk(source))
+            endings = _in_folders(kinds)
+            found = list(_walk(source, endings))
             if not found:
-                raise DataError(f"{source}: no file in it ends in {', '.join(_IN_FOLDERS)}")
+                raise DataError(f"{source}: no file in it ends in {', '.join(endings)}")
             files |= dict.fromkeys(found)
         elif not source.exists():
             raise DataError(f"{source}: there is no such file or folder")
-        elif not source.name.endswith(KNOWN):
-            raise UnsupportedError(f"{source}: files of this kind are not read", hint=f"read: {', '.join(KNOWN)}")
+        elif not source.name.endswith(tuple(kinds)):
+            raw = source.name.endswith(".bin")
+            raise UnsupportedError(
+                f"{source}: files of this kind are not read",
+                hint="such a file does not say how its token ids are stored" if raw else f"read: {', '.join(kinds)}",
+                tries=[f"numpy.save('{source.stem}.npy', numpy.fromfile('{source}', 'uint16'))"] if raw else (),
+            )
         else:
             files[source] = None
     return list(files)
@@ -53,9 +87,7 @@ def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
     Tests and generated tables are left out. A hash of their names decides which files are taken: a repeatable sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path for path in _walk(root, leave_out=_NO_SOURCES | _GENERATED) if path.suffix == ".py" and _is_utf8(path)
-    ]
+    files = [path for path in _walk(root, (".py",), leave_out=_NO_SOURCES | _GENERATED) if _is_utf8(path)]
     if not files:
         raise DataError(
             f"{root}: this Python has no sources of its standard library", tries=["titan data prepare FILES…"]
@@ -70,54 +102,100 @@ def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
 
 
 def read_documents(
-    files: Iterable[Path], *, text_key: str = "text", max_bytes: int | None = None
+    files: Iterable[Path], *, text_key: str = "text", max_bytes: int | None = None, skipped: Skipped | None = None
 ) -> Iterator[Document]:
     """The documents of the files in order, up to `max_bytes` of text; those without any text are left out.
 
-    Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`.
+    Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`; where
+    `skipped` is given, such documents are counted there and left out. A file that breaks off is an error all the same:
+    nobody could say how much it lacks.
     """
     left = max_bytes
     for path in files:
-        documents = _json_lines(path, text_key) if path.name.endswith(_JSON_LINES) else _whole_file(path)
-        for document in documents:
-            if not document.text:
+        for document in _documents_of(path, text_key, skipped):
+            content = document.content
+            if not len(content):
                 continue
             if left is not None:
-                left -= len(document.text.encode("utf-8"))
+                left -= content.nbytes if isinstance(content, np.ndarray) else len(content.encode("utf-8"))
                 if left < 0:
                     return
             yield document
 
 
-def _walk(folder: Path, *, leave_out: Iterable[str] = ()) -> Iterator[Path]:
+def _documents_of(path: Path, text_key: str, skipped: Skipped | None) -> Iterator[Document]:
+    if path.name.endswith(_TOKEN_IDS):
+        yield Document("", str(path), _token_ids(path))
+        return
+    pieces: Iterable[tuple[str, Any]]
+    if path.name.endswith(JSON_LINES):
+        pieces, read = _lines(path), _text_of_line
+    elif path.name.endswith(PARQUET):
+        pieces, read = parquet_values(path, text_key), _text_of_value
+    else:
+        pieces, read = [(str(path), path)], _whole_file
+    for where, piece in pieces:
+        try:
+            yield Document(read(piece, text_key, where), where)
+        except DataError as error:
+            if skipped is None:
+                raise
+            skipped.add(error)
+
+
+def _in_folders(kinds: Sequence[str]) -> tuple[str, ...]:
+    """There .json is mostly a config, not lines of text, and .npy mostly a token index."""
+    return tuple(ending for ending in kinds if ending not in (".json", *_TOKEN_IDS))
+
+
+def _walk(folder: Path, endings: tuple[str, ...], *, leave_out: Iterable[str] = ()) -> Iterator[Path]:
     for where, folders, names in os.walk(folder, onerror=_raise):  # does not follow links, so no loop
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in leave_out)
-        yield from (
-            Path(where, name) for name in sorted(names) if name.endswith(_IN_FOLDERS) and not name.startswith(".")
-        )
+        yield from (Path(where, name) for name in sorted(names) if name.endswith(endings) and not name.startswith("."))
 
 
-def _whole_file(path: Path) -> Iterator[Document]:
+def _whole_file(path: Path, text_key: str, where: str) -> str:
     data = _read(path)
     try:
-        yield Document(data.decode("utf-8-sig"), str(path))
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{line}: byte {error.start} of the file is not UTF-8") from None
 
 
-def _json_lines(path: Path, text_key: str) -> Iterator[Document]:
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """`file:line` and the line, of those that are not blank."""
     number = 0
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with _opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield Document(_text_of(line, text_key, f"{path}:{number}"), f"{path}:{number}")
+                    yield f"{path}:{number}", line
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
 
 
-def _text_of(line: bytes, text_key: str, where: str) -> str:
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    return decompressed(path) if path.suffix == ".zst" else path.open("rb")
+
+
+def _token_ids(path: Path) -> np.ndarray:
+    """The ids of a .npy file, memory-mapped: one row of whole numbers, none of them negative."""
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path}: not an array of token ids: {error}") from None
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "ui":
+        found = f"{ids.dtype}{list(ids.shape)}" if isinstance(ids, np.ndarray) else "several arrays"
+        raise DataError(f"{path}: holds {found}; token ids are one row of whole numbers", hint="uint16 or uint32")
+    if len(ids) and int(ids.min()) < 0:
+        raise DataError(f"{path}: token {int(ids.argmin())} is {int(ids.min())}; a token id is not negative")
+    return ids
+
+
+def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -129,12 +207,24 @@ def _text_of(line: bytes, text_key: str, where: str) -> str:
     text = record.get(text_key)
     if not isinstance(text, str):
         keys = ", ".join(map(repr, list(record)[:10])) or "no key at all"
-        raise DataError(f"{where}: no text under {text_key!r}; the line has {keys}", tries=["--text-key KEY"])
+        raise DataError(
+            f"{where}: no text under {text_key!r}; the line has {keys}",
+            tries=["titan data prepare … --text-key KEY", "titan data prepare … --skip-bad"],
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: a lone surrogate at character {error.start}, which no UTF-8 can hold") from None
     return text
+
+
+def _text_of_value(value: bytes | None, text_key: str, where: str) -> str:
+    if value is None:
+        raise DataError(f"{where}: no text under {text_key!r}", tries=["titan data prepare … --skip-bad"])
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start} of the text is not UTF-8") from None
 
 
 def _raise(error: OSError) -> None:

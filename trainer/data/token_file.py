@@ -4,9 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
+from converters.errors import DataError
 from trainer.data.index import offsets_file, tokens_file
 from trainer.data.tokenizer import Tokenizer
 
+_IDS_AT_ONCE = 1 << 20
 _HEADER_BYTES = 128  # of a one-dimensional .npy file, whatever its length
 
 
@@ -30,13 +32,30 @@ class TokenFile:
     def num_documents(self) -> int:
         return len(self._offsets) - 1
 
-    def add(self, text: str) -> None:
-        """Append a document, framed by its begin and end token."""
-        ids = np.array(self._tokenizer.encode(text, bos=True, eos=True), self._dtype)
+    def add(self, content: str | np.ndarray, where: str = "") -> None:
+        """Append a document: a text, framed by its begin and end token, or token ids as they are.
+
+        Raises DataError, naming `where`, for an id that the tokenizer does not have.
+        """
+        self._offsets.append(self.num_tokens)
+        if isinstance(content, str):
+            self._write(np.array(self._tokenizer.encode(content, bos=True, eos=True), self._dtype))
+            self.text_bytes += len(content.encode())
+            return
+        for start in range(0, len(content), _IDS_AT_ONCE):
+            ids = content[start : start + _IDS_AT_ONCE]
+            if (largest := int(ids.max())) >= self._tokenizer.vocab_size:
+                raise DataError(
+                    f"{where}: token {start + int(ids.argmax())} is {largest}, but the tokenizer has"
+                    f" {self._tokenizer.vocab_size} tokens",
+                    hint="ready token ids go with the tokenizer that made them",
+                )
+            self._write(ids.astype(self._dtype))
+
+    def _write(self, ids: np.ndarray) -> None:
         self._file.write(ids.tobytes())
-        self._offsets.append(self._offsets[-1] + len(ids))
+        self._offsets[-1] += len(ids)
         self.histogram += np.bincount(ids, minlength=len(self.histogram))
-        self.text_bytes += len(text.encode())
 
     def close(self) -> None:
         descr = np.lib.format.dtype_to_descr(self._dtype)

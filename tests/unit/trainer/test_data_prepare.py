@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from converters.errors import DataError, TitanError, UnsupportedError
 from trainer.data import prepare as prepare_module
 from trainer.data.index import open_index
-from trainer.data.prepare import prepare, unigram_nats
+from trainer.data.prepare import prepare
 from trainer.data.sources import find_files, read_documents, standard_library
 from trainer.data.tokenizer import load_tokenizer
+from trainer.data.write_index import unigram_nats
 
 SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "data" / "tinyshakespeare.txt"
 STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -203,12 +204,12 @@ def test_text_that_cannot_be_read_is_told_with_its_place(tmp_path, name, data, t
 
 def test_wrong_sources_and_numbers_are_told(tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
     text = write_texts(tmp_path / "texts", ["some text"])
     for error, told, sources, rest in [
         (DataError, "no such file or folder", [tmp_path / "nowhere"], {}),
         (DataError, "no file in it ends in .txt", [tmp_path / "empty"], {}),
-        (UnsupportedError, "files of this kind are not read", [tmp_path / "a.parquet"], {}),
+        (UnsupportedError, "files of this kind are not read", [tmp_path / "a.pdf"], {}),
         (DataError, "held-out share is 1.5", [text], {"held_out": 1.5}),
         (DataError, "held-out share is nan", [text], {"held_out": math.nan}),
         (DataError, "--max-bytes is 0", [text], {"max_bytes": 0}),

@@ -1,0 +1,62 @@
+"""What needs pyarrow: a text column of parquet files, and zstd's compression."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from converters.errors import DataError, UnsupportedError
+
+_ROWS_AT_ONCE = 1024  # of one column: some MiB of text
+
+
+def parquet_values(path: Path, column: str) -> Iterator[tuple[str, bytes | None]]:
+    """`file:row` and the bytes of the text in that row, counted from 1; None where there is none.
+
+    Raises DataError for a file that is damaged or cut off, or has no such column of strings.
+    """
+    _import_pyarrow(path)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            _refuse_other_column(path, file.schema_arrow, column)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=[column]):
+                values = batch.column(0).cast(pa.large_binary()).to_pylist()  # as bytes: one bad text is not the file
+                for value in values:
+                    number += 1
+                    yield f"{path}:{number}", value
+    except (pa.ArrowException, OSError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path}: cannot be read after row {number}: {what}", hint="is the file whole?") from None
+
+
+def decompressed(path: Path) -> BinaryIO:
+    """A zstd file opened for reading what is in it; OSError where it is damaged."""
+    _import_pyarrow(path)
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+
+
+def _refuse_other_column(path: Path, schema, column: str) -> None:
+    import pyarrow as pa
+
+    kind = schema.field(column).type if column in schema.names else None
+    if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        there = ", ".join(f"{field.name!r} ({field.type})" for field in list(schema)[:10]) or "none"
+        raise DataError(
+            f"{path}: no column of text called {column!r}; there are {there}",
+            tries=["titan data prepare … --text-key COLUMN"],
+        )
+
+
+def _import_pyarrow(path: Path) -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(
+            f"{path}: reading it takes pyarrow, which is not installed", tries=["pip install 'titan-tools[data]'"]
+        ) from None

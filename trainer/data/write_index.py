@@ -1,0 +1,105 @@
+"""Encode documents into the files of a token index, and measure them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from converters.errors import DataError
+from trainer.data.index import HELD_OUT, SPLITS, TRAIN, VERSION, describe_files, fingerprint_of
+from trainer.data.sources import Document
+from trainer.data.token_file import TokenFile
+from trainer.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What is held out: nothing, whole documents by a hash of them, so that equal ones stay together, or every tail."""
+
+    share: float
+    by: str  # `document` or `tail`
+
+    def holds_out(self, document: Document) -> bool:
+        if self.by != "document" or not self.share:
+            return False
+        content = document.content
+        data = content.encode() if isinstance(content, str) else np.ascontiguousarray(content)
+        return xxhash.xxh3_64_intdigest(data) < self.share * 2**64
+
+    def tail_of(self, content: str | np.ndarray) -> int:
+        """Where the held-out tail begins; the content's length where documents are held out whole."""
+        return len(content) - round(len(content) * self.share) if self.by == "tail" else len(content)
+
+
+NOTHING_HELD_OUT = Split(0.0, "document")
+
+
+def encode_documents(
+    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, split: Split
+) -> dict[str, TokenFile]:
+    """Write the token and offset files of both splits. Raises DataError where a split that is wanted stays empty."""
+    files = {name: TokenFile(folder, name, tokenizer) for name in SPLITS}
+    try:
+        for document in documents:
+            content, where = document.content, document.where
+            if split.holds_out(document):
+                files[HELD_OUT].add(content, where)
+                continue
+            cut = split.tail_of(content)
+            if cut > 0:
+                files[TRAIN].add(content[:cut], where)
+            if cut < len(content):
+                files[HELD_OUT].add(content[cut:], where)
+    finally:
+        for file in files.values():
+            file.close()
+    if not any(file.num_tokens for file in files.values()):
+        raise DataError("there is no text: every document is empty")
+    empty = [name for name, file in files.items() if not file.num_tokens]
+    if empty and split.share:
+        raise DataError(f"the text is too short: nothing is left for the {empty[0]} part")
+    return files
+
+
+def summarize(
+    folder: Path, tokenizer: Tokenizer, files: dict[str, TokenFile], *, source: str, split: Split, num_skipped: int = 0
+) -> dict[str, Any]:
+    """The content of index.json. Where nothing is held out, the entropies are those of all there is."""
+    train, held_out = files[TRAIN], files[HELD_OUT]
+    text_bytes = train.text_bytes + held_out.text_bytes
+    tokens = train.num_tokens + held_out.num_tokens
+    measured = held_out if held_out.num_tokens else train
+    summary = {
+        "version": VERSION,
+        "vocab_size": tokenizer.vocab_size,
+        "text": {
+            "source": source,
+            "documents": train.num_documents + (held_out.num_documents if split.by == "document" else 0),
+            "tokens": tokens,
+            "held_out_documents": held_out.num_documents,
+            "held_out_tokens": held_out.num_tokens,
+            "held_out_by": split.by,
+            "text_bytes": text_bytes,
+            "bytes_per_token": round(text_bytes / tokens, 3),
+            "skipped": num_skipped,
+        },
+        "unigram": {
+            "unigram_cross_entropy": unigram_nats(measured.histogram, model=train.histogram + 1),
+            "unigram_entropy": unigram_nats(measured.histogram, model=measured.histogram),
+        },
+        "files": describe_files(folder),
+    }
+    return summary | {"fingerprint": fingerprint_of(summary)}
+
+
+def unigram_nats(counts: np.ndarray, *, model: np.ndarray) -> float:
+    """Nats per token of tokens that occur `counts` often, for a model that gives each the share it has in `model`.
+
+    With the counts themselves it is their entropy. A model that has met no such token needs an infinity: add one.
+    """
+    occurring = counts > 0
+    shares = model[occurring] / model.sum()
+    return float(-(counts[occurring] * np.log(shares)).sum() / counts.sum())
