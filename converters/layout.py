@@ -156,9 +156,17 @@ def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
         raise ConfigError(f"no trainer can run this model on the mesh {mesh}:" + list_offenders(problems))
 
 
-def stages_of_rank(pp_rank: int, pp: int, num_stages: int) -> list[int]:
-    """The stages a pipeline rank holds when several are dealt in turn (stage s on rank s mod pp)."""
-    return list(range(pp_rank, num_stages, pp))
+def ranks_of_stages(num_stages: int, pp: int, *, v_shaped: bool = False) -> tuple[int, ...]:
+    """The pipeline rank of each stage: dealt in turn, or there and back again, so that rank 0 holds both ends."""
+    if v_shaped:
+        return tuple(min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(num_stages))
+    return tuple(stage % pp for stage in range(num_stages))
+
+
+def stages_of_rank(pp_rank: int, pp: int, num_stages: int, *, v_shaped: bool = False) -> list[int]:
+    """The stages a pipeline rank holds, first to last."""
+    ranks = ranks_of_stages(num_stages, pp, v_shaped=v_shaped)
+    return [stage for stage, rank in enumerate(ranks) if rank == pp_rank]
 
 
 def module_of(fqn: str) -> str:
@@ -201,17 +209,21 @@ def boxes_for_mesh(
     *,
     itemsizes: Mapping[str, int],
     stages: Sequence[Sequence[str]] | None = None,
+    stage_ranks: Sequence[int] | None = None,
 ) -> Files:
     """The files of a checkpoint as ranks of `mesh` would write it: what several ranks hold is in the lowest one's file.
 
-    `itemsizes`: bytes per element by FQN. `stages`: module names per stage, dealt in turn over pp ranks; split_stages's
-    result when None. A tied embedding has one FQN and so belongs to the first stage. Raises ConfigError where the mesh
-    would cut the model into more chunks than a `.metadata` can reasonably list.
+    `itemsizes`: bytes per element by FQN. `stages`: module names per stage; split_stages's result when None.
+    `stage_ranks`: the pipeline rank of each; dealt in turn when None. A tied embedding has one FQN and so belongs to
+    the first stage. Raises ConfigError where the mesh would cut the model into more chunks than a `.metadata` can
+    reasonably list.
     """
     if stages is None:
         layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
         stages = split_stages(mesh.pp, len(layers))
-    pp_rank_of = {module: stage % mesh.pp for stage, modules in enumerate(stages) for module in modules}
+    if stage_ranks is None:
+        stage_ranks = ranks_of_stages(len(stages), mesh.pp)
+    pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
     ranks_per_stage = mesh.world_size // mesh.pp
     _refuse_dust(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000 of them, but 3,000

@@ -81,6 +81,7 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
         parts=parts,
         runner=runner,
         take_shard=_shard_taker(meshes, device),
+        ends_meet=split.ends_meet,
     )
 
 

@@ -62,11 +62,13 @@ def seed(
     check_layout(config, info.args, dims)
     family, dtype, number = get_family(info.family), config.training.dtype, config.debug.seed or 0
     parameters = family.parameters(info.args)
+    split = split_model(config.parallelism, info.args.num_layers, dims.pp)
     files = boxes_for_mesh(
         parameters,
         dims,
         itemsizes={p.fqn: itemsize(dtype) for p in parameters},
-        stages=split_model(config.parallelism, info.args.num_layers, dims.pp).modules,
+        stages=split.modules,
+        stage_ranks=split.ranks,
     )
     target = plan_dcp({p.fqn: TensorInfo(dtype, p.shape) for p in parameters}, files)
 

@@ -7,25 +7,33 @@ from dataclasses import dataclass
 from math import ceil
 
 from converters.errors import ConfigError
-from converters.layout import split_stages
+from converters.layout import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 
-LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS")  # several stages per rank, dealt in turn
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank, in turn
+V_SCHEDULES = ("ZBVZeroBubble",)  # two stages per rank, there and back again
+SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
+_ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # deal microbatches in equal rounds
 
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Module names of every stage, first to last; stage s lies on pipeline rank s mod pp."""
+    """Module names of every stage, first to last, and the pipeline rank of each."""
 
     modules: tuple[tuple[str, ...], ...]
-    pp: int
+    ranks: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
         return len(self.modules)
 
+    @property
+    def ends_meet(self) -> bool:
+        """Whether one pipeline rank holds the first and the last stage."""
+        return self.ranks[0] == self.ranks[-1]
+
     def stages_of(self, pp_rank: int) -> list[int]:
-        return list(range(pp_rank, self.num_stages, self.pp))
+        return [stage for stage, rank in enumerate(self.ranks) if rank == pp_rank]
 
 
 def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
@@ -42,13 +50,14 @@ def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSpli
             first_less=parallelism.pipeline_parallel_first_stage_less_layers,
             last_less=parallelism.pipeline_parallel_last_stage_less_layers,
         )
-    return StageSplit(tuple(map(tuple, modules)), pp)
+    v_shaped = parallelism.pipeline_parallel_schedule in V_SCHEDULES
+    return StageSplit(tuple(map(tuple, modules)), ranks_of_stages(len(modules), pp, v_shaped=v_shaped))
 
 
 def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is None:
-        return pp * (2 if parallelism.pipeline_parallel_schedule in LOOPED_SCHEDULES else 1)
+        return pp * (2 if parallelism.pipeline_parallel_schedule in LOOPED_SCHEDULES + V_SCHEDULES else 1)
     first, last = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
@@ -58,7 +67,11 @@ def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
 
 def stage_problems(parallelism: Parallelism, training: Training, num_layers: int, pp: int) -> list[str]:
     """Everything about stages, schedule and microbatches that does not fit."""
-    return [*_split_problems(parallelism, num_layers, pp), *_microbatch_problems(parallelism, training, pp)]
+    return [
+        *_split_problems(parallelism, num_layers, pp),
+        *_microbatch_problems(parallelism, training, pp),
+        *_reshard_problems(parallelism),
+    ]
 
 
 def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[str]:
@@ -70,9 +83,12 @@ def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[
     if parallelism.module_fqns_per_model_part is not None:
         problems += _explicit_problems(split, num_layers)
     schedule, num_stages = parallelism.pipeline_parallel_schedule, split.num_stages
-    looped = schedule in LOOPED_SCHEDULES
-    if num_stages % pp or (num_stages == pp) == looped:
-        wanted = f"{2 * pp}, {3 * pp}, …" if looped else f"{pp}"
+    if schedule in LOOPED_SCHEDULES:
+        fits, wanted = num_stages % pp == 0 and num_stages > pp, f"{2 * pp}, {3 * pp}, …"
+    else:
+        needed = 2 * pp if schedule in V_SCHEDULES else pp
+        fits, wanted = num_stages == needed, str(needed)
+    if not fits:
         problems.append(f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}")
     return problems
 
@@ -106,9 +122,19 @@ def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) 
             f" microbatches of {size} makes {count}; take training.local_batch_size ≥ {pp * size} or GPipe"
         ]
     rounds = max(1, count // pp)
-    if schedule == "Interleaved1F1B" and count % rounds:
+    if schedule in _ROUND_SCHEDULES and count % rounds:
         return [
-            f"schedule Interleaved1F1B cannot deal {count} microbatches over {pp} ranks in equal rounds;"
+            f"schedule {schedule} cannot deal {count} microbatches over {pp} ranks in equal rounds;"
             f" take {count // pp * pp} or {(count // pp + 1) * pp} microbatches"
         ]
     return []
+
+
+def _reshard_problems(parallelism: Parallelism) -> list[str]:
+    schedule, reshard = parallelism.pipeline_parallel_schedule, parallelism.fsdp_reshard_after_forward
+    if schedule not in SPLIT_BACKWARD_SCHEDULES or reshard != "always":
+        return []
+    return [
+        f"schedule {schedule} computes gradients of weights after the forwards of other microbatches, which"
+        ' parallelism.fsdp_reshard_after_forward = "always" would leave sharded; take "default" or "never"'
+    ]

@@ -31,12 +31,15 @@ class TrainModel:
         parts: list[nn.Module],
         runner: Runner,
         take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
+        ends_meet: bool,
     ):
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
         self._runner, self._take_shard = runner, take_shard
         # Taken once: while FSDP has a parameter gathered, its module shows the gathered one.
-        self._parameters = {_native_name(name, args): p for part in parts for name, p in part.named_parameters()}
-        self._tied = TiedCopies(args, parts, meshes)
+        self._tied = TiedCopies(args, parts, meshes, ends_meet=ends_meet)
+        followers = set(map(id, self._tied.followers))
+        named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
+        self._parameters = {_native_name(name, args): p for name, p in named}
 
     def forward_backward(self, batch: Batch, num_valid_tokens: float) -> Tensor:
         """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
@@ -44,10 +47,12 @@ class TrainModel:
         `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches.
         Shares add up over the `loss` mesh and over `pp` (0 but on the last stage); tp ranks hold the same share.
         """
+        self._tied.refresh()
         return self._runner.forward_backward(*self._take_shard(batch), num_valid_tokens)
 
     def forward_loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, not divided; no gradients."""
+        self._tied.refresh()
         loss = self._runner.forward_loss(*self._take_shard(batch))
         for part in self.parts:
             for module in part.modules():

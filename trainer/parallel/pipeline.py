@@ -116,16 +116,16 @@ class Pipeline:
         Microbatch by microbatch with plain sends: a rank goes on while the next one computes, and no logits are kept.
         """
         total = torch.zeros((), device=self.device)
-        size, pp = self.microbatch.size, self.split.pp
+        size, ranks = self.microbatch.size, self.split.ranks
         for tokens_mb, targets_mb in zip(tokens.split(size), targets.split(size), strict=True):
+            x = tokens_mb
             for index, part in self.parts.items():
-                x = tokens_mb
-                if index > 0:
+                if index > 0 and index - 1 not in self.parts:
                     x = self.microbatch.hidden_like(tokens_mb)
-                    dist.recv(x, group=self.group, group_src=(index - 1) % pp)
+                    dist.recv(x, group=self.group, group_src=ranks[index - 1])
                 x = part(x, positions)
                 if index == self.split.num_stages - 1:
                     total += self.loss_sum(x, targets_mb)
-                else:
-                    dist.send(x.contiguous(), group=self.group, group_dst=(index + 1) % pp)
+                elif index + 1 not in self.parts:
+                    dist.send(x.contiguous(), group=self.group, group_dst=ranks[index + 1])
         return total

@@ -26,6 +26,7 @@ from converters.layout import (
     check_mesh,
     chunk_bounds,
     local_box,
+    ranks_of_stages,
     row_blocks,
     split_stages,
     stages_of_rank,
@@ -103,6 +104,7 @@ def test_impossible_stages_are_refused(num_stages):
 
 def test_interleaved_stages_are_dealt_in_turn():
     assert stages_of_rank(1, 2, 6) == [1, 3, 5]
+    assert stages_of_rank(1, 3, 6, v_shaped=True) == [1, 4]
 
 
 @pytest.mark.parametrize("flavor", ["debug_gqa", "debug_tied"])
@@ -158,6 +160,13 @@ def test_stages_lie_in_their_ranks_files():
     # four stages: embedding + layer 0 | layers 1, 2 | layer 3 | norm + output
     assert any(n.startswith("layers.3.") for n, _ in interleaved["__0_0.distcp"])
     assert any(n.startswith("layers.2.") for n, _ in interleaved["__1_0.distcp"])
+    ranks = ranks_of_stages(4, 2, v_shaped=True)
+    v_shaped = boxes_for_mesh(
+        parameters, MeshShape(pp=2), itemsizes=sizes, stages=split_stages(4, args.num_layers), stage_ranks=ranks
+    )
+    assert ranks == (0, 1, 1, 0)
+    assert any(n == "output.weight" for n, _ in v_shaped["__0_0.distcp"])
+    assert any(n.startswith("layers.3.") for n, _ in v_shaped["__1_0.distcp"])
 
 
 def test_large_boxes_are_cut_in_rows():
