@@ -5,7 +5,6 @@ that the loop knows one `forward_backward(batch, num_valid_tokens)`.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.loss_build import install_loss, leaves_columns
 from trainer.machine import refuse_what_cannot_run
 from trainer.mesh import Meshes
 from trainer.models.registry import TrainerFamily, get_trainer_family
@@ -49,12 +48,8 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
         part.tie()
         parts.append(part)
 
-    loss_parallel = dims.tp > 1 and not config.parallelism.disable_loss_parallel
-    loss_sum = (
-        partial(sharded_cross_entropy_sum, group=meshes["tp"].get_group()) if loss_parallel else cross_entropy_sum
-    )
     if dims.pp == 1:
-        runner: Runner = WholeModel(parts[0], loss_sum)
+        runner: Runner = WholeModel(parts[0])
     else:
         size = config.parallelism.pipeline_parallel_microbatch_size
         runner = Pipeline(
@@ -67,11 +62,9 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
                 local_len=config.training.seq_len // dims.cp,
                 sequence_shards=dims.tp,
                 dim=args.dim,
-                num_columns=args.vocab_size // (dims.tp if loss_parallel else 1),
                 dtype=getattr(torch, config.training.mixed_precision_param),
             ),
             num_microbatches=config.training.local_batch_size // size,
-            loss_sum=loss_sum,
             device=device,
         )
     return TrainModel(
@@ -97,14 +90,15 @@ def build_part(
 def parallelize(
     part: nn.Module, config: Config, family: TrainerFamily, parameters: list[Parameter], meshes: Meshes
 ) -> None:
-    """Context → tensor → activation checkpointing → FSDP: each wraps what the one before made."""
+    """Context → tensor → activation checkpointing → loss → FSDP: each wraps what the one before made."""
     dims, parallelism, training = meshes.dims, config.parallelism, config.training
     if dims.cp > 1:
         apply_cp(part, meshes["cp"].get_group())
     if dims.tp > 1:
         plan = family.tensor_plan(parameters)
-        apply_tp(part, meshes["tp"], plan, loss_parallel=not parallelism.disable_loss_parallel)
+        apply_tp(part, meshes["tp"], plan, loss_parallel=leaves_columns(config, meshes))
     apply_activation_checkpoint(part, config.activation_checkpoint)
+    install_loss(part, config, meshes)
     # Mixed precision is FSDP's, so FSDP also wraps what it does not shard: else TP-only and PP-only runs would compute
     # in another dtype than the same job on other degrees.
     if dims.fsdp > 1 or dims.dp_replicate > 1 or training.mixed_precision_param != training.dtype:

@@ -9,6 +9,7 @@ from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
 from trainer.config.sections import Config, Parallelism
+from trainer.loss_registry import loss_problems
 from trainer.profiling import profiling_problems
 from trainer.stages import stage_problems
 
@@ -77,6 +78,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_tensor_problems(args, dims.tp),
         *_sequence_problems(config, dims),
         *_batch_problems(config, dims),
+        *loss_problems(config, args, dims),
         *profiling_problems(config, args, dims),
         *(stage_problems(config.parallelism, config.training, args.num_layers, dims.pp) if dims.pp > 1 else ()),
     ]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainer.runner import LossSum
 from trainer.stages import StageSplit
 
 
@@ -26,13 +25,12 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What travels: tokens [B, L], hidden states [B, L / tp, D] between stages, logits [B, L, V] at the end."""
+    """What travels: tokens [B, L], hidden states [B, L / tp, D] between stages, the summed loss at the end."""
 
     size: int
     local_len: int  # L: context parallelism has already cut it
     sequence_shards: int  # tp, by sequence parallelism
     dim: int
-    num_columns: int  # V: under loss parallel the vocabulary is cut too
     dtype: torch.dtype  # that hidden states travel in
 
     def tokens(self, *, device: str) -> Tensor:
@@ -43,9 +41,6 @@ class Microbatch:
         batch, length = tokens_BL.shape
         shape = (batch, length // self.sequence_shards, self.dim)
         return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
-
-    def logits_like(self, tokens_BL: Tensor) -> Tensor:
-        return torch.empty(*tokens_BL.shape, self.num_columns, dtype=self.dtype, device=tokens_BL.device)
 
 
 class Pipeline:
@@ -60,12 +55,11 @@ class Pipeline:
         schedule: str,
         microbatch: Microbatch,
         num_microbatches: int,
-        loss_sum: LossSum,
         device: torch.device,
     ):
         self.parts = dict(zip(split.stages_of(dist.get_rank(group)), parts, strict=True))
         self.split, self.group, self.device = split, group, device
-        self.microbatch, self.loss_sum = microbatch, loss_sum
+        self.microbatch = microbatch
         self.num_valid_tokens = 1.0
         self.holds_last = split.num_stages - 1 in self.parts
         stages = [self._make_stage(index, part) for index, part in self.parts.items()]
@@ -88,13 +82,13 @@ class Pipeline:
             self.split.num_stages,
             self.device,
             input_args=tokens if index == 0 else hidden,
-            output_args=self.microbatch.logits_like(tokens).requires_grad_() if is_last else hidden,
+            output_args=torch.empty((), device="meta", requires_grad=True) if is_last else hidden,
             group=self.group,
         )
 
-    def _loss(self, logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    def _loss(self, loss_sum: Tensor, targets_BL: Tensor) -> Tensor:
         # Divided here, before backward: after it, gradients would be thousands of times too large.
-        return self.loss_sum(logits_BLV, targets_BL) / self.num_valid_tokens
+        return loss_sum / self.num_valid_tokens
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
         """Run all microbatches; the loss on ranks that hold the last stage, 0 elsewhere."""
@@ -105,7 +99,8 @@ class Pipeline:
             target=targets if self.holds_last else None,
             losses=losses if self.holds_last else None,
             positions=positions.expand(tokens.shape[0], -1),  # every stage rotates by position
-            return_outputs=False,  # else the last rank keeps every microbatch's logits
+            targets=targets,
+            return_outputs=False,
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
@@ -123,9 +118,9 @@ class Pipeline:
                 if index > 0 and index - 1 not in self.parts:
                     x = self.microbatch.hidden_like(tokens_mb)
                     dist.recv(x, group=self.group, group_src=ranks[index - 1])
-                x = part(x, positions)
+                x = part(x, positions, targets_mb)
                 if index == self.split.num_stages - 1:
-                    total += self.loss_sum(x, targets_mb)
+                    total += x
                 elif index + 1 not in self.parts:
                     dist.send(x.contiguous(), group=self.group, group_dst=ranks[index + 1])
         return total

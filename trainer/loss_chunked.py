@@ -1,0 +1,141 @@
+"""Output projection and loss in pieces of the tokens, so that whole logits never exist, forward or backward.
+
+Each piece goes forward and back at once, while the model's forward still runs: what is left of it are the gradient of
+its hidden states and its share of the output's gradient, which is added up in fp32. Backward only scales them. So the
+output's products are computed as often as under a plain loss, and memory is that of one piece.
+
+Where many microbatches go forward before the first one goes back, each would hold a whole gradient of the output; there
+(`in_backward`) the pieces wait for backward, and their logits are computed twice.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+
+
+class ChunkedOutput:
+    """Stands in for `output.forward`: hidden states [B, L, D] → the summed loss of the targets [B, L] given beforehand.
+
+    It stands inside of the module, so that what hooks onto it happens once per pass: FSDP gathers its weights, tensor
+    parallelism gathers the sequence. The module itself may be anything that maps [1, T, D] to logits [1, T, V].
+    """
+
+    def __init__(self, output: nn.Module, loss_sum: LossSum, *, num_chunks: int, in_backward: bool):
+        """`loss_sum` takes logits as `output` makes them; they are DTensors under tensor parallelism."""
+        self._output, self._project, self._loss_sum = output, output.forward, loss_sum
+        self._num_chunks, self.in_backward = num_chunks, in_backward
+        self._targets: Tensor | None = None
+
+    @contextmanager
+    def given(self, targets_BL: Tensor):
+        """Within, a call of `output` computes the loss of these targets."""
+        self._targets = targets_BL
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def __call__(self, h_BLD: Tensor) -> Tensor:
+        targets_BL = self._targets
+        assert targets_BL is not None, "the part's forward gives targets"
+        # Sequence parallelism gathers h and sums what each rank's columns say of it: once for all pieces.
+        is_sharded = isinstance(h_BLD, DTensor)
+        wrap = _replicated_over(h_BLD) if is_sharded else _as_it_is
+        own_BLD = h_BLD.to_local(grad_placements=[Partial()]) if is_sharded else h_BLD
+        if torch.is_grad_enabled():
+            # Local ones for autograd; read anew each time, because FSDP has put the gathered ones there.
+            parameters = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters())
+            loss = _ChunkedLossSum.apply(self, wrap, own_BLD, targets_BL, *parameters)
+        else:
+            loss = self.loss(wrap, own_BLD, targets_BL)
+        return DTensor.from_local(loss, h_BLD.device_mesh, [Replicate()], run_check=False) if is_sharded else loss
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._output.parameters() if parameter.requires_grad]
+
+    def loss(self, wrap: Callable[[Tensor], Tensor], h_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+        """The summed loss, without gradients."""
+        total = torch.zeros((), device=h_BLD.device)
+        for h_1TD, targets_1T in self._pieces(h_BLD, targets_BL):
+            total += self._loss_sum(self._project(wrap(h_1TD)), targets_1T)
+        return total
+
+    def loss_and_gradients(
+        self, wrap: Callable[[Tensor], Tensor], h_BLD: Tensor, targets_BL: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The summed loss, and its gradients for h and for each parameter, in their dtypes; all local tensors."""
+        parameters = self.parameters()
+        total = torch.zeros((), device=h_BLD.device)
+        grad_BLD = torch.empty_like(h_BLD, memory_format=torch.contiguous_format)
+        sums: list[Tensor] = []
+        pieces = self._pieces(h_BLD, targets_BL), self._pieces(grad_BLD, targets_BL)
+        for (h_1TD, targets_1T), (grad_1TD, _) in zip(*pieces, strict=True):
+            with torch.enable_grad():
+                piece_1TD = wrap(h_1TD).detach().requires_grad_()
+                loss = self._loss_sum(self._project(piece_1TD), targets_1T)
+            grad_piece, *grads = torch.autograd.grad(loss, [piece_1TD, *parameters])
+            total += loss.detach()
+            grad_1TD.copy_(_local_as(grad_piece, [Partial()]))
+            local = [
+                _local_as(grad, getattr(parameter, "placements", None))
+                for grad, parameter in zip(grads, parameters, strict=True)
+            ]
+            if not sums:
+                # a bf16 sum would round once per piece; a whole product rounds once
+                sums = [grad.to(torch.float32, copy=True) for grad in local]
+            else:
+                for sum_, grad in zip(sums, local, strict=True):
+                    sum_ += grad
+            del grad_piece, grads, local  # as large as the output: not beside those of the next piece
+        gradients = [grad_BLD]
+        while sums:  # one after another: an fp32 sum makes room for the next one
+            gradients.append(sums.pop(0).to(parameters[len(gradients) - 1].dtype))
+        return total, gradients
+
+    def _pieces(self, h_BLD: Tensor, targets_BL: Tensor):
+        h_1ND, targets_1N = h_BLD.reshape(1, -1, h_BLD.shape[-1]), targets_BL.reshape(1, -1)
+        size = ceil(targets_1N.numel() / self._num_chunks)
+        return zip(h_1ND.split(size, dim=1), targets_1N.split(size, dim=1), strict=True)
+
+
+class _ChunkedLossSum(torch.autograd.Function):
+    """Not destructive: a schedule that computes gradients of weights apart goes through this backward twice."""
+
+    @staticmethod
+    def forward(ctx, chunked: ChunkedOutput, wrap, h_BLD: Tensor, targets_BL: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.chunked, ctx.wrap = chunked, wrap
+        if chunked.in_backward:
+            ctx.save_for_backward(h_BLD, targets_BL)
+            return chunked.loss(wrap, h_BLD, targets_BL)
+        loss, gradients = chunked.loss_and_gradients(wrap, h_BLD, targets_BL)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        if ctx.chunked.in_backward:
+            _, gradients = ctx.chunked.loss_and_gradients(ctx.wrap, *ctx.saved_tensors)
+        else:
+            gradients = ctx.saved_tensors
+        grad_h_BLD, *grads = (gradient * each for each in gradients)
+        return None, None, grad_h_BLD, None, *grads
+
+
+def _as_it_is(h: Tensor) -> Tensor:
+    return h
+
+
+def _replicated_over(h: DTensor) -> Callable[[Tensor], Tensor]:
+    mesh = h.device_mesh
+    return lambda local: DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+
+def _local_as(gradient: Tensor, placements) -> Tensor:
+    """This rank's part of a gradient; it has those placements already, unless an output module is an unusual one."""
+    return gradient.redistribute(placements=placements).to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,66 @@
+"""Which losses there are: `chunked`, `plain`, and those that a user's module registers. Torch-free."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.errors import ConfigError
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNKED, PLAIN = "chunked", "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredLoss:
+    loss_sum: "Callable[..., Tensor]"
+    takes_columns: bool
+
+
+_REGISTERED: dict[str, RegisteredLoss] = {}
+
+
+def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns: bool = False) -> None:
+    """Make `training.loss = name` mean `loss_sum(logits_BLV, targets_BL)`: the summed loss, fp32, of whole logits.
+
+    A sum over tokens, which adds nothing for targets of `trainer.data.batch.IGNORED`: the trainer divides it by the
+    valid tokens of the whole step. With `takes_columns` it also works under loss parallel: it is then called as
+    `loss_sum(logits_BLV, targets_BL, group=group)`, the logits being this rank's even share of the vocabulary in rank
+    order, and returns the whole loss on every rank of `group`; without tensor parallelism there is no `group`.
+    """
+    if name in (CHUNKED, PLAIN):
+        raise ConfigError(f"{name!r} is a loss of titan's own; register yours under another name")
+    _REGISTERED[name] = RegisteredLoss(loss_sum, takes_columns)
+
+
+def get_loss(name: str) -> RegisteredLoss:
+    return _REGISTERED[name]
+
+
+def loss_names() -> tuple[str, ...]:
+    return CHUNKED, PLAIN, *_REGISTERED
+
+
+def is_loss_parallel(config: Config, dims: MeshShape) -> bool:
+    """Whether the loss is computed on vocabulary shards."""
+    return dims.tp > 1 and not config.parallelism.disable_loss_parallel
+
+
+def loss_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """A loss that does not exist, or that needs the logits whole."""
+    name = config.training.loss
+    if name not in loss_names():
+        return [
+            f"training.loss = {name!r} does not exist; there are {', '.join(loss_names())},"
+            " and what a module in experimental.custom_import registers"
+        ]
+    if is_loss_parallel(config, dims) and name in _REGISTERED and not _REGISTERED[name].takes_columns:
+        return [
+            f"training.loss = {name!r} takes whole logits, but tensor parallelism leaves each of {dims.tp} ranks its"
+            " share of the vocabulary; set parallelism.disable_loss_parallel, or register it with takes_columns"
+        ]
+    return []
