@@ -3,7 +3,6 @@
 The parent hears signals, passes them on, and tells one rank's error once; exit codes pass through.
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import TitanError
+from trainer.parent import die_with_parent
 
 _STARTED_BY_US = "TITAN_LAUNCH"  # for ranks whose parent tells their errors: that parent's process id
 _AGENT_PATIENCE_SECS = 25  # a little less than the agent waits before it kills
@@ -176,7 +176,7 @@ def rank_errors() -> Iterator[None]:
     if not os.environ.get(_STARTED_BY_US):
         yield
         return
-    _die_with_parent()
+    die_with_parent(int(os.environ[_STARTED_BY_US]))
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -204,14 +204,3 @@ def _leave_message(error: BaseException) -> int:
     except (KeyError, OSError):  # nowhere to leave it: better told twice than not at all
         print(f"error: {text}\n{trace}", file=sys.stderr)
     return exit_code
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the agent dies, so that no rank goes on, or writes, without it (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        # It died before we asked. Compared with its own id: 1 is the agent itself where it is a container's first
-        # process, and a subreaper, not 1, takes the orphans of a service.
-        if str(os.getppid()) != os.environ[_STARTED_BY_US]:
-            os._exit(3)

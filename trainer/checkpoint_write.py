@@ -6,6 +6,7 @@ Everything goes into a temporary sibling under stock `dcp.save`; the manifest is
 import shutil
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from converters.assets import write_assets
 from converters.catalog import Box
@@ -27,17 +29,49 @@ from converters.names import ASSETS_FOLDER
 from converters.open import open_checkpoint
 from trainer.agree import on_each, on_first
 from trainer.checkpoint_io import CheckpointWriter, as_titan_error
+from trainer.step_folders import retire, step_folder
 
 _READ_BACK_BYTES = 8 << 20
 
 
-def write_step(destination: Path, nested: Mapping[str, Any], *, info: ModelInfo, group: dist.ProcessGroup) -> None:
-    """Write a state dict (weights flat, sections nested) as a checkpoint folder; all ranks of `group` together."""
+@dataclass(frozen=True, slots=True)
+class StepToSave:
+    """A step to be written and what then becomes of older ones, in plain values: it may go to another process."""
+
+    step: int
+    folder: Path  # of the run's step folders
+    info: ModelInfo
+    keep: int  # 0: all
+    damaged: frozenset[int]  # older ones that were found to be
+
+
+def save_step(
+    todo: StepToSave, nested: Mapping[str, Any], *, group: dist.ProcessGroup, planner: SavePlanner | None = None
+) -> None:
+    """Write a step, whole or not at all, then let go of those beyond `keep`; all ranks of `group` together."""
+    write_step(step_folder(todo.folder, todo.step), nested, info=todo.info, group=group, planner=planner)
+    if todo.keep:
+        on_first(group, lambda: retire(todo.folder, keep=todo.keep, newest=todo.step, damaged=todo.damaged))
+
+
+def write_step(
+    destination: Path,
+    nested: Mapping[str, Any],
+    *,
+    info: ModelInfo,
+    group: dist.ProcessGroup,
+    planner: SavePlanner | None = None,
+) -> None:
+    """Write a state dict (weights flat, sections nested) as a checkpoint folder; all ranks of `group` together.
+
+    `planner`: one that knows what to write by itself, and where it lies by now; `nested` is empty then.
+    """
+    # what several ranks hold lies in one place
+    planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     identifier = on_first(group, lambda: uuid.uuid4().hex[:12])
     staging = on_first(group, lambda: new_staging(destination, identifier))
     try:
         writer = CheckpointWriter(staging, rank=group.rank())
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # what several ranks hold lies in one place
         try:
             dcp.save(dict(nested), storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:

@@ -5,11 +5,17 @@ from collections.abc import Callable
 import torch
 
 from converters.errors import UnsupportedError, list_offenders
+from trainer.checkpoint_problems import checkpoint_machine_problems
 from trainer.config.sections import Config
+from trainer.parallel.compile import compile_machine_problems
 from trainer.profiling import profiling_machine_problems
 
 # Each stands in its feature's own file: (config, device) → problems
-_CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (profiling_machine_problems,)
+_CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (
+    profiling_machine_problems,
+    compile_machine_problems,
+    checkpoint_machine_problems,
+)
 
 
 def refuse_what_cannot_run(config: Config, device: torch.device) -> None:

@@ -8,8 +8,11 @@ from dataclasses import asdict
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
+from trainer.checkpoint_problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism
 from trainer.loss_registry import loss_problems
+from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
+from trainer.parallel.compile import compile_problems
 from trainer.profiling import profiling_problems
 from trainer.stages import stage_problems
 
@@ -80,7 +83,10 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_batch_problems(config, dims),
         *loss_problems(config, args, dims),
         *profiling_problems(config, args, dims),
+        *checkpoint_problems(config),
         *(stage_problems(config.parallelism, config.training, args.num_layers, dims.pp) if dims.pp > 1 else ()),
+        *activation_checkpoint_problems(config, args, dims),
+        *compile_problems(config, args, dims),
     ]
 
 

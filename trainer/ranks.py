@@ -12,7 +12,7 @@ from converters.errors import ConfigError
 from trainer.mesh import Meshes
 
 # Writing a large checkpoint, or waiting for its slowest rank, takes longer than any step.
-_CHECKPOINT_TIMEOUT = timedelta(hours=2)
+CHECKPOINT_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def join_ranks(*, init_timeout_secs: int) -> Ranks:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
-    return Ranks(device, dist.new_group(backend="gloo", timeout=_CHECKPOINT_TIMEOUT))
+    return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
 
 
 def own_gpu() -> torch.device:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from converters.errors import NumericalFault, Preempted
 from trainer.agree import on_first
 from trainer.build import build
-from trainer.checkpoint import Checkpoints, Progress, RunState
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_problems import initial_path, is_saving
 from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config, Debug, Training
@@ -18,6 +19,7 @@ from trainer.data.datasets import open_dataset
 from trainer.data.index import TRAIN
 from trainer.data.loader import TokenLoader
 from trainer.dump_folder import make_dump_folder
+from trainer.flight_recorder import FlightRecorder, failures_told
 from trainer.garbage import GarbageCollection
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import Meshes, make_meshes
@@ -28,6 +30,7 @@ from trainer.profiling import profiled
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.report import Report
 from trainer.run_lock import only_run
+from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
 from trainer.validate import Validation
@@ -40,6 +43,7 @@ def main(config: Config) -> None:
     """
     stop = StopRequest()
     stop.listen()
+    FlightRecorder.of(config.comm, Path(config.job.dump_folder)).switch_on()
     ranks = join_ranks(init_timeout_secs=config.comm.init_timeout_seconds)
     train(config, ranks, stop)
     leave_ranks()
@@ -51,14 +55,16 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     announce(config)
     settings, dump_folder = config.checkpoint, Path(config.job.dump_folder)
     on_first(ranks.agreement, lambda: make_dump_folder(dump_folder))
-    with ExitStack() as held:  # by rank 0, for all
-        if settings.enable and not settings.load_only:
+    progress = Progress()
+    recorder = FlightRecorder.of(config.comm, dump_folder)
+    with failures_told(recorder, progress), ExitStack() as held:  # the lock: by rank 0, for all
+        if is_saving(settings):
             on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
-        train_alone(config, ranks, stop)
+        train_alone(config, ranks, stop, progress, held)
 
 
-def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
-    """Build, load, train."""
+def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progress, held: ExitStack) -> None:
+    """Build, load, train. `held`: what is let go of in the end, however that comes."""
     training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
 
     # Build
@@ -71,16 +77,17 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config))
     loader = train_loader(config, meshes, vocab_size=info.args.vocab_size)
-    progress = Progress()
     state = RunState(model, optimizer, schedule, loader, progress)
     train_step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
     validation = Validation(model, config.validation, meshes) if config.validation.enable else None
 
     # Load
-    checkpoints = Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement)
+    checkpoints = held.enter_context(
+        Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement)
+    )
     load(config, state, checkpoints)
-    if settings.enable and not settings.load_only:
-        checkpoints.require_room(model)  # told now, and not at the first save
+    if is_saving(settings):
+        checkpoints.get_ready(model)  # what forbids saving is told now, and not at the first save
     if progress.step >= training.steps:
         note(f"step {progress.step} of {training.steps} is done already: nothing to do")
 
@@ -96,7 +103,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.compute_gradients(samples, stop_requested=stop.requested)
+            result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.has_failed)
             if result.is_finite:
                 optimizer.step()
                 progress.ntokens_seen += result.num_valid_tokens
@@ -104,6 +111,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
                 progress.skipped_steps += 1
                 note(f"WARNING: {not_finite(progress.step + 1, result)}")
             else:
+                checkpoints.finish()
                 raise numerical_fault(progress.step + 1, result, checkpoints)
             optimizer.zero_grad()
             lr = schedule.lr
@@ -116,16 +124,17 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest) -> None:
                 if validation and (progress.step % config.validation.freq == 0 or is_last):
                     report.validation(progress.step, validation.run())
                 if is_saved(progress.step, settings, is_last=is_last or result.stop_requested):
-                    saved = checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
-                    note(f"saved {saved}")
+                    checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
                 profiler.step()
                 garbage.collect(progress.step)
             if result.stop_requested and not is_last:
+                checkpoints.finish()
                 raise preempted(progress.step, checkpoints)
             if is_first:
                 set_train_timeout(meshes, config.comm.train_timeout_seconds)
                 is_first = False
     report.close()
+    checkpoints.finish()
 
 
 def set_determinism(debug: Debug) -> None:
@@ -186,9 +195,9 @@ def load(config: Config, state: RunState, checkpoints: Checkpoints) -> None:
     if own:
         checkpoints.load(own, state)
         note(f"resumed from {own}")
-    elif settings.initial_load_path:
-        checkpoints.load_initial(Path(settings.initial_load_path), state)
-        note(f"started from {settings.initial_load_path}")
+    elif path := initial_path(config):
+        checkpoints.load_initial(path, state)
+        note(f"started from {path}")
     else:
         state.model.initialize(config.debug.seed or 0)
         note(f"started from first weights, seed {config.debug.seed or 0}: there is no checkpoint to load")
@@ -197,7 +206,7 @@ def load(config: Config, state: RunState, checkpoints: Checkpoints) -> None:
 def is_saved(step: int, settings: Checkpoint, *, is_last: bool) -> bool:
     """Whether a checkpoint is due after this step."""
     is_due = is_last or step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint)
-    return settings.enable and not settings.load_only and is_due
+    return is_saving(settings) and is_due
 
 
 def not_finite(step: int, result: StepResult) -> str:

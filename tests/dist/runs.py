@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from converters.diff import diff
-from converters.errors import TitanError
 from converters.engine.read import CatalogReader
+from converters.errors import TitanError
+from tests.dist import slow_saver
+from trainer import checkpoint_async, checkpoint_io
 from trainer.build import build
-from trainer.train_model import TrainModel
-from trainer.checkpoint import Checkpoints, Progress, RunState
+from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_write import write_step
 from trainer.chosen_model import chosen_model
 from trainer.config.sections import (
@@ -41,9 +42,11 @@ from trainer.mesh import make_meshes
 from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
+from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.train import lr_curve, train, train_loader
+from trainer.train_model import TrainModel
 from trainer.validate import Validation
 
 SEQ_LEN = 32
@@ -289,3 +292,17 @@ def too_many_validation_steps(config: Config) -> str:
     except TitanError as error:
         return error.message
     return ""
+
+
+def run_beside(config: Config, how: str = "") -> tuple[str, str]:
+    """Case: a run that saves beside the training, where the disk is as tests/dist/slow_saver.py has it."""
+    path = Path(slow_saver.__file__)
+    kept = checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM
+    if how and config.checkpoint.async_mode == "async":
+        getattr(slow_saver.Slow, how)()
+    elif how:
+        checkpoint_async.PROGRAM = [str(path), how]
+    try:
+        return run_and_hear(config)
+    finally:
+        checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM = kept

@@ -1,0 +1,56 @@
+"""The process that writes checkpoints, on a slow or a failing disk: `python -P slow_saver.py HOW …`, HOW as `Slow`."""
+
+import os
+import sys
+import time
+
+from trainer import checkpoint_io, checkpoint_process, checkpoint_write
+
+
+class Slow:
+    """Patches, by name; each is what a disk does to the writer."""
+
+    @staticmethod
+    def slow(secs: float = 0.4) -> None:
+        """Every data file takes its time before the first byte is read from memory."""
+        write_data = checkpoint_io.CheckpointWriter.write_data
+
+        def later(self, plan, planner):
+            time.sleep(secs)
+            return write_data(self, plan, planner)
+
+        checkpoint_io.CheckpointWriter.write_data = later
+
+    @staticmethod
+    def full(on_rank: int = 1) -> None:
+        """No space is left, for one rank alone."""
+        write = checkpoint_io._SyncedFile.write
+
+        def fail(self, data):
+            if self.name.startswith(f"__{on_rank}_"):
+                raise OSError(28, "No space left on device")
+            write(self, data)
+
+        checkpoint_io._SyncedFile.write = fail
+
+    @staticmethod
+    def stuck() -> None:
+        """The last moment before the rename never ends."""
+        checkpoint_write.commit = lambda *args, **kwargs: time.sleep(1000)
+
+    @staticmethod
+    def killed() -> None:
+        """The kernel takes the process of the last rank away while it writes."""
+
+        def die(self, plan, planner):
+            if self._rank == 1:
+                os.kill(os.getpid(), 9)
+            return write_data(self, plan, planner)
+
+        write_data = checkpoint_io.CheckpointWriter.write_data
+        checkpoint_io.CheckpointWriter.write_data = die
+
+
+if __name__ == "__main__":
+    getattr(Slow, sys.argv[1])()
+    checkpoint_process.main(sys.argv[2:])

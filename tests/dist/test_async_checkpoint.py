@@ -1,0 +1,114 @@
+"""Checkpoints written beside the training: the same bytes, one at a time, and what a slow or a failing disk does."""
+
+import filecmp
+import re
+import threading
+
+import pytest
+
+from converters.manifest import check_files
+from converters.names import RUN_LOCK
+from tests.dist import runs
+
+FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
+MODES = ("async", "async_with_pinned_mem")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(pools, data, tmp_path_factory):
+    """The dump folder of a run of four steps whose saves the training waited for."""
+    dump = tmp_path_factory.mktemp("whole")
+    assert pools[2].run(runs.run, runs.make_config(data, dump, **FSDP2)) == ["", ""]
+    return dump
+
+
+def _config(data, dump, mode, *, steps=4, interval=2, **checkpoint):
+    checkpoint |= {"async_mode": mode, "interval": interval}
+    return runs.make_config(data, dump, steps=steps, checkpoint=checkpoint, **FSDP2)
+
+
+def _names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _differing_files(a, b):
+    found = filecmp.dircmp(a, b)
+    _, different, odd = filecmp.cmpfiles(a, b, found.common_files, shallow=False)
+    return [*different, *odd, *found.left_only, *found.right_only]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tmp_path, mode):
+    """A save takes longer than the steps until the next: what it writes is what its step left, not what is there now."""
+    (error, talk), other = pools[2].run(runs.run_beside, _config(data, tmp_path, mode), "slow")
+    assert (error, other) == ("", ("", ""))
+    for step in ("step-2", "step-4"):
+        assert _differing_files(tmp_path / "checkpoint" / step, whole / "checkpoint" / step) == []
+        assert check_files(tmp_path / "checkpoint" / step) == []
+    assert _names(tmp_path / "checkpoint") == [RUN_LOCK, "step-2", "step-4"]
+    assert runs.read_losses(tmp_path) == runs.read_losses(whole)
+    # step 4 was taken while step 2 was being written, and waited for it; the end waited for step 4
+    assert "waiting for step 2, which is still being written" in talk
+    assert re.search(r"waited \d+\.\d s for step 2 to be written\n.*waited \d+\.\d s for step 4", talk, re.S)
+    assert talk.index("for step 2 to be written") < talk.index("step-4")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_of_one_rank_ends_the_run_on_all_at_the_next_step(pools, data, tmp_path, mode):
+    heard = pools[2].run(runs.run_beside, _config(data, tmp_path, mode, steps=200, interval=2), "full")
+    assert all(re.match("CheckpointError: .*No space left on device", error, re.S) for error, _ in heard), heard
+    assert _names(tmp_path / "checkpoint") == [RUN_LOCK]  # nothing finished, nothing left behind
+    assert max(runs.read_losses(tmp_path)) < 200 and "saved" not in heard[0][1]
+
+
+def test_a_writing_process_that_is_killed_is_told_on_all_ranks(pools, data, tmp_path):
+    config = _config(data, tmp_path, "async_with_pinned_mem", steps=200)
+    heard = pools[2].run(runs.run_beside, config, "killed")
+    assert "the process that writes checkpoints ended (-9) while it wrote step 2" in heard[1][0]
+    assert heard[0][0].startswith("CheckpointError: step 2 was not saved")
+    assert not list((tmp_path / "checkpoint").glob("step-*"))
+
+
+def test_a_request_to_stop_waits_for_the_save(pools, data, tmp_path):
+    told = pools[2].run(runs.run_until_asked_to_stop, _config(data, tmp_path, "async"))
+    assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in told)
+    assert check_files(tmp_path / "checkpoint" / "step-1") == []
+
+
+def test_a_nan_waits_for_the_save_before_and_names_it(pools, data, tmp_path):
+    told = pools[2].run(runs.run_into_a_nan, _config(data, tmp_path, "async"))
+    assert all(t.startswith("NumericalFault: step 3") and "checkpoint is step 2" in t for t in told)
+    assert check_files(tmp_path / "checkpoint" / "step-2") == []
+
+
+def test_old_steps_go_only_when_the_new_one_is_there(pools, data, tmp_path):
+    """Four saves, two kept: while one is being written there are always two whole ones."""
+    config = _config(data, tmp_path, "async", steps=4, interval=1, keep_latest_k=2)
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.wait(0.005):
+            folder = tmp_path / "checkpoint"
+            seen.add(tuple(sorted(p.name for p in folder.glob("step-*"))) if folder.is_dir() else ())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    heard = pools[2].run(runs.run_beside, config, "slow")
+    done.set()
+    watcher.join()
+    assert [error for error, _ in heard] == ["", ""]
+    assert _names(tmp_path / "checkpoint") == [RUN_LOCK, "step-3", "step-4"]
+    assert ("step-1", "step-2") in seen and ("step-2", "step-3") in seen
+    assert not seen & {("step-2",), ("step-3",), ("step-4",)}
+
+
+def test_going_on_after_such_a_save_is_bit_equal(pools, data, whole, tmp_path):
+    config = _config(data, tmp_path, "async", steps=2)
+    assert pools[2].run(runs.run_beside, config) and runs.read_losses(tmp_path).keys() == {1, 2}
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2)) == ["", ""]
+    assert _differing_files(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []

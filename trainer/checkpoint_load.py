@@ -1,0 +1,220 @@
+"""Load a checkpoint into a run, all ranks together: nothing is copied in before all of it was found good."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from converters.catalog import Box, Catalog, TensorSource
+from converters.dtypes import DTYPES
+from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError, list_offenders
+from converters.families.registry import get_family
+from converters.manifest import check_files, read_manifest
+from converters.model_info import ModelInfo, read_model_info, says_model
+from converters.names import DATALOADER, OPTIMIZER, RNG, TRAIN_STATE, section_of
+from converters.open import open_checkpoint
+from converters.training.values import is_number
+from converters.weights import naming_of, open_native
+from trainer.agree import on_each, on_first
+from trainer.checkpoint_fit import refuse_misfits
+from trainer.checkpoint_io import PlainPlanner, SourceReader, as_titan_error
+from trainer.metrics import note
+from trainer.run_state import RunState
+
+_LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
+_RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
+
+
+def load_state(
+    path: Path, state: RunState, *, info: ModelInfo, excluded: Collection[str], group: dist.ProcessGroup
+) -> None:
+    """Take everything from a DCP, but the sections that are `excluded`."""
+    catalog = open_checkpoint(path)
+    _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
+    if says_model(path):  # torchtitan's own do not
+        _refuse_other_model(read_model_info(path, catalog), info, path)
+    wanted = dict(state.model.state_dict())
+    for section, values in state.sections().items():
+        if section in excluded:
+            note(f"not loaded from {path}: {section}")
+            continue
+        wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
+    has_rng = _has_rng_of_each_rank(catalog.tensors, group.size())
+    # and of a device that was not there then there is no state
+    wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
+    with CatalogReader(catalog) as reader:
+        counters = _counters(reader, wanted, path)
+        wanted = {key: value for key, value in wanted.items() if key not in counters}
+        loaded = counters | _fill(
+            wanted, reader, catalog.blobs, reader.read_blob, path=path, may_cast=False, also=set(counters), group=group
+        )
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        sections.setdefault(section_of(key), {})[key.partition(".")[2]] = value
+    state.take(sections)
+
+
+def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool, group: dist.ProcessGroup) -> None:
+    """Take the weights of a checkpoint of any format; with `only_hf` in Hugging Face's names, else it is refused.
+
+    Each rank reads only the boxes that it holds. Their dtype may be another floating one; it is cast.
+    """
+    with open_native(path, otherwise=info) as weights:
+        if only_hf and weights.naming != "hf":
+            raise CheckpointError(
+                f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
+                hint="without that key the format is read from the files",
+                tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
+            )
+        _refuse_damaged(weights.catalog, group)
+        _refuse_other_model(weights.info, info, path)
+        _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
+
+
+def refuse_damaged(path: Path, *, info: ModelInfo, group: dist.ProcessGroup) -> None:
+    """Raise CheckpointError where an initial checkpoint is damaged or of another model."""
+    with open_native(path, otherwise=info) as weights:
+        _refuse_damaged(weights.catalog, group)
+        _refuse_other_model(weights.info, info, path)
+
+
+def changed_files(path: Path, group: dist.ProcessGroup) -> str:
+    """Compare every file of a manifest with its CRC32, ranks sharing the files; "" where all agree."""
+    rank, world = group.rank(), group.size()
+
+    def check_share() -> list[str]:
+        manifest = read_manifest(path)
+        return check_files(path, names=sorted(manifest.files)[rank::world]) if manifest else []
+
+    return "; ".join(problem for share in on_each(group, check_share) for problem in share)
+
+
+def _refuse_damaged(catalog: Catalog, group: dist.ProcessGroup) -> None:
+    """By the CRC32s of a manifest, and where none speaks for a file by its items' own.
+
+    A pass of its own, although the load reads the bytes again: a rank that met damage while loading would stop with
+    half of its weights copied in, and others with all of theirs. Here all ranks vote before the first copy.
+    """
+    rank, world, path = group.rank(), group.size(), catalog.root
+    listed = on_first(group, lambda: _listed_files(path))
+    unlisted = sorted(fqn for fqn, t in catalog.tensors.items() if not {chunk.file for chunk in t.chunks} <= listed)
+
+    def check_share() -> list[str]:
+        with CatalogReader(catalog) as reader:
+            return [problem for fqn in unlisted[rank::world] for problem in reader.record_problems(fqn)]
+
+    changed = changed_files(path, group) if listed else ""
+    problems = [changed] if changed else [p for share in on_each(group, check_share) for p in share]
+    if problems:
+        raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
+
+
+def _listed_files(path: Path) -> set[str]:
+    """The files that a manifest speaks for: none where there is no manifest, as in other tools' checkpoints."""
+    manifest = read_manifest(path) if path.is_dir() else None
+    return set(manifest.files) if manifest else set()
+
+
+def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
+    """Raise CheckpointError where the kind of the checkpoint forbids what is not excluded, with what would do."""
+    if catalog.container != "dcp":
+        raise CheckpointError(
+            f"{path} holds weights only ({catalog.container}), and the run's whole state was asked for",
+            tries=["--checkpoint.initial_load_model_only"],
+        )
+    naming = naming_of(catalog, get_family(info.family))
+    if any(rule.foreign != rule.native for rule in naming.rules):
+        raise CheckpointError(
+            f"{path} spells its weights ({naming.name}), and so its optimizer, otherwise than native names; a run "
+            "resumes from those",
+            tries=[
+                f"titan reshard {path} NATIVE_CHECKPOINT, which renames both",
+                "--checkpoint.initial_load_model_only",
+            ],
+        )
+    num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
+    if num_ranks and DATALOADER not in excluded:
+        raise CheckpointError(
+            f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which is "
+            "not run, and says nothing about titan's data",
+            hint="everything else can be resumed; the data then begins anew",
+            tries=[f"--checkpoint.exclude_from_loading {','.join((*excluded, DATALOADER))}"],
+        )
+
+
+def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Numbers of train_state that are kept as tensors (torchtitan's, since it is stock DCP's way), or not at all."""
+    found: dict[str, Any] = {}
+    for key in (key for key in wanted if section_of(key) == TRAIN_STATE):
+        if key in reader.tensors and is_number(reader.tensors[key]):
+            value = reader.read(key, Box((), ()))
+            found[key] = float(value) if DTYPES[reader.tensors[key].dtype].is_floating else int(value)
+    if f"{TRAIN_STATE}.step" in (*found, *reader.catalog.blobs):
+        for key in (f"{TRAIN_STATE}.{name}" for name in _LATER):
+            if key in wanted and key not in (*found, *reader.catalog.blobs, *reader.tensors):
+                note(f"{path} does not say {key}: it is counted from 0")
+                found[key] = 0
+    return found
+
+
+def _refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
+    """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
+    theirs, ours = asdict(found.args), asdict(wanted.args)
+    problems = [
+        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
+        for name in ours
+        if theirs[name] != ours[name] and name != "max_seq_len"  # says how far a model may look, not what it is
+    ]
+    if found.family != wanted.family:
+        problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
+    if problems:
+        raise CheckpointError(
+            f"{path} is of another model than the config names:" + list_offenders(problems),
+            tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
+        )
+
+
+def _has_rng_of_each_rank(tensors: Mapping[str, Any], num_ranks: int) -> bool:
+    num_saved = sum(key.startswith(f"{RNG}.cpu.") for key in tensors)
+    if num_saved and num_saved != num_ranks:
+        note(f"random number states of {num_saved} ranks do not fit {num_ranks} ranks: seeded anew")
+    return num_saved == num_ranks
+
+
+def _is_loaded(section: str, key: str) -> bool:
+    """The optimizer's settings come from the config, so that a changed one counts; saved, they are for other tools."""
+    if section == RNG:
+        return key.rpartition(".")[2] == str(dist.get_rank())
+    return not (section == OPTIMIZER and key.startswith("param_groups."))
+
+
+def _fill(
+    wanted: Mapping[str, Any],
+    source: TensorSource,
+    blobs: Mapping[str, Any],
+    read_blob: Callable[[str], bytes],
+    *,
+    path: Path,
+    may_cast: bool,
+    also: Collection[str] = (),
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """Fill the tensors of a flat state dict and return it with its plain values replaced; `also` was read already."""
+    tensors = {fqn: info for fqn, info in source.tensors.items() if fqn not in also}
+    refuse_misfits(wanted, tensors, blobs, group=group, path=path, may_cast=may_cast)
+    loaded = dict(wanted)
+    reader = SourceReader(source, blobs=blobs, read_blob=read_blob)
+    try:
+        dcp.load(loaded, storage_reader=reader, planner=PlainPlanner(), process_group=group)
+    except CheckpointException as error:
+        raise as_titan_error(f"cannot load {path}", error) from error
+    return loaded
+
+
+def _no_blob(fqn: str) -> bytes:
+    raise AssertionError(f"{fqn}: weights are tensors")

@@ -1,0 +1,59 @@
+"""What of a config's checkpoint section cannot go together, and what it starts from. Torch-free."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.config.sections import Checkpoint, Config, Model
+
+if TYPE_CHECKING:
+    import torch
+
+_EXPORTS = ("last_save_in_hf", "last_save_in_torchtune")
+
+
+def is_saving(settings: Checkpoint) -> bool:
+    return settings.enable and not settings.load_only
+
+
+def initial_path(config: Config) -> Path | None:
+    """The checkpoint that a run without one of its own starts from; None: first weights from the seed."""
+    if config.checkpoint.initial_load_path:
+        return Path(config.checkpoint.initial_load_path)
+    return Path(config.model.hf_assets_path) if config.checkpoint.initial_load_in_hf else None
+
+
+def checkpoint_problems(config: Config) -> list[str]:
+    """Settings of checkpoints that contradict each other, each with what would do."""
+    settings = config.checkpoint
+    exports = [f"checkpoint.{key}" for key in _EXPORTS if getattr(settings, key)]
+    problems = [
+        f"{key} converts the last step's checkpoint, and none is saved: set checkpoint.enable, and load_only to false"
+        for key in exports
+        if not is_saving(settings)
+    ]
+    casts = exports or settings.last_save_model_only
+    if is_saving(settings) and settings.export_dtype != Checkpoint().export_dtype and not casts:
+        problems.append(
+            f"checkpoint.export_dtype = {settings.export_dtype!r} has nothing to cast: "
+            f"set checkpoint.last_save_model_only or {' or '.join(_EXPORTS)} (a last step that is to be resumed keeps "
+            "training.dtype)"
+        )
+    if settings.initial_load_in_hf and not settings.initial_load_model_only:
+        problems.append(
+            "checkpoint.initial_load_in_hf reads weights only: leave checkpoint.initial_load_model_only true, or name "
+            "a DCP checkpoint as checkpoint.initial_load_path"
+        )
+    unset = config.model.hf_assets_path == Model().hf_assets_path
+    if settings.initial_load_in_hf and not settings.initial_load_path and unset:
+        problems.append(
+            "checkpoint.initial_load_in_hf says no folder: set checkpoint.initial_load_path or model.hf_assets_path"
+        )
+    return problems
+
+
+def checkpoint_machine_problems(config: Config, device: "torch.device") -> list[str]:
+    """Saving in a process of its own shares memory in a way that only Linux has."""
+    if config.checkpoint.async_mode == "async_with_pinned_mem" and not hasattr(os, "memfd_create"):
+        return ['checkpoint.async_mode = "async_with_pinned_mem" shares memory as only Linux can; "async" is a thread']
+    return []

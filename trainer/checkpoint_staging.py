@@ -1,0 +1,131 @@
+"""A copy of what a rank saves, in host memory that is used again for the next: training goes on, the copy is written.
+
+The copy is one run of bytes with a plan that says what lies where. So it needs no mesh and no process group to be
+understood, and another process can write it that sees the same memory.
+"""
+
+import copy
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+_ALIGNMENT = 64  # of a tensor in the memory: any dtype may be viewed there
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a rank saves, but for the tensors' bytes, which lie in a memory; of plain values, so it can be sent."""
+
+    plan: SavePlan
+    offsets: Mapping[MetadataIndex, int]  # of tensors, in bytes
+    values: Mapping[MetadataIndex, Any]
+    num_bytes: int
+
+
+class HostMemory:
+    """Memory of this process alone. Grows as needed, and is kept."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, num_bytes: int) -> torch.Tensor:
+        if self._bytes.numel() < num_bytes:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of first
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes
+
+    def close(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class SharedMemory:
+    """Memory that a process started with `descriptor` sees too; pinned where there is a GPU to copy from.
+
+    Behind it is no file (memfd): it vanishes with the last process that has it, however that ends, and does not count
+    against /dev/shm, which containers keep small.
+    """
+
+    def __init__(self, descriptor: int | None = None):
+        self.descriptor = os.memfd_create("titan-checkpoint") if descriptor is None else descriptor
+        self._is_owner = descriptor is None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def get(self, num_bytes: int) -> torch.Tensor:
+        num_bytes = max(num_bytes, 1)
+        if self._bytes.numel() < num_bytes:
+            self._let_go()
+            if self._is_owner:
+                os.ftruncate(self.descriptor, num_bytes)
+            self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+            if self._is_owner and torch.cuda.is_available():
+                check_cuda(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))
+        return self._bytes
+
+    def close(self) -> None:
+        self._let_go()
+        os.close(self.descriptor)
+
+    def _let_go(self) -> None:
+        if self._is_owner and self._bytes.numel() and torch.cuda.is_available():
+            check_cuda(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def check_cuda(status: Any) -> None:
+    """Raise RuntimeError where a call of CUDA's runtime failed."""
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: pinning memory for checkpoints failed with status {int(status)}")
+
+
+@torch.no_grad()
+def take_snapshot(nested: Mapping[str, Any], memory: HostMemory | SharedMemory, *, is_coordinator: bool) -> Snapshot:
+    """Copy this rank's part of a state dict into `memory`; when it returns, the originals may change."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(nested), is_coordinator=is_coordinator)
+    plan = planner.create_local_plan()
+    values, tensors, offsets, end = {}, {}, {}, 0
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            values[item.index] = copy.deepcopy(planner.lookup_object(item.index))
+        else:
+            tensors[item.index] = tensor = planner.resolve_data(item)
+            offsets[item.index] = end
+            end += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
+    place = memory.get(end)
+    for index, tensor in tensors.items():
+        _view(place, offsets[index], tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return Snapshot(plan, offsets, values, end)
+
+
+class SnapshotPlanner(DefaultSavePlanner):
+    """Plans what a snapshot's own plan says, and finds its tensors in the memory."""
+
+    def __init__(self, snapshot: Snapshot, memory: torch.Tensor):
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._snapshot = snapshot
+        self._memory = memory
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = self._snapshot.plan
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._snapshot.values[index]
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        assert write_item.tensor_data is not None
+        dtype, shape = write_item.tensor_data.properties.dtype, write_item.tensor_data.chunk.sizes
+        return _view(self._memory, self._snapshot.offsets[write_item.index], dtype, shape)
+
+
+def _view(memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
