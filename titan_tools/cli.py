@@ -103,7 +103,7 @@ _SHORT = {
     "seed": "Write the first weights of a config's model.",
     "estimate-memory": "Say whether a run fits its GPUs.",
     "data": "Prepare text for training.",
-    "config": "Show, check and start config files.",
+    "config": "Show, check, upgrade and start configs.",
     "train": "Train a model, or go on where it stopped.",
     "infer": "Generate text from a checkpoint.",
     "models": "List families and flavors.",

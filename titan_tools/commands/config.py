@@ -1,11 +1,13 @@
-"""titan config: look at a config, check it, start one."""
+"""titan config: look at a config, check it, bring an older one up to date, start one."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-config_app = typer.Typer(help="Show, check and start config files.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(
+    help="Show, check, upgrade and start config files.", no_args_is_help=True, rich_markup_mode=None
+)
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 _Source = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file, or the name of a preset.")]
@@ -65,6 +67,62 @@ def check(
     print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims})")
     for line in unread(loaded):
         note(f"not read: {line}")
+
+
+@config_app.command("upgrade", short_help="Bring an older file to today's vocabulary.")
+def upgrade(
+    old: Annotated[Path, typer.Argument(metavar="OLD.toml", help="The file to read.")],
+    new: Annotated[
+        Path | None, typer.Argument(metavar="NEW.toml", help="The file to write; without one the text goes to stdout.")
+    ] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Write the new text over the old file.")] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit code 1 where something would change.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Bring a TOML file of an older torchtitan to today's vocabulary: renamed and moved keys, values that changed.
+
+    \b
+    Examples:
+      titan config upgrade old.toml new.toml
+      titan config upgrade old.toml --check
+
+    Comments and order stay; each change is told with its reason. What cannot be translated is listed, and then nothing
+    is written (exit code 2). A file of today stays as it is, byte for byte.
+    """
+    from converters.errors import ConfigError, list_offenders
+    from titan_tools.console import note, print_json
+    from trainer.config.upgrade import upgrade, write_upgraded
+
+    if (new is not None) + in_place + check_only > 1:
+        raise ConfigError("one of NEW.toml, --in-place and --check")
+    found = upgrade(old)
+    if found.problems:
+        raise ConfigError(
+            f"{old} was not upgraded; these have no translation:" + list_offenders(found.problems, most=50),
+            hint="change or remove them, then upgrade again",
+        )
+    out = old if in_place else new
+    writes = out is not None and (out != old or bool(found.changes))
+    if writes:
+        write_upgraded(found, out, replace=in_place)
+    if as_json:
+        told = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
+        print_json(told | {"written": str(out) if writes else None} | ({} if writes else {"text": found.text}))
+    else:
+        for line in found.changes or [f"{old}: nothing to change"]:
+            note(line)
+        for line in found.notes:
+            note(f"note: {line}")
+        for line in found.refused:
+            note(f"titan train will refuse: {line}")
+        if writes:
+            print(f"wrote {out}; try: titan config check {out}")
+        elif not check_only and not in_place:
+            print(found.text, end="")
+    if check_only and found.changes:
+        raise typer.Exit(1)
 
 
 @config_app.command("init", short_help="Write a preset to a file of your own.")

@@ -15,7 +15,8 @@ from converters.families.registry import all_families
 from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset, preset_names
-from trainer.config.refused import REFUSED, REFUSED_VALUES, RENAMED
+from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_FLAVORS, REFUSED_VALUES
+from trainer.config.renamed import GONE, RENAMED, RENAMED_VALUES
 from trainer.config.sections import SECTION, Config
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
@@ -28,24 +29,21 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
 
     Raises ConfigError that lists every unknown key, wrong value and uncovered feature, with file and line.
     """
-    settings, problems = _read(source), []
+    settings = _read(source)
     typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_what_about)
-    values: dict[str, Any] = {}
-    for key, setting in [*settings.items(), *typed.items()]:
-        problem = _problem_of(key, setting)
-        if problem:
-            problems.append(f"{setting.origin}: {problem}")
-        elif key not in REFUSED:
-            values[key] = fit(_kind_of(key), setting.value)
-    problems += typed_problems
-    if not problems:
-        merged = settings | typed
-        config = _build(values, {key: setting.origin for key, setting in merged.items()})
-        if config.experimental.custom_import:
-            import_custom(config.experimental.custom_import)
-        problems = _model_problems(config)
+    found = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
+    problems = [f"{setting.origin}: {problem}" for setting, problem in found if problem] + typed_problems
+    merged = settings | typed
+    good = {key: setting for key, setting in merged.items() if key not in REFUSED and not problem_of(key, setting)}
+    values = {key: fit(_kind_of(key), setting.value) for key, setting in good.items()}
+    config = _build(values, {key: setting.origin for key, setting in merged.items()})
+    custom = config.experimental.custom_import
+    if custom and not problems:
+        import_custom(custom)
+    if not (custom and problems):  # a module that was not imported may bring the family
+        problems += _model_problems(config)
     if problems:
-        raise _error(source, problems)
+        raise _error(source, problems, upgradable=any(is_older(key, s.value) for key, s in settings.items()))
     return config
 
 
@@ -104,7 +102,18 @@ def _kind_of(key: str) -> Any | None:
     return _kinds().get(key) or (REFUSED[key].kind if key in REFUSED else None)
 
 
-def _problem_of(key: str, setting: Setting) -> str:
+def is_known(key: str) -> bool:
+    """Whether the vocabulary has the key, be it that something reads it or that it is refused with a reason."""
+    return _kind_of(key) is not None or _extension(key) != ""
+
+
+def is_older(key: str, value: Any) -> bool:
+    """Whether an earlier vocabulary has the key, or the value of it, that this one calls otherwise or dropped."""
+    items = value if isinstance(value, list) else [value]
+    return key in RENAMED or key in GONE or any(isinstance(i, str) and (key, i) in RENAMED_VALUES for i in items)
+
+
+def problem_of(key: str, setting: Setting) -> str:
     """What is wrong with one setting, or nothing."""
     kind = _kind_of(key)
     if kind is None:
@@ -115,7 +124,9 @@ def _problem_of(key: str, setting: Setting) -> str:
     try:
         value = fit(kind, setting.value)
     except ValueError as allowed:
-        return f"{shown}: must be {allowed}"
+        items = setting.value if isinstance(setting.value, list) else [setting.value]
+        now = [f"`{RENAMED_VALUES[key, i]}`" for i in items if isinstance(i, str) and (key, i) in RENAMED_VALUES]
+        return f"{shown}: " + (f"is called {' and '.join(now)} now" if now else f"must be {allowed}")
     refused = REFUSED.get(key)
     if refused and refused.harmless is not None and value not in refused.harmless:
         return f"{shown}: {refused.reason}"
@@ -126,6 +137,10 @@ def _what_about(key: str) -> str:
     """What to say about a key that does not exist: its new name, or the nearest one."""
     if key in RENAMED:
         return f"is called `{RENAMED[key]}` now"
+    if key in GONE:
+        return f"there is no such key any more: {GONE[key][1]}"
+    if extension := _extension(key):
+        return extension
     known = [*_kinds(), *REFUSED]
     last = key.rpartition(".")[2]
     same_name = [name for name in known if name.rpartition(".")[2] == last]
@@ -134,6 +149,10 @@ def _what_about(key: str) -> str:
         last_names = {name.rpartition(".")[2]: name for name in reversed(known)}
         near = [last_names[name] for name in difflib.get_close_matches(last, last_names, n=1, cutoff=0.7)]
     return f"no such key; did you mean `{near[0]}`?" if near else "no such key"
+
+
+def _extension(key: str) -> str:
+    return next((reason for prefix, reason in REFUSED_EXTENSIONS.items() if key.startswith(prefix)), "")
 
 
 def _shown(value: Any) -> str:
@@ -153,9 +172,15 @@ def _model_problems(config: Config) -> list[str]:
     """A family or flavor that does not exist: known only after custom_import."""
     families = all_families()
     model = config.model
+    if model.name in REFUSED_FAMILIES and model.name not in families:
+        where = config.origins.get("model.name", DEFAULT)
+        return [f"{where}: model.name = {model.name!r}: {REFUSED_FAMILIES[model.name]}"]
     if model.name not in families:
         return [_no_such("model.name", model.name, families, config)]
     flavors = families[model.name].flavors
+    if (model.name, model.flavor) in REFUSED_FLAVORS and model.flavor not in flavors:
+        where = config.origins.get("model.flavor", DEFAULT)
+        return [f"{where}: model.flavor = {model.flavor!r}: {REFUSED_FLAVORS[model.name, model.flavor]}"]
     return [] if model.flavor in flavors else [_no_such("model.flavor", model.flavor, flavors, config)]
 
 
@@ -163,7 +188,8 @@ def _no_such(key: str, value: str, known: Iterable[str], config: Config) -> str:
     return f"{config.origins.get(key, DEFAULT)}: {key} = {value!r}: must be one of {', '.join(known)}"
 
 
-def _error(source: Path | str, problems: list[str]) -> ConfigError:
+def _error(source: Path | str, problems: list[str], *, upgradable: bool) -> ConfigError:
+    tries = [f"titan config upgrade {source}"] if upgradable else []
     if len(problems) == 1:
-        return ConfigError(problems[0])
-    return ConfigError(f"{source}: {len(problems)} problems{list_offenders(problems, most=50)}")
+        return ConfigError(problems[0], tries=tries)
+    return ConfigError(f"{source}: {len(problems)} problems{list_offenders(problems, most=50)}", tries=tries)

@@ -25,9 +25,8 @@ def _unread(kind: Any, switch: str) -> Refused:
 
 
 _WORKERS = "data is read from a memory-mapped index in a background thread; there are no worker processes"
-_TRACES = "Flight Recorder traces are not written yet"
+_MX = 'model.converters = ["quantize.linear.mx"] or its kin'
 _NO_EXPERTS = "mixture-of-experts models are not covered yet"
-_LOADER = "a folder's format is read from its files: name any folder as checkpoint.initial_load_path"
 
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),
@@ -39,7 +38,6 @@ REFUSED: dict[str, Refused] = {
     ),
     "training.dataloader.num_workers": _only(0, _WORKERS),
     "training.dataloader.persistent_workers": _unread(bool, "training.dataloader.num_workers"),
-    "training.dataloader.pin_memory": _only(False, "pinned batches are not covered yet"),
     "training.dataloader.prefetch_factor": _unread(int, "training.dataloader.num_workers"),
     "parallelism.pipeline_parallel_schedule_csv": _only("", "schedules from a CSV file are not covered"),
     "parallelism.pipeline_parallel_expert_parallel_overlap": _unread(bool, "parallelism.expert_parallel_degree"),
@@ -54,13 +52,13 @@ REFUSED: dict[str, Refused] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Refused(
         tuple[str, ...], ((), ("moe.router.gate",)), _NO_EXPERTS
     ),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _unread(str, 'model.converters = ["quantize.linear.mx"]'),
-    "quantize.linear.mx.recipe_name": _unread(str, 'model.converters = ["quantize.linear.mx"]'),
-    "quantize.linear.mx.filter_fqns": _unread(tuple[str, ...], 'model.converters = ["quantize.…mx"]'),
-    "quantize.grouped_mm.float8.fqns": _unread(tuple[str, ...], 'model.converters = ["quantize.…mx"]'),
-    "quantize.grouped_mm.mx.recipe_name": _unread(str, 'model.converters = ["quantize.linear.mx"]'),
-    "quantize.grouped_mm.mx.fqns": _unread(tuple[str, ...], 'model.converters = ["quantize.…mx"]'),
-    "comm.mode": _only("default", "simulated process groups are not covered yet"),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _unread(str, _MX),
+    "quantize.linear.mx.recipe_name": _unread(str, _MX),
+    "quantize.linear.mx.filter_fqns": _unread(tuple[str, ...], _MX),
+    "quantize.grouped_mm.float8.fqns": _unread(tuple[str, ...], _MX),
+    "quantize.grouped_mm.mx.recipe_name": _unread(str, _MX),
+    "quantize.grouped_mm.mx.fqns": _unread(tuple[str, ...], _MX),
+    "comm.mode": _only("default", "run `titan train CONFIG --dry-run`, one rank on a fake process group"),
     "memory_estimation.enable": _only(False, "run `titan estimate-memory CONFIG`"),
     "memory_estimation.disable_fake_mode": _unread(bool, "memory_estimation.enable"),
     "fault_tolerance.enable": _only(False, "TorchFT replica groups are not covered"),
@@ -73,7 +71,6 @@ REFUSED: dict[str, Refused] = {
     "experimental.custom_args_module": _only("", "extension sections are not covered"),
     "validation.dataloader.num_workers": _only(0, _WORKERS),
     "validation.dataloader.persistent_workers": _unread(bool, "validation.dataloader.num_workers"),
-    "validation.dataloader.pin_memory": _only(False, "pinned batches are not covered yet"),
     "validation.dataloader.prefetch_factor": _unread(int, "validation.dataloader.num_workers"),
     "debug.moe_force_load_balance": _only(False, _NO_EXPERTS),
 }
@@ -84,22 +81,46 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 }
 """Values of keys that are read, which the vocabulary allows and nothing here does."""
 
-RENAMED: dict[str, str] = {
-    "job.print_args": "job.print_config",
-    "experimental.custom_args_module": "job.custom_config_module",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "training.batch_size": "training.local_batch_size",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.compile": "compile.enable",
-    "training.seed": "debug.seed",
-    "training.deterministic": "debug.deterministic",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
-    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "memory_estimation.enabled": "memory_estimation.enable",
+REFUSED_FAMILIES: dict[str, str] = {
+    "llama4": _NO_EXPERTS,
+    "deepseek_v3": _NO_EXPERTS,
+    "gpt_oss": _NO_EXPERTS,
+    "flux": "it makes images; language models are covered",
+    "llama3_ft": "TorchFT replica groups are not covered; the model is llama3",
 }
-"""Names that older files use, and what they are called now: for the suggestion only, nothing is translated."""
+"""Values of model.name that torchtitan has."""
+
+_MASKS = "its attention needs masks by document, which are not covered; take the flavor without them"
+REFUSED_FLAVORS: dict[tuple[str, str], str] = {
+    ("qwen3", "debugmodel_moe"): _NO_EXPERTS,
+    ("qwen3", "30B-A3B"): _NO_EXPERTS,
+    ("qwen3", "235B-A22B"): _NO_EXPERTS,
+    ("llama3", "debugmodel_flex_attn"): _MASKS,
+    ("llama3", "debugmodel_varlen_attn"): _MASKS,
+    ("llama3", "8B_flex"): _MASKS,
+    ("llama3", "8B_varlen"): _MASKS,
+}
+"""Flavors that torchtitan has of families that are here."""
+
+_FLUX = "it belongs to Flux, which makes images; language models are covered"
+_TORCHFT = "it belongs to TorchFT's replica groups, which are not covered"
+REFUSED_EXTENSIONS: dict[str, str] = {
+    "encoder.": _FLUX,
+    "inference.": _FLUX,
+    "training.classifier_free_guidance_prob": _FLUX,
+    "training.img_size": _FLUX,
+    "training.test_mode": _FLUX,
+    "validation.enable_classifier_free_guidance": _FLUX,
+    "validation.classifier_free_guidance_scale": _FLUX,
+    "validation.denoising_steps": _FLUX,
+    "validation.eval_freq": _FLUX,
+    "validation.save_img_": _FLUX,
+    "validation.all_timesteps": _FLUX,
+    "fault_tolerance.sync_steps": _TORCHFT,
+    "fault_tolerance.should_quantize": _TORCHFT,
+    "fault_tolerance.fragment_": _TORCHFT,
+    "fault_tolerance.module_fqns_per_model_fragment": _TORCHFT,
+    "fault_tolerance.num_fragments": _TORCHFT,
+    "compile.graph_passes": "it belongs to an experiment of torchtitan's, SimpleFSDP",
+}
+"""How keys begin that torchtitan has only with an extension."""

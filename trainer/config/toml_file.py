@@ -24,7 +24,7 @@ class Setting:
 
 def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
     """Every setting of the file by its dotted name. Raises ConfigError, with line and column for a syntax error."""
-    text = _read_text(path)
+    text = read_text(path)
     shown = shown_as or str(path)
     try:
         tables = tomllib.loads(text)
@@ -36,7 +36,8 @@ def read_toml(path: Path, *, shown_as: str | None = None) -> dict[str, Setting]:
     return {key: Setting(value, f"{shown}:{_line_of(key, lines)}") for key, value in _flatten(tables).items()}
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The file as text with plain newlines. Raises ConfigError where it is none."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a config file", tries=_toml_files_in(path))
     try:

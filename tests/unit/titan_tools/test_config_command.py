@@ -17,7 +17,7 @@ def titan(tmp_path):
 
 
 def test_show_prints_values_with_their_origins(titan, tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nsteps = 7\n[compile]\nbackend = 'inductor'\n")
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 7\n[quantize.linear.mx]\nrecipe_name = 'x'\n")
     done = titan("config", "show", "run.toml", "--optimizer.lr", "1e-3", "--checkpoint.enable")
     assert done.returncode == 0
     lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
@@ -26,7 +26,8 @@ def test_show_prints_values_with_their_origins(titan, tmp_path):
     assert lines["checkpoint.enable"] == ["true", "command", "line"]
     assert lines["training.seq_len"] == ["2048", "default"]
     assert (
-        done.stderr == "not read: compile.backend (run.toml:4): read only with compile.enable, which is not covered\n"
+        done.stderr == "not read: quantize.linear.mx.recipe_name (run.toml:4): read only with"
+        ' model.converters = ["quantize.linear.mx"] or its kin, which is not covered\n'
     )
 
 
@@ -53,7 +54,7 @@ def test_check_of_a_good_config(titan):
         (["debug", "--training.stepz", "5"], "did you mean `training.steps`?"),
         (["debug", "--world-size", "6"], "but there are 6"),
         (["debug", "--training.seq_len", "255", "--parallelism.tensor_parallel_degree", "3"], "does not divide"),
-        (["debug", "--compile.enable"], "not covered yet"),
+        (["debug", "--metrics.enable_wandb"], "not covered yet"),
         (["nowhere.toml"], "no such config file"),
         (["--training.steps", "5"], "comes before the overrides"),
     ],
@@ -81,3 +82,35 @@ def test_init_lists_and_writes_presets(titan, tmp_path):
     assert again.returncode == 2 and "exists already" in again.stderr
     assert (tmp_path / "my.toml").read_text() == "mine"
     assert titan("config", "init", "llama3_9b").returncode == 2
+
+
+OLD = "# mine\n[training]\ncompile = true  # faster\nsteps = 3\n"
+NEW = "# mine\n[training]\nsteps = 3\n\n[compile]\nenable = true  # faster\n"
+
+
+def test_upgrade_tells_every_change_and_writes_where_it_is_asked_to(titan, tmp_path):
+    old = tmp_path / "old.toml"
+    old.write_text(OLD)
+    shown = titan("config", "upgrade", "old.toml")
+    assert (shown.returncode, shown.stdout) == (0, NEW)
+    assert "old.toml:3: training.compile is compile.enable now" in shown.stderr
+    checked = titan("config", "upgrade", "old.toml", "--check")
+    assert (checked.returncode, checked.stdout, old.read_text()) == (1, "", OLD)
+    assert titan("config", "upgrade", "old.toml", "new.toml").returncode == 0
+    assert (tmp_path / "new.toml").read_text() == NEW and old.read_text() == OLD
+    for again in (("old.toml", "new.toml"), ("old.toml", "old.toml")):
+        done = titan("config", "upgrade", *again)
+        assert done.returncode == 2 and "exists already" in done.stderr
+    told = json.loads(titan("config", "upgrade", "old.toml", "--in-place", "--json").stdout)
+    assert told["written"] == "old.toml" and len(told["changes"]) == 1
+    assert old.read_text() == NEW
+    assert titan("config", "upgrade", "old.toml", "--check").returncode == 0
+
+
+def test_upgrade_writes_nothing_where_something_has_no_translation(titan, tmp_path):
+    (tmp_path / "old.toml").write_text(OLD + "steppes = 4\n")
+    done = titan("config", "upgrade", "old.toml", "new.toml")
+    assert done.returncode == 2 and "training.steppes: no such key" in done.stderr
+    assert not (tmp_path / "new.toml").exists()
+    assert titan("config", "upgrade", "nowhere.toml").returncode == 2
+    assert titan("config", "upgrade", "old.toml", "new.toml", "--check").returncode == 2

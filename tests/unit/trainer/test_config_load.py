@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from converters.errors import ConfigError, TitanError
 from converters.names import SECTIONS
 from trainer.config.load import load_config, origins
 from trainer.config.preset import preset_names, write_preset
-from trainer.config.refused import REFUSED, REFUSED_VALUES, RENAMED
+from trainer.config.refused import REFUSED, REFUSED_VALUES
+from trainer.config.renamed import RENAMED
 from trainer.config.sections import Checkpoint, Config
 from trainer.config.show import as_json, toml_text, unread
 
@@ -110,11 +111,14 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[checkpoint]\nexclude_from_loading = ['optimiser']", "a list, each item one of optimizer"),
         ("[checkpoint]\nexclude_from_loading = 'optimizer'", "a list"),
         ("[activation_checkpoint]\nselective_ac_option = '0'", "every n-th layer"),
-        ("[parallelism]\npipeline_parallel_schedule = 'ZBVZeroBubble'", "split the backward"),
-        ("[activation_checkpoint]\nmode = 'memory_budget'", "needs compile"),
-        ("[compile]\nenable = true", "torch.compile is not covered yet"),
-        ("[model]\nconverters = ['float8']", "float8"),
-        ("[checkpoint]\nasync_mode = 'async'", "asynchronous saving is not covered yet"),
+        ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "made for experts"),
+        ("[parallelism]\nexpert_parallel_degree = 2", "mixture-of-experts models are not covered yet"),
+        ("[model]\nconverters = ['float8']", "model.converters = ['float8']: is called `quantize.linear.float8` now"),
+        ("[model]\nconverters = ['quantize.linear.mx']", "a list, each item quantize.linear.float8"),
+        ("[parallelism]\nenable_compiled_autograd = false", "no such key any more: compiled autograd was removed"),
+        ("[comm]\nmode = 'fake_backend'", "run `titan train CONFIG --dry-run`"),
+        ("[model]\nname = 'flux'", "it makes images"),
+        ("[model]\nflavor = '8B_flex'", "masks by document"),
         ("[metrics]\nenable_wandb = true", "enable_tensorboard"),
         ("[metrics]\nenable_wandb = 'yes'", "must be true or false"),
         ("[model]\nflavor = '9B'", "run.toml:2: model.flavor = '9B': must be one of debugmodel"),
@@ -144,10 +148,11 @@ def test_wrong_overrides(tmp_path, words, told):
 
 
 def test_all_problems_are_told_at_once(tmp_path):
-    text = "[training]\nsteps = -1\nstepz = 3\nenable_cpu_offload = true\n[optimizer]\nlr = nan\n"
+    text = "[training]\nsteps = -1\nstepz = 3\n[metrics]\nenable_wandb = true\n[optimizer]\nlr = nan\n"
+    text += "[model]\nflavor = '9B'\n"
     lines = refusal(tmp_path, text, "--checkpoint.interval", "0").split("\n")
-    assert lines[0].endswith("5 problems")
-    for place, line in zip((":2:", ":3:", ":4:", ":6:", "command line:"), lines[1:], strict=True):
+    assert lines[0].endswith("6 problems")
+    for place, line in zip((":2:", ":3:", ":5:", ":7:", "command line:", ":9:"), lines[1:], strict=True):
         assert place in line
 
 
@@ -200,14 +205,23 @@ def test_lines_are_found_in_every_way_of_writing_a_key(tmp_path):
 
 
 def test_keys_without_effect_are_taken_only_with_harmless_values_and_told(tmp_path):
-    text = '[quantize.linear.float8]\nfilter_fqns = ["output"]\n[profiling]\nenable_profiling = false\n'
+    text = '[quantize.linear.mx]\nfilter_fqns = ["output"]\n[metrics]\nenable_wandb = false\n'
     told = unread(load_config(write(tmp_path, text)))
     assert len(told) == 2 and "model.converters" in told[0] and "run.toml:2" in told[0]
 
 
+def test_an_older_file_is_told_how_to_be_upgraded(tmp_path):
+    path = write(tmp_path, "[training]\ncompile = true\n")
+    with pytest.raises(ConfigError, match="is called `compile.enable` now") as caught:
+        load_config(path)
+    assert caught.value.tries == (f"titan config upgrade {path}",)
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "[training]\nsteppes = 3\n"))
+    assert caught.value.tries == ()
+
+
 def test_no_key_is_both_read_and_refused():
-    read = {f"{section.name}.{f.name}" for section in fields(Config) if section.name != "origins"
-            for f in fields(getattr(Config(), section.name))}  # fmt: skip
+    read = set(origins(Config()))
     assert not read & set(REFUSED)
     assert {key for key, _ in REFUSED_VALUES} <= read
     assert set(RENAMED.values()) <= read | set(REFUSED)

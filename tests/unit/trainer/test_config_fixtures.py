@@ -1,0 +1,93 @@
+"""TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or is told why not."""
+
+from pathlib import Path
+
+import pytest
+
+from converters.errors import ConfigError
+from converters.families.registry import get_family
+from trainer.config.load import load_config
+from trainer.config.refused import REFUSED
+from trainer.config.show import unread
+from trainer.config.toml_file import read_toml
+from trainer.parallel_dims import check_layout, resolve
+
+CONFIGS = Path(__file__).parent / "configs"
+EXPERTS = "mixture-of-experts models are not covered yet"
+FLUX = "it belongs to Flux"
+TORCHFT = "TorchFT"
+
+RUN = {
+    "llama3_debug_model": (1, 8),
+    "llama3_8b": (8, 512),
+    "llama3_70b": (64, 512),
+    "qwen3_0.6b": (1, 8),
+    "qwen3_1.7b": (1, 8),
+    "qwen3_32b": (32, 512),
+    "llama3_8b_custom": (8, 32),
+    "llama3_70b_256_gpus": (256,),
+    "llama3_405b_512_gpus": (512,),
+    "llama3_8b_float8_rowwise": (8, 64),
+    "llama3_8b_float8_tensorwise": (8, 64),
+}  # and the world sizes to try
+
+REFUSED_FILES = {
+    "llama3_405b": {"model.converters": "is called `quantize.linear.float8` now"},
+    "qwen3_moe_debug": {"model.flavor": EXPERTS},
+    "llama4_debug_model": {"model.name": EXPERTS},
+    "llama4_17bx16e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERTS},
+    "llama4_17bx128e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERTS},
+    "deepseek_v3_debug": {"model.name": EXPERTS},
+    "deepseek_v3_16b": {"model.name": EXPERTS, "parallelism.expert_parallel_degree": EXPERTS},
+    "deepseek_v3_671b": {"model.name": EXPERTS},
+    "gpt_oss_debug": {"model.name": EXPERTS},
+    "flux_dev": {
+        "model.name": "it makes images",
+        "job.custom_config_module": "extension sections are not covered",
+        "training.classifier_free_guidance_prob": FLUX,
+        "training.img_size": FLUX,
+        "encoder.t5_encoder": FLUX,
+        "encoder.clip_encoder": FLUX,
+        "encoder.max_t5_encoding_len": FLUX,
+        "validation.enable_classifier_free_guidance": FLUX,
+        "validation.denoising_steps": FLUX,
+        "validation.save_img_folder": FLUX,
+    },
+    "llama3_ft_debug": {
+        "model.name": "the model is llama3",
+        "fault_tolerance.enable": TORCHFT,
+        "fault_tolerance.sync_steps": TORCHFT,
+        "fault_tolerance.num_fragments": TORCHFT,
+    },
+}
+
+
+def test_every_file_is_in_one_of_the_tables():
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == set(RUN) | set(REFUSED_FILES)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_it_loads_and_its_layout_is_fine(name):
+    path = CONFIGS / f"{name}.toml"
+    config = load_config(path)
+    for world_size in RUN[name]:
+        dims = resolve(config.parallelism, world_size)
+        check_layout(config, get_family(config.model.name).flavors[config.model.flavor], dims)
+    written = read_toml(path)
+    assert set(config.origins) == set(written)
+    # what nothing reads is told, key by key, and harmless
+    told = {line.split(" ")[0] for line in unread(config)}
+    assert told == {key for key in written if key in REFUSED}
+
+
+@pytest.mark.parametrize("name", REFUSED_FILES)
+def test_it_is_refused_with_exactly_these_reasons(name):
+    with pytest.raises(ConfigError) as caught:
+        load_config(CONFIGS / f"{name}.toml")
+    lines = [line for line in caught.value.message.splitlines() if "problems" not in line]
+    wanted = REFUSED_FILES[name]
+    assert len(lines) == len(wanted)
+    for key, reason in wanted.items():
+        (line,) = [line for line in lines if f" {key}" in line]
+        assert reason in line and f"{name}.toml:" in line
+    assert any("upgrade" in word for word in caught.value.tries) == (name == "llama3_405b")

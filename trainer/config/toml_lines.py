@@ -1,0 +1,132 @@
+"""A TOML file as its statements, each with its own bytes: what is not changed stays as it was written, comments too.
+
+Python's parser is the judge of where a statement ends: a valid file is cut where the lines so far parse by themselves.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
+_NAME = re.compile(r"(\s*)([^=]*?)(\s*=\s*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One statement, header, comment or empty line. `values`: what it sets, by full key; `text` ends with its newline.
+
+    `name` is the key as a rename has to write it: without the section where a header says that, with it elsewhere.
+    """
+
+    text: str
+    section: str
+    number: int
+    values: Mapping[str, Any]
+    is_header: bool = False
+
+    @property
+    def key(self) -> str:
+        """The one key that it sets; empty where that is none or several."""
+        return next(iter(self.values)) if len(self.values) == 1 else ""
+
+
+def read_lines(text: str) -> list[Line]:
+    """Cut a valid TOML text up; the texts of all lines together are that text."""
+    lines, section, rest = [], "", text.splitlines(keepends=True)
+    number = 1
+    while rest:
+        taken = rest.pop(0)
+        header = _HEADER.match(taken)
+        if header:
+            section = ".".join(part.strip(" \"'") for part in header[1].split("."))
+        while not header and (values := _parse(taken)) is None:
+            taken += rest.pop(0)
+        prefix = f"{section}." if section else ""
+        flat = {} if header else {prefix + key: value for key, value in flatten(values).items()}
+        lines.append(Line(taken, section, number, flat, is_header=bool(header)))
+        number += taken.count("\n")
+    return lines
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def renamed(line: Line, key: str) -> Line:
+    """The statement under another key of its section, or, where no header says a section, under any."""
+    name = key.removeprefix(f"{line.section}.") if line.section else key
+    text = _NAME.sub(lambda found: found[1] + name + found[3], line.text, count=1)
+    return replace(line, text=text, values={key: line.values[line.key]})
+
+
+def revalued(line: Line, value: Any, value_text: str) -> Line:
+    """The statement with another value, what follows it on its line kept."""
+    head = _NAME.match(line.text)[0]
+    return replace(line, text=head + value_text + _after_value(line.text), values={line.key: value})
+
+
+def _after_value(text: str) -> str:
+    """Comment and newline behind a value: it ends where what stands before the `#` parses."""
+    for place in (found.start() for found in re.finditer("#", text)):
+        before = text[:place]
+        if _parse(before):
+            return text[len(before.rstrip(" \t")) :]
+    return text[len(text.rstrip()) :]
+
+
+def moved(lines: list[Line], line: Line, key: str) -> list[Line]:
+    """The statement at the end of another section, made anew behind this one where the file has none of that name."""
+    section, _, name = key.rpartition(".")
+    index = next(i for i, other in enumerate(lines) if other is line)
+    text = _NAME.sub(lambda found: name + found[3], line.text, count=1)
+    new = Line(text if text.endswith("\n") else text + "\n", section, line.number, {key: line.values[line.key]})
+    left = lines[:index] + lines[index + 1 :]
+    if any(other.section == section and other.is_header for other in left):
+        place = 1 + max(i for i, other in enumerate(left) if other.section == section and _is_content(other))
+        return _joined(left, place, [new])
+    place = index
+    while place < len(left) and left[place].section == line.section and not left[place].is_header:
+        place += 1
+    while place and not left[place - 1].text.strip():
+        place -= 1
+    header = Line(f"[{section}]\n", section, line.number, {}, is_header=True)
+    return _joined(left, place, [Line("\n", line.section, line.number, {}), header, new])
+
+
+def _is_content(line: Line) -> bool:
+    return line.is_header or bool(line.values)
+
+
+def _joined(lines: list[Line], place: int, new: list[Line]) -> list[Line]:
+    before = lines[:place]
+    if before and not before[-1].text.endswith("\n"):
+        before[-1] = replace(before[-1], text=before[-1].text + "\n")
+    return before + new + lines[place:]
+
+
+def without_empty_sections(lines: list[Line], emptied: set[str]) -> list[Line]:
+    """Leave out the headers of sections that lost their last key, with the empty lines before them."""
+    kept: list[Line] = []
+    for index, line in enumerate(lines):
+        if line.is_header and line.section in emptied:
+            rest = lines[index + 1 :]
+            end = next((i for i, other in enumerate(rest) if other.is_header), len(rest))
+            if not any(other.text.strip() for other in rest[:end]):
+                while kept and not kept[-1].text.strip():
+                    kept.pop()
+                continue
+        kept.append(line)
+    return kept
