@@ -135,11 +135,15 @@ class Checkpoints:
         self._saver.wait()
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
-        """Raise CheckpointError where the disk has no room for a checkpoint: the weights, and two moments of each."""
+        """Raise CheckpointError where the disk has no room for a checkpoint."""
+        num_bytes = self.bytes_of_step(model, model_only=model_only)
+        on_first(self._group, lambda: require_space(self.folder, num_bytes))
+
+    def bytes_of_step(self, model: TrainModel, *, model_only: bool = False) -> int:
+        """What a checkpoint takes, but for what is small: the weights, and two moments of each."""
         width = next(iter(model.named_parameters().values())).itemsize
         num_parameters = get_family(self._info.family).num_parameters(self._info.args)
-        num_bytes = num_parameters * (itemsize(self._settings.export_dtype) if model_only else 3 * width)
-        on_first(self._group, lambda: require_space(self.folder, num_bytes))
+        return num_parameters * (itemsize(self._settings.export_dtype) if model_only else 3 * width)
 
     def _is_committed(self, step: int) -> None:
         self._damaged.discard(step)

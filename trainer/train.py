@@ -2,23 +2,25 @@
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from converters.errors import NumericalFault, Preempted
-from trainer.agree import on_first
+from converters.names import TEXT_INDEXES
+from trainer.agree import on_each, on_first
 from trainer.build import build
 from trainer.checkpoint import Checkpoints
 from trainer.checkpoint_problems import initial_path, is_saving
-from trainer.chosen_model import NO_TOKENIZER, chosen_model
+from trainer.chosen_model import NO_TOKENIZER, chosen_model, tokenizer_folder
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config, Debug, Training
-from trainer.data.datasets import open_dataset
-from trainer.data.index import TRAIN
-from trainer.data.loader import TokenLoader
+from trainer.data.text_index import Preparation
+from trainer.data.training_data import Loader, open_training_data
 from trainer.dump_folder import make_dump_folder
+from trainer.export import Exports
 from trainer.flight_recorder import FlightRecorder, failures_told
 from trainer.garbage import GarbageCollection
 from trainer.lr_schedule import Curve, LRSchedule
@@ -33,6 +35,7 @@ from trainer.run_lock import only_run
 from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
+from trainer.step_folders import step_folder
 from trainer.validate import Validation
 
 
@@ -76,18 +79,25 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
     model = build(config, info.args, dims, meshes, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config))
-    loader = train_loader(config, meshes, vocab_size=info.args.vocab_size)
+    preparation = text_preparation(config, ranks.agreement)
+    loader = train_loader(config, meshes, preparation, vocab_size=info.args.vocab_size, group=ranks.agreement)
     state = RunState(model, optimizer, schedule, loader, progress)
     train_step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
-    validation = Validation(model, config.validation, meshes) if config.validation.enable else None
+    validation = None
+    if config.validation.enable:
+        pin_memory = config.validation_dataloader.pin_memory
+        validation = Validation(model, config.validation, meshes, preparation, pin_memory=pin_memory)
 
     # Load
     checkpoints = held.enter_context(
         Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement)
     )
+    exports = Exports(dump_folder, settings, info, group=ranks.agreement)
     load(config, state, checkpoints)
     if is_saving(settings):
         checkpoints.get_ready(model)  # what forbids saving is told now, and not at the first save
+        exports.get_ready(beside_bytes=checkpoints.bytes_of_step(model))
+    num_done = progress.step
     if progress.step >= training.steps:
         note(f"step {progress.step} of {training.steps} is done already: nothing to do")
 
@@ -135,6 +145,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
                 is_first = False
     report.close()
     checkpoints.finish()
+    exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
 
 
 def set_determinism(debug: Debug) -> None:
@@ -174,17 +185,28 @@ def samples_per_step(training: Training, dp_degree: int) -> int:
     return training.local_batch_size * dp_degree if size == -1 else size
 
 
-def train_loader(config: Config, meshes: Meshes, *, vocab_size: int) -> TokenLoader:
+def text_preparation(config: Config, group: dist.ProcessGroup) -> Preparation:
+    """How text becomes tokens: by the model's tokenizer, once for all ranks, into the run's folder."""
+    tokenizer = tokenizer_folder(config.model, config.training)
+    folder = Path(config.job.dump_folder) / TEXT_INDEXES
+    return Preparation(tokenizer, folder, once=partial(on_first, group), say=note)
+
+
+def train_loader(
+    config: Config, meshes: Meshes, preparation: Preparation, *, vocab_size: int, group: dist.ProcessGroup
+) -> Loader:
     """This rank's part of the data; a step's samples at once, accumulation cuts them later."""
-    training, batch = config.training, meshes["batch"]
-    return TokenLoader(
-        open_dataset(training.dataset, training.dataset_path, vocab_size=vocab_size),
-        TRAIN,
-        seq_len=training.seq_len,
-        global_batch_size=samples_per_step(training, batch.size()),
+    batch = meshes["batch"]
+    return open_training_data(
+        config.training,
+        preparation,
+        vocab_size=vocab_size,
+        on_each=partial(on_each, group),
+        global_batch_size=samples_per_step(config.training, batch.size()),
         dp_rank=batch.get_local_rank(),
         dp_degree=batch.size(),
         seed=config.debug.seed or 0,
+        pin_memory=config.dataloader.pin_memory,
     )
 
 

@@ -45,7 +45,7 @@ from trainer.ranks import Ranks
 from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
-from trainer.train import lr_curve, train, train_loader
+from trainer.train import lr_curve, text_preparation, train, train_loader
 from trainer.train_model import TrainModel
 from trainer.validate import Validation
 
@@ -139,10 +139,10 @@ def run_by_the_manifest_alone(config: Config) -> str:
         CatalogReader.record_problems = whole
 
 
-def run_on_a_full_disk(config: Config) -> str:
-    """Case: a run where the disk has a kilobyte left."""
+def run_on_a_full_disk(config: Config, free_bytes: int = 1024) -> str:
+    """Case: a run where the disk has next to nothing left."""
     usage = shutil.disk_usage
-    shutil.disk_usage = lambda path: usage(path)._replace(free=1024)
+    shutil.disk_usage = lambda path: usage(path)._replace(free=free_bytes)
     try:
         return run(config)
     finally:
@@ -180,7 +180,8 @@ def _run_state(config: Config, ranks: Ranks) -> tuple[RunState, Checkpoints]:
     meshes = make_meshes(resolve(config.parallelism, dist.get_world_size()), "cpu")
     model = build(config, info.args, meshes.dims, meshes, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    loader = train_loader(config, meshes, vocab_size=info.args.vocab_size)
+    text = text_preparation(config, ranks.agreement)
+    loader = train_loader(config, meshes, text, vocab_size=info.args.vocab_size, group=ranks.agreement)
     state = RunState(model, optimizer, LRSchedule(optimizer, lr_curve(config)), loader, Progress())
     return state, Checkpoints(Path(config.job.dump_folder), config.checkpoint, info, group=ranks.agreement)
 
@@ -261,9 +262,11 @@ def gradients_by_microbatch(config: Config) -> dict[int, tuple[float, float, lis
 
 def validate(config: Config) -> list[dict[str, float]]:
     """Case: the held-out loss twice, with a step of training data in between."""
-    state, _ = _run_state(config, _ranks())
+    ranks = _ranks()
+    state, _ = _run_state(config, ranks)
     state.model.initialize(0)
-    validation = Validation(state.model, config.validation, state.model.meshes)
+    text = text_preparation(config, ranks.agreement)
+    validation = Validation(state.model, config.validation, state.model.meshes, text)
     batches = iter(state.loader)
     first, _, second = validation.run(), next(batches), validation.run()
     assert all(module.training for part in state.model.parts for module in part.modules())

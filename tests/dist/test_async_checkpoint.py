@@ -44,7 +44,7 @@ def _differing_files(a, b):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tmp_path, mode):
-    """A save takes longer than the steps until the next: what it writes is what its step left, not what is there now."""
+    """A save takes longer than the steps until the next: it writes what its step left, not what is there now."""
     (error, talk), other = pools[2].run(runs.run_beside, _config(data, tmp_path, mode), "slow")
     assert (error, other) == ("", ("", ""))
     for step in ("step-2", "step-4"):

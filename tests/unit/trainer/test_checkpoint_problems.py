@@ -1,0 +1,64 @@
+"""Checkpoint settings that contradict each other are refused, each with what would do."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainer import checkpoint_problems as module
+from trainer.checkpoint_problems import checkpoint_machine_problems, checkpoint_problems, initial_path
+from trainer.config.sections import Checkpoint, Config, Model
+
+
+def _config(**keys):
+    return Config(checkpoint=Checkpoint(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"last_save_in_hf": True}, ["last_save_in_hf converts the last step's checkpoint, and none is saved"]),
+        ({"last_save_in_torchtune": True, "enable": True, "load_only": True}, ["last_save_in_torchtune converts"]),
+        ({"enable": True, "export_dtype": "bfloat16"}, ["export_dtype = 'bfloat16' has nothing to cast"]),
+        ({"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False}, ["weights only"]),
+        ({"initial_load_in_hf": True}, ["says no folder: set checkpoint.initial_load_path or model.hf_assets_path"]),
+        (
+            {"initial_load_in_hf": True, "initial_load_model_only": False, "last_save_in_hf": True},
+            ["last_save_in_hf", "weights only", "says no folder"],
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_told_all_at_once(keys, told):
+    found = checkpoint_problems(_config(**keys))
+    assert len(found) == len(told) and all(t in f for t, f in zip(told, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"enable": True, "last_save_in_hf": True, "export_dtype": "bfloat16"},
+        {"enable": True, "last_save_model_only": True, "export_dtype": "float16"},
+        {"enable": True, "async_mode": "async_with_pinned_mem", "last_save_in_torchtune": True},
+        {"initial_load_in_hf": True, "initial_load_path": "folder"},
+    ],
+)
+def test_what_goes_together_is_let_through(keys):
+    assert checkpoint_problems(_config(**keys)) == []
+
+
+def test_where_a_run_starts_from():
+    assert initial_path(_config()) is None
+    assert initial_path(_config(initial_load_path="a")) == Path("a")
+    assert initial_path(_config(initial_load_path="a", initial_load_in_hf=True)) == Path("a")
+    named = replace(_config(initial_load_in_hf=True), model=Model(hf_assets_path="b"))
+    assert initial_path(named) == Path("b") and checkpoint_problems(named) == []
+
+
+def test_a_process_that_shares_memory_needs_linux(monkeypatch):
+    config = _config(async_mode="async_with_pinned_mem")
+    assert checkpoint_machine_problems(config, "cpu") == []
+    monkeypatch.delattr(module.os, "memfd_create")
+    (told,) = checkpoint_machine_problems(config, "cpu")
+    assert "only Linux" in told
+    assert checkpoint_machine_problems(_config(async_mode="async"), "cpu") == []

@@ -1,0 +1,108 @@
+"""After the last step: its checkpoint as a folder for transformers or torchtune, made as `titan convert` makes it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from converters.catalog import TensorInfo
+from converters.commit import check_destination, require_space
+from converters.convert import convert
+from converters.errors import CheckpointError, list_offenders
+from converters.families.registry import get_family
+from converters.formats.target import Target
+from converters.manifest import check_sizes, list_files
+from converters.model_info import ModelInfo
+from converters.names import EDITABLE, MANIFEST
+from converters.needs import needed_bytes
+from converters.outputs.base import Contents, OutputOptions
+from converters.outputs.registry import get_output
+from converters.view import foreign_view
+from trainer.agree import on_first
+from trainer.config.sections import Checkpoint
+from trainer.init import InitialWeights
+from trainer.metrics import note
+
+EXPORT_FOLDERS: Mapping[str, str] = {"hf": "export-hf", "torchtune": "export-torchtune"}
+
+
+class Exports:
+    """The exports that a config asks for. Every method is called by all ranks alike; rank 0 works, the others wait."""
+
+    def __init__(self, dump_folder: Path, settings: Checkpoint, info: ModelInfo, *, group: dist.ProcessGroup):
+        wanted = {"hf": settings.last_save_in_hf, "torchtune": settings.last_save_in_torchtune}
+        self._folders = {kind: dump_folder / EXPORT_FOLDERS[kind] for kind, is_wanted in wanted.items() if is_wanted}
+        self._dtype, self._info, self._group = settings.export_dtype, info, group
+
+    def get_ready(self, *, beside_bytes: int = 0) -> None:
+        """Raise now what making them would raise after the last step: no tokenizer, no room, a folder in the way.
+
+        `beside_bytes`: what the same disk must hold besides.
+        """
+        on_first(self._group, lambda: self._look(beside_bytes))
+
+    def _look(self, beside_bytes: int) -> None:
+        num_bytes = beside_bytes
+        for kind, folder in self._folders.items():
+            refuse_others(folder)
+            target = plan_export(self._info, folder, kind, dtype=self._dtype)
+            num_bytes += needed_bytes(target, list(self._info.assets.values()))
+        for folder in self._folders.values():
+            require_space(folder, num_bytes)
+
+    def make(self, checkpoint: Path, *, is_new: bool) -> None:
+        """Make the exports of a committed checkpoint. Those of a run that was done before stay, where they are there.
+
+        Either a whole export appears or none. `is_new`: this run has trained, so an older export of it is replaced.
+        """
+        for kind, folder in self._folders.items():
+            on_first(self._group, lambda kind=kind, folder=folder: self._make(checkpoint, folder, kind, is_new=is_new))
+
+    def _make(self, checkpoint: Path, folder: Path, kind: str, *, is_new: bool) -> None:
+        if folder.exists() and not is_new:
+            note(f"{folder} is there already")
+            return
+        refuse_others(folder)
+        report = convert(checkpoint, folder, to=kind, dtype=self._dtype, overwrite=True)
+        note(f"exported {checkpoint.name} to {folder}: {report.num_tensors} tensors of {', '.join(report.dtypes)}")
+        for remark in report.remarks:
+            note(f"  {remark}")
+
+
+def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> Target:
+    """What an export will consist of. Raises where the format cannot hold this model, or lacks a file it needs."""
+    output, options = get_output(kind), OutputOptions()
+    family = get_family(info.family)
+    naming = output.naming(family, options)
+    assert naming is not None
+    view = foreign_view(InitialWeights(info, seed=0), info, naming)  # for names and shapes
+    tensors = {name: TensorInfo(dtype, tensor.shape) for name, tensor in view.tensors.items()}
+    return output.plan(Contents(tensors, view, family, info, folder), options)
+
+
+def refuse_others(folder: Path) -> None:
+    """Raise CheckpointError unless `folder` may be replaced: absent or empty, or an export just as titan left it.
+
+    That is: all that its manifest lists is there, and nothing else, and the files that are meant to be edited are not
+    newer than the manifest, which was written last.
+    """
+    check_destination(folder, overwrite=True)
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    manifest = check_sizes(folder)
+    if manifest is None:
+        problems = [f"it has no {MANIFEST}"]
+    else:
+        written = (folder / MANIFEST).stat().st_mtime_ns
+        names = list_files(folder)
+        problems = [f"{name}: not written by titan" for name in names if name not in (*manifest.files, *EDITABLE)]
+        problems += [
+            f"{name}: edited" for name in names if name in EDITABLE and (folder / name).stat().st_mtime_ns > written
+        ]
+    if problems:
+        raise CheckpointError(
+            f"{folder} would be replaced by the export after the last step, and is not as titan left it:"
+            + list_offenders(problems),
+            hint="nothing was touched",
+            tries=[f"mv {folder} {folder}-kept", "--job.dump_folder OTHER_FOLDER"],
+        )
