@@ -41,6 +41,7 @@ STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 EPOCH_FOLDER_PATTERN = re.compile(r"^epoch_(\d+)$")  # torchtune's
 TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
+TEXT_INDEXES = "token_indexes"  # in the dump folder: what a run made of text that its config names
 RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; held, by the kernel, as long as the run lives
 ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
 

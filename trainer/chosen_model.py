@@ -9,6 +9,7 @@ from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from trainer.config.sections import Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
+from trainer.data.kinds import TOKENS
 from trainer.data.tokenizer import load_tokenizer
 
 NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
@@ -20,11 +21,11 @@ def chosen_model(model: Model, training: Training) -> ModelInfo:
     `assets` is empty where nobody named a tokenizer and there is none to be found: then NO_TOKENIZER is to be told.
     """
     args = get_family(model.name).flavors[model.flavor]
-    assets = find_assets(_tokenizer_folder(model, training))
+    assets = find_assets(tokenizer_folder(model, training))
     return ModelInfo(model.name, args, assets, read_token_ids(assets, vocab_size=args.vocab_size))
 
 
-def _tokenizer_folder(model: Model, training: Training) -> Path:
+def tokenizer_folder(model: Model, training: Training) -> Path:
     """What the config sets; else the prepared data, which carries its tokenizer; else the default."""
     folder, data = Path(model.hf_assets_path), _prepared_data(training)
     is_set = model.hf_assets_path != Model().hf_assets_path  # by its value: `titan config show` writes defaults too
@@ -42,7 +43,9 @@ def _tokenizer_folder(model: Model, training: Training) -> Path:
 
 
 def _prepared_data(training: Training) -> Path | None:
-    data = Path(training.dataset_path) if training.dataset == "tokens" and training.dataset_path else None
+    """The index that training reads, or the first of several: all carry the same tokenizer."""
+    path = next(iter(dict(training.dataset_mix)), training.dataset_path)
+    data = Path(path) if training.dataset == TOKENS and path else None
     return data if data and (data / INDEX_JSON).is_file() else None
 
 

@@ -7,6 +7,7 @@ import torch
 from converters.errors import UnsupportedError, list_offenders
 from trainer.checkpoint_problems import checkpoint_machine_problems
 from trainer.config.sections import Config
+from trainer.data.batch import pinning_machine_problems
 from trainer.parallel.compile import compile_machine_problems
 from trainer.profiling import profiling_machine_problems
 
@@ -15,6 +16,7 @@ _CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (
     profiling_machine_problems,
     compile_machine_problems,
     checkpoint_machine_problems,
+    pinning_machine_problems,
 )
 
 

@@ -10,6 +10,7 @@ from converters.families.base import ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
 from trainer.checkpoint_problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism
+from trainer.data.kinds import data_problems
 from trainer.loss_registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.compile import compile_problems
@@ -81,6 +82,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_tensor_problems(args, dims.tp),
         *_sequence_problems(config, dims),
         *_batch_problems(config, dims),
+        *data_problems(config, dims),
         *loss_problems(config, args, dims),
         *profiling_problems(config, args, dims),
         *checkpoint_problems(config),

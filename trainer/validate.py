@@ -1,6 +1,7 @@
-"""Loss on held-out data: the same batches every time, summed over all ranks."""
+"""Loss on held-out data: the same batches every time, summed over all ranks, for each source by itself."""
 
 import math
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -8,55 +9,106 @@ import torch.distributed as dist
 
 from converters.errors import ConfigError
 from trainer.config.sections import Validation as ValidationSection
-from trainer.data.datasets import open_dataset
+from trainer.data.datasets import open_dataset, open_mixture
 from trainer.data.index import HELD_OUT
 from trainer.data.loader import TokenLoader
+from trainer.data.samples import Weighted
+from trainer.data.text_index import Preparation
 from trainer.mesh import Meshes
 from trainer.train_model import TrainModel
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A source, its share, and its batches: as many on every rank."""
+
+    name: str
+    share: float
+    unigram_entropy: float | None
+    loader: TokenLoader
 
 
 class Validation:
     """Knows its data; `run` walks through it from the start and leaves model and training data as they were."""
 
-    def __init__(self, model: TrainModel, settings: ValidationSection, meshes: Meshes):
-        batch, dims = meshes["batch"], meshes.dims
-        source = open_dataset(settings.dataset, settings.dataset_path, vocab_size=model.args.vocab_size)
-        self._model, self._dims = model, dims
-        self._unigram_entropy = source.unigram_entropy
+    def __init__(
+        self,
+        model: TrainModel,
+        settings: ValidationSection,
+        meshes: Meshes,
+        preparation: Preparation,
+        *,
+        pin_memory: bool = False,
+    ):
+        batch, self._dims, self._model = meshes["batch"], meshes.dims, model
         self._num_batches = None if settings.steps == -1 else settings.steps
-        self._loader = TokenLoader(
-            source,
-            HELD_OUT,
-            seq_len=settings.seq_len,
-            global_batch_size=settings.local_batch_size * batch.size(),
-            dp_rank=batch.get_local_rank(),
-            dp_degree=batch.size(),
-            seed=None,  # one pass, the same batches every time, as many on every rank
-        )
-        if settings.steps > self._loader.num_batches:
+        global_batch_size = settings.local_batch_size * batch.size()
+        most_tokens = settings.steps * global_batch_size * settings.seq_len + 1 if self._num_batches else None
+        opened = {"vocab_size": model.args.vocab_size, "preparation": preparation}
+        if settings.dataset_mix:
+            sources = open_mixture(settings.dataset, settings.dataset_mix, **opened)
+        else:
+            source = open_dataset(settings.dataset, settings.dataset_path, most_tokens=most_tokens, **opened)
+            sources = [Weighted(settings.dataset_path or settings.dataset, source, 1.0)]
+        total = sum(source.weight for source in sources)
+        self._parts = [
+            _Part(
+                source.name,
+                source.weight / total,
+                source.source.unigram_entropy,
+                TokenLoader(
+                    source.source,
+                    HELD_OUT,
+                    seq_len=settings.seq_len,
+                    global_batch_size=global_batch_size,
+                    dp_rank=batch.get_local_rank(),
+                    dp_degree=batch.size(),
+                    seed=None,  # one pass, the same batches every time
+                    pin_memory=pin_memory,
+                ),
+            )
+            for source in sources
+        ]
+        fewest = min(self._parts, key=lambda part: part.loader.num_batches)
+        if settings.steps > fewest.loader.num_batches:
             raise ConfigError(
-                f"validation.steps = {settings.steps}, but the held-out part has {self._loader.num_batches} batches"
-                f" of {settings.local_batch_size * batch.size()} samples",
-                tries=[f"--validation.steps {self._loader.num_batches}", "--validation.steps -1, for all there are"],
+                f"validation.steps = {settings.steps}, but the held-out part of {fewest.name} has"
+                f" {fewest.loader.num_batches} batches of {global_batch_size} samples",
+                tries=[f"--validation.steps {fewest.loader.num_batches}", "--validation.steps -1, for all there are"],
             )
 
     def run(self) -> dict[str, float | None]:
-        """Loss per token in nats, perplexity, and the unigram entropy to hold it against; equal on all ranks."""
+        """Loss per token in nats, perplexity, and the unigram entropy to hold it against; equal on all ranks.
+
+        Of several sources the mean by their shares, and each one's loss under its name.
+        """
         for part in self._model.parts:
             part.eval()
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, tokens
-        for batch in islice(self._loader, self._num_batches):
-            sums += torch.tensor([self._model.forward_loss(batch).item(), batch.num_valid_tokens], dtype=torch.float64)
+        sums = torch.stack([self._sums(part.loader) for part in self._parts])  # loss, tokens
         for part in self._model.parts:
             part.train()
         device = next(iter(self._model.named_parameters().values())).device
         sums = sums.to(device)
         dist.all_reduce(sums)
-        loss_sum, num_tokens = sums.tolist()
         # tp ranks hold the same share of the loss; all ranks but those of a batch group count the same tokens
-        loss = (loss_sum / self._dims.tp) / (num_tokens / (self._dims.world_size // self._dims.batch))
-        return {
+        copies = self._dims.world_size // self._dims.batch
+        losses = [(loss / self._dims.tp) / (tokens / copies) for loss, tokens in sums.tolist()]
+        loss = sum(part.share * loss for part, loss in zip(self._parts, losses, strict=True))
+        entropies = [part.unigram_entropy for part in self._parts]
+        entropy = None
+        if None not in entropies:
+            entropy = sum(part.share * part.unigram_entropy for part in self._parts)
+        told = {
             "validation_loss": loss,
             "validation_perplexity": math.exp(min(loss, 700.0)),
-            "validation_unigram_entropy": self._unigram_entropy,
+            "validation_unigram_entropy": entropy,
         }
+        if len(self._parts) > 1:
+            told |= {f"validation_loss/{p.name}": loss for p, loss in zip(self._parts, losses, strict=True)}
+        return told
+
+    def _sums(self, loader: TokenLoader) -> torch.Tensor:
+        sums = torch.zeros(2, dtype=torch.float64)
+        for batch in islice(loader, self._num_batches):
+            sums += torch.tensor([self._model.forward_loss(batch).item(), batch.num_valid_tokens], dtype=torch.float64)
+        return sums

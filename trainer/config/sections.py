@@ -16,6 +16,7 @@ Positive = Annotated[int, Number(low=1)]
 SeqLen = Annotated[int, Number(low=1, high=2**27)]  # beyond any model; a slip of the finger is told, not allocated
 Folder = Annotated[str, Pattern(r".*\S.*", "a folder, not an empty string")]
 SECTION = "section"  # in a field's metadata: its section's name in TOML, where that is nested
+Weighted = tuple[Folder, Annotated[float, Number(above=0)]]  # a path, and its share of the samples
 AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 stands for "as many as there are"
 
 
@@ -114,9 +115,16 @@ class LRScheduler:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
     dataset: str = "c4_test"
-    """Kind of data; `tokens` is an index made by `titan data prepare`."""
+    """Kind of data. `tokens`: an index made by `titan data prepare`. `text`, `jsonl`, `parquet` and `c4_test` (C4's own
+    files): text, turned into an index under job.dump_folder when the run first starts. `c4`: streamed, from the hub or
+    from C4's files. Or what a module in experimental.custom_import registers."""
     dataset_path: str | None = None
-    """Where the data lies; for `tokens` the index folder."""
+    """Where the data lies: the index, a file or a folder of text; without it `c4` comes from the hub."""
+    dataset_mix: tuple[Weighted, ...] = ()
+    """In place of dataset_path, several with their shares: `[["data/web", 0.7], ["data/code", 0.3]]`, all of one kind
+    and one tokenizer. No key of torchtitan's."""
+    dataset_streams: Positive = 64
+    """Streams that `c4` is read in; the data-parallel degree has to divide them. No key of torchtitan's."""
     local_batch_size: Positive = 8
     """Samples per forward pass of one data-parallel rank."""
     global_batch_size: AllOr = -1
@@ -147,6 +155,12 @@ class Training:
     """Steps between two runs of Python's garbage collector, which is off in between."""
     gc_debug: bool = False
     """Collect after every step, and say how many objects only the collector could free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataloader:
+    pin_memory: bool = False
+    """Batches lie in pinned memory, so that a GPU copies the next one while it computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,9 +296,13 @@ class Validation:
     enable: bool = False
     """Compute the loss on held-out data every `freq` steps and at the end."""
     dataset: str = "c4_validation"
-    """Kind of data; `tokens` is the held-out part of an index made by `titan data prepare`."""
+    """Kind of data, as in training.dataset: of `tokens` the held-out part, of text all of it, of streams the
+    beginning."""
     dataset_path: str | None = None
-    """Where the data lies; for `tokens` the index folder."""
+    """Where the data lies; without it `c4_validation` comes from the hub."""
+    dataset_mix: tuple[Weighted, ...] = ()
+    """In place of dataset_path, several: each is told by itself, and their mean by their shares. No key of
+    torchtitan's."""
     local_batch_size: Positive = 8
     """Samples per forward pass of one data-parallel rank."""
     seq_len: SeqLen = 2048
@@ -322,6 +340,7 @@ class Config:
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
+    dataloader: Dataloader = field(default_factory=Dataloader, metadata={SECTION: "training.dataloader"})
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
@@ -329,6 +348,7 @@ class Config:
     float8: Float8 = field(default_factory=Float8, metadata={SECTION: "quantize.linear.float8"})
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
+    validation_dataloader: Dataloader = field(default_factory=Dataloader, metadata={SECTION: "validation.dataloader"})
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -61,7 +61,9 @@ def fit(kind: Any, value: Any) -> Any:
         return value
     if origin is tuple:
         try:
-            return tuple(fit(args[0], item) for item in _items(value))
+            items = _items(value)
+            kinds = args[:1] * len(items) if args[-1] is Ellipsis else args
+            return tuple(fit(item_kind, item) for item_kind, item in zip(kinds, items, strict=True))
         except ValueError:
             raise ValueError(describe(kind)) from None
     return _fit_plain(kind, value)
@@ -103,6 +105,8 @@ def describe(kind: Any) -> str:
         return describe(next(arg for arg in args if arg is not NoneType))
     if origin is Literal:
         return args[0] if len(args) == 1 else f"one of {', '.join(args)}"
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"a list of {len(args)}: {', then '.join(map(describe, args))}"
     if origin is tuple:
         return f"a list, each item {describe(args[0])}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]

@@ -1,8 +1,12 @@
 """A batch of training data: what the model reads, and what it is to say."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from trainer.config.sections import Config
 
 IGNORED = -100  # a target that the loss skips
 
@@ -17,3 +21,18 @@ class Batch:
     @property
     def num_valid_tokens(self) -> int:
         return int((self.targets != IGNORED).sum())
+
+
+def batch_of(windows: Sequence[np.ndarray], *, pin_memory: bool) -> Batch:
+    """Windows of seq_len + 1 token ids as a batch; pinned, a GPU copies it while the host goes on."""
+    ids = torch.from_numpy(np.stack(windows).astype(np.int64))
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Batch(tokens.pin_memory(), targets.pin_memory()) if pin_memory else Batch(tokens, targets)
+
+
+def pinning_machine_problems(config: Config, device: torch.device) -> list[str]:
+    """Memory is pinned for a GPU to read; a CPU has nothing to copy."""
+    if device.type == "cuda":
+        return []
+    asked = {"training": config.dataloader.pin_memory, "validation": config.validation_dataloader.pin_memory}
+    return [f"{name}.dataloader.pin_memory needs a GPU to copy batches to" for name, is_on in asked.items() if is_on]

@@ -1,47 +1,130 @@
-"""The kinds of data that `training.dataset` and `validation.dataset` can name."""
+"""The kinds of data that `training.dataset` and `validation.dataset` can name, and how each is opened."""
 
-from collections.abc import Callable
-from typing import Protocol
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
 from converters.errors import DataError, UnsupportedError
 from trainer.data.index import open_index
+from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS
+from trainer.data.samples import TokenSource, Weighted
+from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
+from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, stream_c4
+from trainer.data.text_index import Preparation, identity_of, index_text
 
+_ENDINGS = {"c4_test": JSON_LINES, "jsonl": JSON_LINES, "text": TEXT, "parquet": PARQUET}
+assert _ENDINGS.keys() == set(TEXT_KINDS)
 
-class TokenSource(Protocol):
-    """Token ids in one long row per split (`train`, `held_out`), random access; `fingerprint` changes when any does."""
-
-    fingerprint: str
-    vocab_size: int  # every id is below it
-    unigram_entropy: float | None  # of the held-out ids, nats per token; None where nobody measured it
-
-    def tokens(self, split: str) -> np.ndarray: ...
-
-
-_OPENERS: dict[str, Callable[[str], TokenSource]] = {"tokens": open_index}
+_OPENERS: dict[str, Callable[[str], TokenSource]] = {TOKENS: open_index}
 
 
 def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> None:
-    """Make a kind of data known under its name; for a module named in `experimental.custom_import`."""
+    """Make a kind of data known under its name; for a module named in `experimental.custom_import`.
+
+    `open_source` gets `dataset_path` and is called on every rank. What it returns is all that training needs.
+    """
     _OPENERS[name] = open_source
 
 
-def open_dataset(name: str, path: str | None, *, vocab_size: int) -> TokenSource:
-    """Open the data of a `dataset` and `dataset_path` pair for a model with `vocab_size` embedding rows."""
-    if name not in _OPENERS:
+def open_dataset(
+    name: str,
+    path: str | None,
+    *,
+    vocab_size: int,
+    preparation: Preparation | None = None,
+    most_tokens: int | None = None,
+) -> TokenSource:
+    """Open the data of a `dataset` and `dataset_path` pair for a model with `vocab_size` embedding rows.
+
+    `preparation`: for text, which becomes an index by it; `most_tokens`: how much of a streamed text.
+    """
+    if name in (C4, C4_VALIDATION):
+        source = _open_beginning_of_c4(name, path, preparation, most_tokens)
+    elif name not in _OPENERS and name not in TEXT_KINDS:
         raise UnsupportedError(
-            f"dataset = {name!r}: data of this kind is not covered; there is {', '.join(_OPENERS)}",
-            hint="C4's .json.gz files, .jsonl and .txt are read by `titan data prepare`",
-            tries=['titan data prepare FILES… --out data, then dataset = "tokens" and dataset_path = "data"'],
+            f"dataset = {name!r}: there is no such kind of data; there is {', '.join(known_kinds())}",
+            hint="a module named in experimental.custom_import can register more",
         )
-    if not path:
-        raise DataError(f"dataset = {name!r} needs dataset_path", tries=["--training.dataset_path data"])
-    source = _OPENERS[name](path)
-    if source.vocab_size > vocab_size:
-        raise DataError(
-            f"{path}: token ids go up to {source.vocab_size - 1}, but the model has {vocab_size} embedding rows",
-            hint="prepare the data with a vocabulary that fits, or train a larger flavor",
-            tries=[f"titan data prepare … --vocab-size {vocab_size}"],
-        )
+    elif not path:
+        raise _no_path(name)
+    elif name in _OPENERS:
+        source = _OPENERS[name](path)
+    else:
+        source = _open_text(name, path, preparation)
+    refuse_large_vocabulary(source.vocab_size, vocab_size, path or name)
     return source
+
+
+def open_mixture(
+    name: str, mix: Sequence[tuple[str, float]], *, vocab_size: int, preparation: Preparation | None = None
+) -> list[Weighted]:
+    """Open several sources of one kind. Raises DataError where they were made with different tokenizers."""
+    opened = [
+        Weighted(path, open_dataset(name, path, vocab_size=vocab_size, preparation=preparation), weight)
+        for path, weight in mix
+    ]
+    tokenizers = {part.name: _tokenizer_of(part.source) for part in opened}
+    if len({digest for digest in tokenizers.values() if digest}) > 1:
+        raise DataError(
+            f"{', '.join(tokenizers)} were made with different tokenizers, so their ids mean different text",
+            tries=[f"titan data prepare … --tokenizer {opened[0].name}"],
+        )
+    return opened
+
+
+def known_kinds() -> list[str]:
+    return [*_OPENERS, *TEXT_KINDS, C4, C4_VALIDATION]
+
+
+def refuse_large_vocabulary(data_vocab: int, model_vocab: int, where: str) -> None:
+    if data_vocab > model_vocab:
+        raise DataError(
+            f"{where}: token ids go up to {data_vocab - 1}, but the model has {model_vocab} embedding rows",
+            hint="prepare the data with a vocabulary that fits, or train a larger flavor",
+            tries=[f"titan data prepare … --vocab-size {model_vocab}"],
+        )
+
+
+def _open_text(name: str, path: str, preparation: Preparation | None) -> TokenSource:
+    assert preparation is not None, name
+    files = find_files([Path(path)], kinds=_ENDINGS[name])
+    return index_text(f"dataset {name}, {path}", lambda: identity_of(files), lambda: read_documents(files), preparation)
+
+
+def _open_beginning_of_c4(
+    name: str, path: str | None, preparation: Preparation | None, most_tokens: int | None
+) -> TokenSource:
+    """A stream as an index: validation reads the same tokens every time, on any number of ranks."""
+    assert preparation is not None, name
+    if name == C4 and most_tokens is None:
+        raise DataError(
+            "dataset = 'c4' is too long to be held out as a whole", tries=["--validation.steps 100", C4_VALIDATION]
+        )
+    split = "validation" if name == C4_VALIDATION else "train"
+
+    @cache
+    def text() -> StreamedText:  # opened on the one rank that makes the index
+        return stream_c4(split, path)
+
+    return index_text(
+        f"dataset {name}, {path or 'from the hub'}",
+        lambda: text().identity if path else [*C4_ON_THE_HUB, split],
+        lambda: text().documents(),
+        preparation,
+        most_tokens=most_tokens,
+    )
+
+
+def _tokenizer_of(source: TokenSource) -> str | None:
+    """A digest of the tokenizer that an index carries; None for data that carries none, such as a user's own."""
+    return getattr(source, "tokenizer_digest", None)
+
+
+def _no_path(name: str) -> DataError:
+    if name == "c4_test":
+        return DataError(
+            "dataset = 'c4_test' needs dataset_path: a file or folder in C4's format (JSON lines with a \"text\" each)",
+            hint="torchtitan's small sample of C4 is not part of titan; Python's own sources make as good a first text",
+            tries=["--training.dataset_path c4-train.00000-of-01024.json.gz", "titan data prepare --out data"],
+        )
+    return DataError(f"dataset = {name!r} needs dataset_path", tries=["--training.dataset_path data"])

@@ -18,6 +18,7 @@ import xxhash
 
 from converters.assets import CARRIED
 from converters.errors import DataError
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 
 VERSION = 1
 INDEX_JSON = "index.json"
@@ -47,6 +48,12 @@ class TokenIndex:
     def unigram_entropy(self) -> float | None:
         """Of the held-out part, nats per token: what a model that knows only how frequent tokens are would pay."""
         return self.summary.get("unigram", {}).get("unigram_entropy")
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Of the file that says which text an id stands for."""
+        files = self.summary["files"]
+        return next((files[name]["xxh3_128"] for name in (TIKTOKEN_MODEL, TOKENIZER_JSON) if name in files), None)
 
     def tokens(self, split: str) -> np.ndarray:
         """All token ids of a split, memory-mapped."""
@@ -93,7 +100,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and digest of every file of an index but index.json itself."""
     data = [name for split in SPLITS for name in (tokens_file(split), offsets_file(split))]
     names = data + [name for name in CARRIED if (folder / name).is_file()]
-    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _digest(folder / name)} for name in names}
+    return {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": digest_of(folder / name)} for name in names}
 
 
 def fingerprint_of(summary: Mapping[str, Any]) -> str:
@@ -124,10 +131,11 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _differs(path: Path, num_bytes: int, digest: str) -> bool:
     if not path.is_file() or path.stat().st_size != num_bytes:
         return True
-    return num_bytes <= _MOST_BYTES_DIGESTED and _digest(path) != digest
+    return num_bytes <= _MOST_BYTES_DIGESTED and digest_of(path) != digest
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """Of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(8 << 20):

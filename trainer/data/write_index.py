@@ -38,9 +38,12 @@ NOTHING_HELD_OUT = Split(0.0, "document")
 
 
 def encode_documents(
-    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, split: Split
+    folder: Path, documents: Iterable[Document], tokenizer: Tokenizer, split: Split, *, most_tokens: int | None = None
 ) -> dict[str, TokenFile]:
-    """Write the token and offset files of both splits. Raises DataError where a split that is wanted stays empty."""
+    """Write the token and offset files of both splits, up to the document with which there are `most_tokens`.
+
+    Raises DataError where a split that is wanted stays empty.
+    """
     files = {name: TokenFile(folder, name, tokenizer) for name in SPLITS}
     try:
         for document in documents:
@@ -53,6 +56,8 @@ def encode_documents(
                 files[TRAIN].add(content[:cut], where)
             if cut < len(content):
                 files[HELD_OUT].add(content[cut:], where)
+            if most_tokens is not None and sum(file.num_tokens for file in files.values()) >= most_tokens:
+                break
     finally:
         for file in files.values():
             file.close()

@@ -192,7 +192,9 @@ def test_a_prepared_index_is_read_window_by_window(index):
 
 
 def test_a_dataset_that_cannot_be_opened_is_told(index, tmp_path):
-    with pytest.raises(UnsupportedError, match="'c4_test'.*there is tokens"):
+    with pytest.raises(UnsupportedError, match="'pile': there is no such kind of data; there is tokens, c4_test"):
+        open_dataset("pile", None, vocab_size=2048)
+    with pytest.raises(DataError, match="'c4_test' needs dataset_path: a file or folder in C4's format"):
         open_dataset("c4_test", None, vocab_size=2048)
     with pytest.raises(DataError, match="needs dataset_path"):
         open_dataset("tokens", None, vocab_size=2048)
@@ -210,7 +212,7 @@ def test_a_dataset_of_the_users_own_is_opened_by_its_name(monkeypatch):
 
 def test_grain_is_imported_without_its_warning_about_jax_and_logging_is_left_alone():
     code = (
-        "import logging\nfrom trainer.data.loader import _import_grain\n_import_grain()\n"
+        "import logging\nfrom trainer.data.samples import _import_grain\n_import_grain()\n"
         "print(logging.getLogger('absl').filters, logging.getLogger('absl').disabled)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

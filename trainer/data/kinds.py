@@ -1,0 +1,49 @@
+"""What a config says about its data that cannot be: told with the layout's problems, before anything is opened."""
+
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+
+TOKENS = "tokens"
+TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
+C4, C4_VALIDATION = "c4", "c4_validation"
+_STREAMED = (C4, C4_VALIDATION)
+
+
+def data_problems(config: Config, dims: MeshShape) -> list[str]:
+    """Every combination of data keys, or of these with the layout, that cannot be; with what could."""
+    training, validation = config.training, config.validation
+    problems = _source_problems("training", training)
+    if training.dataset == C4 and training.dataset_streams % dims.batch:
+        problems.append(
+            f"training.dataset_streams = {training.dataset_streams} cannot be dealt to a data-parallel degree of"
+            f" {dims.batch}; degrees that divide it: {', '.join(map(str, _divisors(training.dataset_streams)))}"
+        )
+    if validation.enable:
+        problems += _source_problems("validation", validation)
+        if validation.dataset == C4 and validation.steps == -1:
+            problems.append("validation.dataset = 'c4' goes on for weeks: give validation.steps, or take c4_validation")
+        seen = {path for path in (training.dataset_path, *dict(training.dataset_mix)) if path}
+        also = sorted(seen & {validation.dataset_path, *dict(validation.dataset_mix)})
+        if also and training.dataset in TEXT_KINDS and validation.dataset in TEXT_KINDS:
+            problems.append(
+                f"validation reads {', '.join(also)}, which is learnt from; `titan data prepare` holds out a part of it"
+            )
+    return problems
+
+
+def _source_problems(section: str, settings) -> list[str]:
+    problems = []
+    if settings.dataset_mix and settings.dataset_path:
+        problems.append(f"{section}.dataset_path and {section}.dataset_mix are both set: give one of them")
+    if settings.dataset_mix and settings.dataset in _STREAMED:
+        problems.append(
+            f"{section}.dataset_mix mixes what can be read at any place, and {settings.dataset} is streamed;"
+            " make indexes of its files with `titan data prepare`, or mix them as `jsonl`"
+        )
+    paths = [path for path, _ in settings.dataset_mix]
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    return problems + [f"{section}.dataset_mix names {path} twice" for path in twice]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,41 @@
+"""Whether a position in the data, as a checkpoint holds it, is one of this run's data: else going on would be wrong."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.errors import DataError
+
+STATE_VERSION = 1
+START_ANEW = "--checkpoint.exclude_from_loading dataloader"  # weights go on, the data begins again
+
+
+def refuse_other_position(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise DataError unless `state` has the keys, the version, the data and the seed of `expected`."""
+    if set(state) != set(expected) or state["version"] != STATE_VERSION:
+        raise DataError(
+            f"the checkpoint's data position is not one that this titan wrote: {dict(state)}", tries=[START_ANEW]
+        )
+    _refuse_other_data(str(state["fingerprint"]), expected["fingerprint"])
+    if state["seed"] != expected["seed"]:
+        raise DataError(
+            f"the run was begun with seed {state['seed']}, and is to be resumed with seed {expected['seed']}",
+            hint="another seed is another order of the data: samples would be repeated or left out",
+            tries=[f"--debug.seed {state['seed']}", START_ANEW],
+        )
+
+
+def _refuse_other_data(theirs: str, ours: str) -> None:
+    if theirs == ours:
+        return
+    if theirs.rpartition("/")[0] == ours.rpartition("/")[0] != "":
+        was, now = theirs.rpartition("/")[2], ours.rpartition("/")[2]
+        raise DataError(
+            f"the run was begun with seq_len {was}, and is to be resumed with {now}",
+            hint="samples are cut by seq_len, so the position in the old samples says nothing about the new ones",
+            tries=[f"--training.seq_len {was}", START_ANEW],
+        )
+    raise DataError(
+        f"the data is not that of the checkpoint: fingerprint {ours} now, {theirs} then",
+        hint="the text, its sources, the tokenizer or the index changed; going on would repeat or leave out samples",
+        tries=[START_ANEW],
+    )

@@ -1,0 +1,138 @@
+"""The global order of samples: of one source, or of several that are mixed by weight; any place is found at once.
+
+A sample is a window of seq_len + 1 tokens at a fixed place. Each source has an endless order of its own, every epoch
+shuffled anew by Grain. A mixture deals places out to its sources by arithmetic, as Grain's `MapDataset.mix` does but
+with the weights as they were written: after any number of samples each source has had its share, up to one sample per
+source, however few or many tokens it has.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from converters.errors import DataError
+
+
+class TokenSource(Protocol):
+    """Token ids in one long row per split (`train`, `held_out`), random access; `fingerprint` changes when any does."""
+
+    fingerprint: str
+    vocab_size: int  # every id is below it
+    unigram_entropy: float | None  # of the held-out ids, nats per token; None where nobody measured it
+
+    def tokens(self, split: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A source of a mixture, with the share of samples that is to come from it; shares need not add up to 1."""
+
+    name: str
+    source: TokenSource
+    weight: float
+
+
+class SourceSamples:
+    """The samples of one source, in the order of `seed`."""
+
+    def __init__(self, source: TokenSource, split: str, *, seq_len: int, seed: int, number: int = 0):
+        """`number`: the source's place in a mixture, so that two of one size are not shuffled alike."""
+        self._tokens = source.tokens(split)
+        self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
+        self.fingerprint = f"{source.fingerprint}/{split}/{seq_len}"
+        self.num_samples = max(0, (len(self._tokens) - 1) // seq_len)
+        self._order = _shuffled(self.num_samples, seed, number) if self.num_samples else ()
+
+    def __str__(self) -> str:
+        size = f"{len(self._tokens)} tokens, which is {self.num_samples} samples of {self._seq_len}"
+        return f"the {self._split} part has {size}"
+
+    def at(self, place: int) -> np.ndarray:
+        """The window at a place of the order: seq_len + 1 ids. Raises DataError for one that the source denied."""
+        start = self._order[place] * self._seq_len
+        window = self._tokens[start : start + self._seq_len + 1]
+        largest = int(window.max())
+        if largest >= self._vocab_size:
+            place = start + int(window.argmax())
+            raise DataError(
+                f"token {place} of the {self._split} part has id {largest}, but the vocabulary has {self._vocab_size}"
+            )
+        return window
+
+
+class MixedSamples:
+    """The samples of several sources, each as often as its weight says."""
+
+    def __init__(self, mixture: Sequence[Weighted], split: str, *, seq_len: int, seed: int):
+        parts = [
+            SourceSamples(part.source, split, seq_len=seq_len, seed=seed, number=number)
+            for number, part in enumerate(mixture)
+        ]
+        pairs = zip(mixture, parts, strict=True)
+        empty = [f"{part.name}: {samples}" for part, samples in pairs if not samples.num_samples]
+        if empty:
+            raise DataError("; ".join(empty), hint="each source of a mixture needs at least one whole sample")
+        self._parts, self._shares = parts, whole_shares([part.weight for part in mixture])
+        named = [f"{share} {part.fingerprint}" for share, part in zip(self._shares, parts, strict=True)]
+        self.fingerprint = f"{xxhash.xxh3_128_hexdigest(chr(10).join(named).encode())}/{split}/{seq_len}"
+        self.num_samples = sum(part.num_samples for part in parts)
+
+    def __str__(self) -> str:
+        return f"the sources have {self.num_samples} samples"
+
+    def at(self, place: int) -> np.ndarray:
+        part, place_in_part = place_in_mixture(place, self._shares)
+        return self._parts[part].at(place_in_part)
+
+
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportions of the weights, as these are written: 0.7 and 0.3 are 7 and 3."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    denominator = math.lcm(*(share.denominator for share in exact))
+    shares = [int(share * denominator) for share in exact]
+    return tuple(share // math.gcd(*shares) for share in shares)
+
+
+def place_in_mixture(place: int, shares: Sequence[int]) -> tuple[int, int]:
+    """Which source a place belongs to, and its place there.
+
+    The first source takes ⌈n·share/all⌉ of the first n places, the next its part of those that are left, and so on.
+    """
+    left = sum(shares)
+    for number, share in enumerate(shares):
+        others, others_after = place * (left - share) // left, (place + 1) * (left - share) // left
+        if others == others_after:
+            return number, place - others
+        place, left = others, left - share
+    raise AssertionError(shares)
+
+
+def _shuffled(num_samples: int, seed: int, number: int) -> Sequence[int]:
+    """An endless order of the samples: every epoch a permutation of its own."""
+    grain = _import_grain()
+    told = seed.to_bytes(16, "little") + (number.to_bytes(4, "little") if number else b"")
+    folded = xxhash.xxh32_intdigest(told)  # Grain takes 32 bits, and adds the epoch to them
+    return grain.MapDataset.range(num_samples).shuffle(seed=folded).repeat()
+
+
+def _import_grain():
+    """Grain, without its warning that JAX's profiler is not there: nobody here waits for it."""
+    import absl.logging  # noqa: F401  its logger must be made by absl itself before it is asked for by name
+
+    logger = logging.getLogger("absl")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "jax profiler" not in record.getMessage()
+
+    logger.addFilter(is_news)
+    try:
+        import grain
+    finally:
+        logger.removeFilter(is_news)
+    return grain

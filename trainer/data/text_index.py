@@ -1,0 +1,141 @@
+"""Text as training data without a step in between: it becomes a token index when first used, and stays one."""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from converters.assets import find_assets
+from converters.commit import staged
+from converters.errors import DataError
+from converters.json_file import write_json
+from converters.names import RUN_LOCK, TEMPORARY_PREFIX, TIKTOKEN_MODEL, TOKENIZER_JSON
+from trainer.data.index import INDEX_JSON, TRAIN, VERSION, TokenIndex, digest_of, open_index
+from trainer.data.prepare import carry_tokenizer
+from trainer.data.sources import Document
+from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
+
+_MOST_BYTES_DIGESTED = 1 << 30  # of all sources; beyond that their names, sizes and times must do
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What it takes to make tokens of text: a tokenizer, a folder to keep them in, and one process that does it."""
+
+    tokenizer: Path
+    folder: Path
+    once: Callable[[Callable[[], Any]], Any]  # does the work on one rank and gives its result, or error, to all
+    say: Callable[[str], None] = print
+
+
+@dataclass(frozen=True, slots=True)
+class WholeText:
+    """A token index nothing of which is held out: whoever names a text means all of it."""
+
+    index: TokenIndex
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.index.vocab_size
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        return self.index.unigram_entropy
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        return self.index.tokenizer_digest
+
+    def tokens(self, split: str) -> np.ndarray:
+        return self.index.tokens(TRAIN)
+
+
+def index_text(
+    name: str,
+    identity: Callable[[], Any],
+    documents: Callable[[], Iterable[Document]],
+    preparation: Preparation,
+    *,
+    most_tokens: int | None = None,
+) -> WholeText:
+    """The index of a text: the one made earlier, where sources, tokenizer and length are the same; else made now.
+
+    `identity` tells, as plain values, what the documents come from. Called by all ranks; one does the work.
+    """
+    place = preparation.once(lambda: _settle(name, identity(), documents, preparation, most_tokens))
+    return WholeText(open_index(place))
+
+
+def identity_of(files: Sequence[Path]) -> list[Any]:
+    """Names and contents of files, as plain values; of more than 1 GiB the sizes and times instead of the contents."""
+    stats = [path.stat() for path in files]
+    if sum(stat.st_size for stat in stats) <= _MOST_BYTES_DIGESTED:
+        return [[path.name, digest_of(path)] for path in files]
+    return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in zip(files, stats, strict=True)]
+
+
+def _settle(
+    name: str,
+    identity: Any,
+    documents: Callable[[], Iterable[Document]],
+    preparation: Preparation,
+    most_tokens: int | None,
+) -> Path:
+    refuse_no_tokenizer(name, preparation.tokenizer)
+    assets = sorted((asset, digest_of(path)) for asset, path in find_assets(preparation.tokenizer).items())
+    key = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, identity, assets, most_tokens]).encode())
+    place = preparation.folder / key
+    try:
+        preparation.folder.mkdir(parents=True, exist_ok=True)
+        with (preparation.folder / RUN_LOCK).open("a") as lock:
+            _wait_for(lock.fileno())
+            if not _is_whole(place):
+                for left_over in preparation.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a run that was killed
+                    shutil.rmtree(left_over, ignore_errors=True)
+                preparation.say(f"making tokens of {name}; they stay in {place}")
+                _write(place, name, documents(), preparation.tokenizer, most_tokens)
+    except OSError as error:
+        raise DataError(f"{place} cannot be written: {error.strerror}", hint="nothing is left of it") from error
+    return place
+
+
+def _wait_for(descriptor: int) -> None:
+    """Two runs that begin at once make an index once. Where the file system has no locks, each makes its own."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        return
+
+
+def _is_whole(place: Path) -> bool:
+    try:
+        open_index(place)
+    except DataError:
+        return False
+    return True
+
+
+def _write(place: Path, name: str, documents: Iterable[Document], tokenizer: Path, most_tokens: int | None) -> None:
+    with staged(place, overwrite=True, marks=(INDEX_JSON,)) as folder:
+        used = carry_tokenizer(folder, tokenizer)
+        files = encode_documents(folder, documents, used, NOTHING_HELD_OUT, most_tokens=most_tokens)
+        write_json(folder / INDEX_JSON, summarize(folder, used, files, source=name, split=NOTHING_HELD_OUT))
+
+
+def refuse_no_tokenizer(name: str, folder: Path) -> None:
+    if find_assets(folder).keys().isdisjoint((TOKENIZER_JSON, TIKTOKEN_MODEL)):
+        raise DataError(
+            f"{name} is text, and model.hf_assets_path = {str(folder)!r} holds no tokenizer to read it with",
+            hint="an HF folder of the model holds one; `titan data prepare` trains one if it is not given any",
+            tries=["--model.hf_assets_path FOLDER", "titan data prepare FILES… --out data"],
+        )
