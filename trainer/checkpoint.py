@@ -20,6 +20,7 @@ from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
 from trainer.checkpoint_async import make_saver
 from trainer.checkpoint_load import changed_files, load_state, load_weights, refuse_damaged
+from trainer.checkpoint_problems import idle_export_dtype
 from trainer.checkpoint_write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
 from trainer.metrics import note
@@ -108,6 +109,8 @@ class Checkpoints:
 
     def get_ready(self, model: TrainModel) -> None:
         """Raise now what the first save would raise, and start what saves beside the training."""
+        if told := idle_export_dtype(self._settings):
+            note(told)
         self.require_room(model)
         self._saver.open()
 

@@ -32,13 +32,6 @@ def checkpoint_problems(config: Config) -> list[str]:
         for key in exports
         if not is_saving(settings)
     ]
-    casts = exports or settings.last_save_model_only
-    if is_saving(settings) and settings.export_dtype != Checkpoint().export_dtype and not casts:
-        problems.append(
-            f"checkpoint.export_dtype = {settings.export_dtype!r} has nothing to cast: "
-            f"set checkpoint.last_save_model_only or {' or '.join(_EXPORTS)} (a last step that is to be resumed keeps "
-            "training.dtype)"
-        )
     if settings.initial_load_in_hf and not settings.initial_load_model_only:
         problems.append(
             "checkpoint.initial_load_in_hf reads weights only: leave checkpoint.initial_load_model_only true, or name "
@@ -50,6 +43,17 @@ def checkpoint_problems(config: Config) -> list[str]:
             "checkpoint.initial_load_in_hf says no folder: set checkpoint.initial_load_path or model.hf_assets_path"
         )
     return problems
+
+
+def idle_export_dtype(settings: Checkpoint) -> str:
+    """What is to be told where `export_dtype` has nothing to cast, as in torchtitan's own Qwen 3 file; else empty."""
+    is_used = settings.last_save_model_only or any(getattr(settings, key) for key in _EXPORTS)
+    if is_used or settings.export_dtype == Checkpoint().export_dtype:
+        return ""
+    return (
+        f"checkpoint.export_dtype = {settings.export_dtype!r} casts nothing: the last step stays resumable without "
+        f"checkpoint.last_save_model_only, and neither {' nor '.join(_EXPORTS)} is set"
+    )
 
 
 def checkpoint_machine_problems(config: Config, device: "torch.device") -> list[str]:

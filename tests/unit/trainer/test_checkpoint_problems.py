@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from trainer import checkpoint_problems as module
-from trainer.checkpoint_problems import checkpoint_machine_problems, checkpoint_problems, initial_path
+from trainer.checkpoint_problems import (
+    checkpoint_machine_problems,
+    checkpoint_problems,
+    idle_export_dtype,
+    initial_path,
+)
 from trainer.config.sections import Checkpoint, Config, Model
 
 
@@ -19,7 +24,6 @@ def _config(**keys):
     [
         ({"last_save_in_hf": True}, ["last_save_in_hf converts the last step's checkpoint, and none is saved"]),
         ({"last_save_in_torchtune": True, "enable": True, "load_only": True}, ["last_save_in_torchtune converts"]),
-        ({"enable": True, "export_dtype": "bfloat16"}, ["export_dtype = 'bfloat16' has nothing to cast"]),
         ({"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False}, ["weights only"]),
         ({"initial_load_in_hf": True}, ["says no folder: set checkpoint.initial_load_path or model.hf_assets_path"]),
         (
@@ -37,6 +41,7 @@ def test_what_contradicts_itself_is_told_all_at_once(keys, told):
     "keys",
     [
         {},
+        {"enable": True, "export_dtype": "float16"},
         {"enable": True, "last_save_in_hf": True, "export_dtype": "bfloat16"},
         {"enable": True, "last_save_model_only": True, "export_dtype": "float16"},
         {"enable": True, "async_mode": "async_with_pinned_mem", "last_save_in_torchtune": True},
@@ -45,6 +50,13 @@ def test_what_contradicts_itself_is_told_all_at_once(keys, told):
 )
 def test_what_goes_together_is_let_through(keys):
     assert checkpoint_problems(_config(**keys)) == []
+
+
+@pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf", "last_save_in_torchtune"])
+def test_a_dtype_that_nothing_is_exported_in_is_told(key):
+    told = idle_export_dtype(Checkpoint(export_dtype="float16"))
+    assert told.startswith("checkpoint.export_dtype = 'float16' casts nothing") and key in told
+    assert idle_export_dtype(Checkpoint()) == idle_export_dtype(Checkpoint(export_dtype="float16", **{key: True})) == ""
 
 
 def test_where_a_run_starts_from():
