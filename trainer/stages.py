@@ -3,7 +3,8 @@
 Torch-free, because seed and estimates need it too.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from math import ceil
 
 from converters.errors import ConfigError
@@ -57,7 +58,7 @@ def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSpli
 def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
     per_stage = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is None:
-        return pp * (2 if parallelism.pipeline_parallel_schedule in LOOPED_SCHEDULES + V_SCHEDULES else 1)
+        return _default_num_stages(parallelism.pipeline_parallel_schedule, pp)
     first, last = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
@@ -83,14 +84,38 @@ def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[
     if parallelism.module_fqns_per_model_part is not None:
         problems += _explicit_problems(split, num_layers)
     schedule, num_stages = parallelism.pipeline_parallel_schedule, split.num_stages
-    if schedule in LOOPED_SCHEDULES:
-        fits, wanted = num_stages % pp == 0 and num_stages > pp, f"{2 * pp}, {3 * pp}, …"
-    else:
-        needed = 2 * pp if schedule in V_SCHEDULES else pp
-        fits, wanted = num_stages == needed, str(needed)
-    if not fits:
-        problems.append(f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}")
+    if not _takes(schedule, num_stages, pp):
+        wanted = f"{2 * pp}, {3 * pp}, …" if schedule in LOOPED_SCHEDULES else f"{_default_num_stages(schedule, pp)}"
+        told = f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}"
+        problems.append(told + _nearest_layers_per_stage(parallelism, num_layers, pp))
     return problems
+
+
+def _takes(schedule: str, num_stages: int, pp: int) -> bool:
+    if schedule in LOOPED_SCHEDULES:
+        return num_stages % pp == 0 and num_stages > pp
+    return num_stages == _default_num_stages(schedule, pp)
+
+
+def _default_num_stages(schedule: str, pp: int) -> int:
+    return 2 * pp if schedule in LOOPED_SCHEDULES + V_SCHEDULES else pp
+
+
+def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int) -> str:
+    """The sizes of stages on either side of the one given that make as many stages as the schedule takes, as text."""
+    given = parallelism.pipeline_parallel_layers_per_stage
+    if given is None or parallelism.module_fqns_per_model_part is not None:
+        return ""
+    fitting = []
+    for per_stage in range(1, 2 * num_layers):
+        changed = replace(parallelism, pipeline_parallel_layers_per_stage=per_stage)
+        try:
+            if _takes(parallelism.pipeline_parallel_schedule, split_model(changed, num_layers, pp).num_stages, pp):
+                fitting.append(per_stage)
+        except ConfigError:
+            continue  # more stages than layers
+    near = [n for n in fitting if n < given][-1:] + [n for n in fitting if n > given][:1]
+    return f"; pipeline_parallel_layers_per_stage = {' or '.join(map(str, near))} would do" if near else ""
 
 
 def _explicit_problems(split: StageSplit, num_layers: int) -> list[str]:
@@ -121,13 +146,19 @@ def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) 
             f"schedule 1F1B needs at least {pp} microbatches (one per stage), but local_batch_size {batch} in"
             f" microbatches of {size} makes {count}; take training.local_batch_size ≥ {pp * size} or GPipe"
         ]
-    rounds = max(1, count // pp)
-    if schedule in _ROUND_SCHEDULES and count % rounds:
+    if schedule in _ROUND_SCHEDULES and not _in_equal_rounds(count, pp):
+        below = next(n for n in range(count, 0, -1) if _in_equal_rounds(n, pp))
+        above = next(n for n in itertools.count(count) if _in_equal_rounds(n, pp))
         return [
-            f"schedule {schedule} cannot deal {count} microbatches over {pp} ranks in equal rounds;"
-            f" take {count // pp * pp} or {(count // pp + 1) * pp} microbatches"
+            f"schedule {schedule} cannot deal {count} microbatches over {pp} ranks in equal rounds; {below} or {above}"
+            f" could be: training.local_batch_size = {below * size} or {above * size}"
         ]
     return []
+
+
+def _in_equal_rounds(count: int, pp: int) -> bool:
+    """Whether torch can deal so many microbatches: in rounds of at least pp, all of one size."""
+    return count % max(1, count // pp) == 0
 
 
 def _reshard_problems(parallelism: Parallelism) -> list[str]:
@@ -135,6 +166,7 @@ def _reshard_problems(parallelism: Parallelism) -> list[str]:
     if schedule not in SPLIT_BACKWARD_SCHEDULES or reshard != "always":
         return []
     return [
-        f"schedule {schedule} computes gradients of weights after the forwards of other microbatches, which"
-        ' parallelism.fsdp_reshard_after_forward = "always" would leave sharded; take "default" or "never"'
+        f"schedule {schedule} computes gradients of weights after later microbatches' forwards, which"
+        ' parallelism.fsdp_reshard_after_forward = "always" leaves sharded: those gradients would be lost; take'
+        ' "default" or "never"'
     ]

@@ -1,14 +1,19 @@
 """Pipeline stages: who holds which modules, and models with the rest taken out."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from trainer.config.sections import Parallelism
+from converters.layout import stages_of_rank
+from trainer.config.sections import Parallelism, Training
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
-from trainer.stages import split_model
+from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, split_model, stage_problems
 
 
 def test_one_stage_per_rank_or_two_for_looped_schedules():
@@ -56,3 +61,74 @@ def test_a_stage_keeps_its_modules_under_their_names():
     assert stage.tok_embeddings is None
     assert list(stage.layers) == ["2", "3"]
     assert names[0] == "layers.2.attention.wq.weight" and names[-2:] == ["norm.weight", "output.weight"]
+
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def torch_takes(schedule: str, pp: int, num_stages: int, num_microbatches: int) -> bool:
+    """Whether torch's class makes its plan for rank 0; it checks there that no rank waits for ever."""
+    schedule_class = get_schedule_class(schedule)
+    local = stages_of_rank(0, pp, num_stages, v_shaped=schedule in V_SCHEDULES)
+    stages = [
+        SimpleNamespace(stage_index=s, num_stages=num_stages, group_size=pp, group_rank=0, submod=None) for s in local
+    ]
+    try:
+        schedule_class(
+            stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0],
+            n_microbatches=num_microbatches,
+            loss_fn=lambda *args: None,
+        )
+    except (ValueError, RuntimeError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_let_through_is_what_torch_takes(schedule):
+    """With the stages that a schedule should have, exactly; with other numbers of stages we let nothing through."""
+    for pp, per_rank, num_microbatches in itertools.product((2, 3, 4), (1, 2, 3), range(1, 13)):
+        parallelism = Parallelism(
+            pipeline_parallel_schedule=schedule, pipeline_parallel_layers_per_stage=1, **dict.fromkeys(ENDS, 0)
+        )
+        problems = stage_problems(parallelism, Training(local_batch_size=num_microbatches), pp * per_rank, pp)
+        if per_rank in ((2, 3) if schedule in LOOPED_SCHEDULES else (2,) if schedule in V_SCHEDULES else (1,)):
+            assert torch_takes(schedule, pp, pp * per_rank, num_microbatches) == (not problems), problems
+        else:
+            assert "stages, the split has" in problems[0]
+
+
+ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+
+
+@pytest.mark.parametrize(
+    ("keys", "batch", "told"),
+    [
+        (
+            {"pipeline_parallel_schedule": "ZBVZeroBubble", "pipeline_parallel_layers_per_stage": 3},
+            8,
+            ["needs 4 stages, the split has 6; pipeline_parallel_layers_per_stage = 4 would do"],
+        ),
+        (
+            {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_layers_per_stage": 6},
+            8,
+            ["needs 4, 6, … stages, the split has 3; pipeline_parallel_layers_per_stage = 5 would do"],
+        ),
+        (
+            {"pipeline_parallel_schedule": "InterleavedZeroBubble", "fsdp_reshard_after_forward": "always"},
+            9,
+            ["9 microbatches over 2 ranks", "training.local_batch_size = 8 or 10", "those gradients would be lost"],
+        ),
+        (
+            {"pipeline_parallel_schedule": "ZBVZeroBubble", "module_fqns_per_model_part": (("output",),)},
+            8,
+            ["missing: tok_embeddings", "needs 4 stages, the split has 1"],
+        ),
+        ({"pipeline_parallel_microbatch_size": 3}, 8, ["does not divide", "possible: 1, 2, 4, 8"]),
+        ({"pipeline_parallel_microbatch_size": 8}, 8, ["local_batch_size ≥ 16 or GPipe"]),
+    ],
+)
+def test_everything_that_does_not_fit_is_told_with_the_nearest_that_does(keys, batch, told):
+    problems = "\n".join(stage_problems(Parallelism(**keys), Training(local_batch_size=batch), 14, 2))
+    for text in told:
+        assert text in problems
