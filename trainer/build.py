@@ -1,10 +1,11 @@
-"""Build the model that a rank trains: meta model → stage → context, tensor, checkpointing, FSDP → real memory.
+"""Build the model that a rank trains: meta → stage → context, tensor, checkpointing, compile, FSDP → real memory.
 
 Used by train, seed, estimate and infer alike. Every mode (pipeline or not, context parallel or not) is settled here, so
 that the loop knows one `forward_backward(batch, num_valid_tokens)`.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,8 @@ from trainer.loss_build import install_loss, leaves_columns
 from trainer.machine import refuse_what_cannot_run
 from trainer.mesh import Meshes
 from trainer.models.registry import TrainerFamily, get_trainer_family
-from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
+from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
+from trainer.parallel.compile import apply_compile, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.fsdp import apply_fsdp, reshard_policy
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
@@ -40,6 +42,7 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
     parameters = get_family(config.model.name).parameters(args)
     split = split_model(config.parallelism, args.num_layers, dims.pp)
     pp_rank = meshes["pp"].get_local_rank()
+    set_memory_budget(config.activation_checkpoint, Path(config.job.dump_folder))
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(config, family, args, parameters, split.modules[stage])
@@ -90,7 +93,7 @@ def build_part(
 def parallelize(
     part: nn.Module, config: Config, family: TrainerFamily, parameters: list[Parameter], meshes: Meshes
 ) -> None:
-    """Context → tensor → activation checkpointing → loss → FSDP: each wraps what the one before made."""
+    """Context → tensor → activation checkpointing → compile → loss → FSDP: each wraps what the one before made."""
     dims, parallelism, training = meshes.dims, config.parallelism, config.training
     if dims.cp > 1:
         apply_cp(part, meshes["cp"].get_group())
@@ -98,6 +101,8 @@ def parallelize(
         plan = family.tensor_plan(parameters)
         apply_tp(part, meshes["tp"], plan, loss_parallel=leaves_columns(config, meshes))
     apply_activation_checkpoint(part, config.activation_checkpoint)
+    if compiles(config.compile, "model"):
+        apply_compile(part, config.compile)
     install_loss(part, config, meshes)
     # Mixed precision is FSDP's, so FSDP also wraps what it does not shard: else TP-only and PP-only runs would compute
     # in another dtype than the same job on other degrees.

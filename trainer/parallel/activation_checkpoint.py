@@ -1,28 +1,65 @@
-"""Activation checkpointing: which layers, or which operations, are computed again in backward."""
+"""Activation checkpointing: which layers, or which operations, are computed again in backward.
 
-from functools import partial
+torch is imported inside functions: what cannot be combined is checked without it.
+"""
 
-import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from __future__ import annotations
 
-from trainer.config.sections import ActivationCheckpoint
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-_aten = torch.ops.aten
-# Costly to compute again: attention, and what waits for other ranks. Matrix products are dealt with on their own.
-# Only functional operations: one that fills a buffer (c10d's own collectives) would leave it empty when not run again.
-_KEPT_OPS = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-    }
-)
-_MATRIX_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from trainer.config.sections import ActivationCheckpoint, Config
+from trainer.parallel.compile import compiles
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def activation_checkpoint_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """What the chosen mode cannot do together with the rest of the config."""
+    settings, is_compiled = config.activation_checkpoint, compiles(config.compile, "model")
+    is_by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
+    schedule = config.parallelism.pipeline_parallel_schedule
+    problems = []
+    if settings.mode == "memory_budget" and not is_compiled:
+        problems.append(
+            "activation_checkpoint.mode = memory_budget is the compiler's choice, and the model is not compiled;"
+            " nearest: --compile.enable, or mode = selective with selective_ac_option = op"
+        )
+    if settings.mode != "none" and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+        # Measured: a checkpointed layer runs 11 times instead of 2, once more for each group of its weights; and torch
+        # forbids a second pass over results that `op` has kept.
+        problems.append(
+            f"schedule {schedule} goes back once for inputs and once for each group of weights, and would recompute"
+            f" layers as often under activation_checkpoint.mode = {settings.mode}; nearest: mode = none, or schedule"
+            " Interleaved1F1B"
+        )
+    if settings.debug and is_by_operation:
+        problems.append(
+            "activation_checkpoint.debug and selective_ac_option = op both watch a layer's operations, and torch has"
+            " room for one of them; nearest: mode = full"
+        )
+    if settings.debug and is_compiled and settings.mode in ("full", "selective"):
+        problems.append(
+            "activation_checkpoint.debug watches operations, and a compiled layer runs none that it could watch;"
+            " nearest: without compile"
+        )
+    return problems
+
+
+def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None:
+    """Tell the compiler how much of what backward needs it may keep; for this whole process, until told otherwise."""
+    import torch._functorch.config as functorch
+
+    is_budget = settings.mode == "memory_budget"
+    functorch.activation_memory_budget = settings.memory_budget if is_budget else 1.0
+    functorch.visualize_memory_budget_pareto = is_budget and settings.visualize_memory_budget_pareto
+    functorch.memory_budget_pareto_dir = str(dump_folder / "memory_budget_pareto")
 
 
 def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint) -> None:
@@ -30,9 +67,18 @@ def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint
 
     Only `forward` is replaced, no module is wrapped: FQNs stay, and what FSDP hooks around the layer stays outside.
     """
-    if settings.mode == "none":
+    from torch.utils.checkpoint import checkpoint
+
+    if settings.mode in ("none", "memory_budget"):
         return
-    run = partial(checkpoint, use_reentrant=False)
+    run = partial(
+        checkpoint,
+        use_reentrant=False,
+        early_stop=settings.early_stop,
+        preserve_rng_state=settings.preserve_rng_state,
+        determinism_check=settings.determinism_check,
+        debug=settings.debug,
+    )
     every = 1
     if settings.mode == "selective" and settings.selective_ac_option == "op":
         run = partial(run, context_fn=_keep_costly_operations)
@@ -40,7 +86,48 @@ def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint
         every = int(settings.selective_ac_option)
     for number, layer in model.layers.items():
         if (int(number) + 1) % every == 0:  # by number in the whole model: a pipeline does not change the choice
-            layer.forward = partial(run, layer.forward)
+            layer.forward = _computed_again(layer.forward, run)
+
+
+def _computed_again(forward: Callable, run: Callable) -> Callable:
+    # A function, where a partial would do: a compiler looks into functions of ours, but not into torch's checkpoint
+    # when that is the first it meets.
+    def checkpointed(*args, **kwargs):
+        return run(forward, *args, **kwargs)
+
+    return checkpointed
+
+
+@cache
+def _kept_operations() -> frozenset:
+    """Costly to compute again: attention, and what waits for other ranks. Matrix products are dealt with on their own.
+
+    Only functional operations: one that fills a buffer (c10d's own collectives) would leave it empty when not run
+    again.
+    """
+    import torch
+
+    aten = torch.ops.aten
+    return frozenset(
+        {
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            torch.ops._c10d_functional.all_gather_into_tensor.default,
+            aten.max.default,  # float8's scales: one number each
+        }
+    )
+
+
+@cache
+def _matrix_products() -> frozenset:
+    import torch
+
+    aten = torch.ops.aten
+    return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default})
 
 
 def _keep_costly_operations():
@@ -49,15 +136,18 @@ def _keep_costly_operations():
     Half the products balance memory against time, as in torchtitan. Forward and recomputation count apart, so that they
     decide alike.
     """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    kept, products = _kept_operations(), _matrix_products()
     num_products = {"forward": 0, "recompute": 0}
 
     def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
-        if operation in _MATRIX_PRODUCTS:
+        if operation in products:
             phase = "recompute" if context.is_recompute else "forward"
             num_products[phase] += 1
             keep = num_products[phase] % 2 == 1
         else:
-            keep = operation in _KEPT_OPS
+            keep = operation in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -1,0 +1,70 @@
+"""torch.compile, block by block: every layer runs the same compiled code, so that it is made once and not per layer.
+
+torch is imported inside functions: what cannot be combined is checked without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from trainer.config.sections import Compile, Config
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def compiles(settings: Compile, component: str) -> bool:
+    return settings.enable and component in settings.components
+
+
+def compile_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """What compiled blocks cannot do together with the rest of the config."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if compiles(config.compile, "model") and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+        return [
+            f"schedule {schedule} splits the backward pass, which torch cannot do with compiled blocks"
+            ' (pytorch#161904); nearest: schedule Interleaved1F1B, or compile.components = ["loss"]'
+        ]
+    return []
+
+
+def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
+    """An unknown backend, and a compiler that is missing."""
+    if not config.compile.enable or not config.compile.components:
+        return []
+    import torch
+
+    backend = config.compile.backend
+    known = torch.compiler.list_backends(exclude_tags=None)
+    if backend not in known:
+        return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(known))}"]
+    reason = _why_inductor_cannot(device) if backend == "inductor" else None
+    return [f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager"] if reason else []
+
+
+def _why_inductor_cannot(device: torch.device) -> str | None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda":
+        return None if has_triton() else "it writes Triton kernels, and triton is not installed or knows no such GPU"
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "it writes C++ for a CPU, and no C++ compiler is found (CXX, or g++ on the PATH)"
+    return None
+
+
+def apply_compile(model: nn.Module, settings: Compile) -> None:
+    """Compile each layer in place: FQNs stay, and FSDP's hooks, which come later, stay outside.
+
+    A layer that compiles only in pieces is an error, not a slow run. Shapes are compiled as they come (training and
+    validation, with and without gradients): code for any length would be slower in the one that matters.
+    """
+    for layer in model.layers.values():
+        layer.compile(backend=settings.backend, fullgraph=True, dynamic=False)
