@@ -44,6 +44,9 @@ def load_state(
             note(f"not loaded from {path}: {section}")
             continue
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
+    strange = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
+    if strange and TRAIN_STATE not in excluded:
+        note(f"not loaded from {path}, because titan has no such thing: {', '.join(sorted(strange))}")
     has_rng = _has_rng_of_each_rank(catalog.tensors, group.size())
     # and of a device that was not there then there is no state
     wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}

@@ -297,6 +297,21 @@ def too_many_validation_steps(config: Config) -> str:
     return ""
 
 
+def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
+    """Case: the loss of the first batch with the weights of each checkpoint, all of them loaded by one model."""
+    state, checkpoints = _run_state(config, _ranks())
+    batch = next(iter(state.loader))
+    step = TrainStep(state.model, state.model.meshes, max_norm=1.0, local_batch_size=config.training.local_batch_size)
+    losses = {}
+    for name, path in paths.items():
+        for parameter in state.model.named_parameters().values():
+            parameter.detach().fill_(float("nan"))
+        checkpoints.load_initial(path, state)
+        losses[name] = step.compute_gradients(batch, stop_requested=False).loss
+        state.optimizer.zero_grad()
+    return losses
+
+
 def run_beside(config: Config, how: str = "") -> tuple[str, str]:
     """Case: a run that saves beside the training, where the disk is as tests/dist/slow_saver.py has it."""
     path = Path(slow_saver.__file__)
