@@ -124,8 +124,13 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
     if not isinstance(name, str) or not isinstance(numbers, dict):
         raise CheckpointError(f"{path} lacks family or args")
     if name not in all_families():
-        raise UnsupportedError(f"{path} names a model family that is not known here: {name!r}")
-    known = {f.name for f in fields(ModelArgs)}
+        raise UnsupportedError(
+            f"{path} names a model family that is not known here: {name!r}",
+            hint=f"families: {', '.join(all_families())}; one of your own is imported first",
+            tries=["titan --import MODULE …"],
+        )
+    args_type = get_family(name).args_type
+    known = {f.name for f in fields(args_type)}
     problems = [f"unknown  {key}" for key in numbers if key not in known]
     problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
     if problems:
@@ -136,4 +141,4 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
     scaling = numbers.get("rope_scaling")
     if scaling is not None and not (isinstance(scaling, dict) and scaling.keys() == _SCALING_KEYS):
         raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(_SCALING_KEYS))}")
-    return get_family(name), ModelArgs(**{**numbers, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    return get_family(name), args_type(**{**numbers, "rope_scaling": RopeScaling(**scaling) if scaling else None})

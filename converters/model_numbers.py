@@ -1,7 +1,7 @@
 """Numbers that a model can have, by every name that config.json, params.json and titan_model.json give them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from converters.errors import CheckpointError, list_offenders
@@ -36,7 +36,14 @@ def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
 def check_args(args: ModelArgs, *, what: str) -> None:
     """check_numbers for what was made of a file, and how its numbers go with each other."""
     check_numbers(asdict(args), what=what)
-    problems = [f"{key} is null" for key, value in asdict(args).items() if value is None and key != "rope_scaling"]
+    numbers = asdict(args)
+    problems = [f"{f.name} is null" for f in fields(ModelArgs) if numbers[f.name] is None and f.name != "rope_scaling"]
+    own = fields(args)[len(fields(ModelArgs)) :]  # of a family's own args_type: what they may be, their defaults say
+    problems += [
+        f"{f.name} = {str(numbers[f.name])[:40]}: like {f.default!r} it must be"
+        for f in own
+        if numbers[f.name] != f.default and not _is_like(numbers[f.name], f.default)
+    ]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
     if args.head_dim % 2:
@@ -49,6 +56,12 @@ def check_args(args: ModelArgs, *, what: str) -> None:
             problems.append("RoPE scaling whose low_freq_factor is not below its high_freq_factor")
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """A whole number may stand for a real one."""
+    kind = type(default)
+    return default is None or type(value) is kind or (kind is float and type(value) is int)
 
 
 def _fits(value: Any, kind: type, low: float, high: float) -> bool:

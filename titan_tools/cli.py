@@ -72,6 +72,7 @@ app = typer.Typer(
 )
 
 
+_IMPORT = "TITAN_IMPORT"  # what --import names, for processes that this one starts
 _TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # --section.key VALUE, read by the config
 
 
@@ -88,8 +89,21 @@ def _options_of_titan(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            envvar=_IMPORT,
+            help="First import this module, by name or path: it registers a family, data or a loss of your own.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
-    pass
+    if module:
+        from trainer.config.custom_import import import_custom
+
+        os.environ[_IMPORT] = import_custom(module, told="--import {name}")  # for ranks that this process starts
 
 
 # The order of `titan --help`: the life of a checkpoint. Lines of that page are short enough to be shown whole.

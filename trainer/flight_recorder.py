@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,11 @@ class FlightRecorder:
     def file(self, rank: int) -> Path:
         return self.folder / f"{self.prefix}{rank}"
 
+    @property
+    def reader(self) -> str:
+        """What shows the files: torch's own, which wants the package tabulate beside it."""
+        return f"torchfrtrace -j --allow-incomplete-ranks --prefix {self.prefix} {self.folder}"
+
     def switch_on(self) -> None:
         """Before the first process group, which is when torch reads these; names of torch 2.11 to 2.13."""
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(self.num_remembered)
@@ -73,7 +79,8 @@ class FlightRecorder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file(rank).write_bytes(_record())
-        except (OSError, RuntimeError):
+        except Exception as problem:  # whatever it is, what led here is the news
+            print(f"rank {rank}: its collectives cannot be written down: {problem!r}", file=sys.stderr)
             return False
         return True
 
@@ -103,7 +110,7 @@ def failures_told(recorder: FlightRecorder, progress: Progress) -> Iterator[None
         raise CollectiveFailure(
             f"rank {rank}, step {progress.step + 1}: {_last_collective(recorder)} {why}: {_in_short(error)}",
             hint=_hint(why, silent, recorder),
-            tries=[f"torchfrtrace --prefix {recorder.prefix} {recorder.folder}"] if is_written else [],
+            tries=[recorder.reader] if is_written else [],
         ) from error
 
 
@@ -153,6 +160,7 @@ def _record() -> bytes:
         record["pg_config"] = {
             group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str(list(ranks))}
             for group, ranks in distributed_c10d._world.pg_group_ranks.items()
+            if isinstance(group, dist.ProcessGroup)  # a number stands for groups that this rank is not in
         }
     return pickle.dumps(record)
 

@@ -75,6 +75,7 @@ class Family:
     args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
     meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
     meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # what Meta's shards cut along another than tp_dim
+    args_type: type[ModelArgs] = ModelArgs  # a subclass where the family has numbers of its own, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
     # Which of its readers a file is for, where families share an architecture's name or Meta's format
     claims: Callable[[ModelArgs], bool] = _any

@@ -1,4 +1,4 @@
-"""Which families exist. A user's own family is added by `register` from a module named in `custom_import`."""
+"""Which families exist. A user's own is added by `register`, from a module that `custom_import` or `--import` names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +40,9 @@ def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
                 return family, args
     known = sorted({a for f in _FAMILIES.values() for a in f.hf_architectures})
     raise UnsupportedError(
-        f"config.json names architectures {architectures}, which no family here reads", hint=f"read: {', '.join(known)}"
+        f"config.json names architectures {architectures}, which no family here reads",
+        hint=f"read: {', '.join(known)}; a family of your own is imported first",
+        tries=["titan --import MODULE …"],
     )
 
 

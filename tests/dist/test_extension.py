@@ -1,0 +1,161 @@
+"""docs/extend.md is true: its files are a family, a dataset and a loss outside this package, and its commands run.
+
+The family is one that transformers has, so its logits are compared with those.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.weights import open_native
+from tests.dist import runs
+from tests.tiny_llama import write_tokenizer
+from trainer.config.custom_import import import_custom
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extend.md").read_text()
+RUN_ALL = """
+import json, os, sys
+from titan_tools import cli
+commands, before = json.loads(sys.argv[1]), dict(os.environ)
+for command in commands:
+    sys.argv = command
+    os.environ.clear()
+    os.environ.update(before)  # each as in a process of its own
+    print(f"$ {command[-1]}", flush=True)
+    if code := cli.run():
+        sys.exit(f"{command} ended with {code}")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the files of the page, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("outside")
+    for name, content in re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', PAGE, re.S):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "tokenizer").mkdir()
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def train_in_a_layout(folder, config):
+    """Case: a run of the page's family, data and loss."""
+    import_custom(str(folder / "mine"))
+    return runs.run(config)
+
+
+def logits_of(folder, checkpoint, tokens):
+    """Case: what the page's model says to tokens, from a checkpoint of any format."""
+    from titan_tools.infer.load import load_model
+
+    import_custom(str(folder / "mine"))
+    with open_native(checkpoint) as weights:
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.inference_mode():
+        return model.head(model.body(torch.tensor([tokens])))[0].tolist()
+
+
+def convert_there_and_back(folder, source, destination):
+    """Case: Hugging Face to DCP and back."""
+    from converters.convert import convert
+
+    import_custom(str(folder / "mine"))
+    convert(source, destination / "dcp", to="dcp")
+    convert(destination / "dcp", destination / "hf", to="hf")
+
+
+def _environment():
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in ranks} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_the_commands_of_the_page_run(folder):
+    (block,) = re.findall(r"```console\n(.*?)```", PAGE, re.S)
+    commands = [shlex.split(line.removeprefix("$ ")) for line in block.splitlines()]
+    assert len(commands) >= 7 and {command[0] for command in commands} == {"titan"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", RUN_ALL, json.dumps(commands)],
+        cwd=folder,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal; " in done.stdout and "back: all checks passed" in done.stdout and "command_r" in done.stdout
+    losses = runs.read_losses(folder / "outputs")
+    assert losses.keys() == set(range(1, 7)) and losses[6] < losses[1] - 0.03
+
+
+def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
+    layouts = {
+        "one": {},
+        "fsdp2 tp2": {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "disable_loss_parallel": True},
+        "pp2 cp2": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+    }
+    losses = {}
+    for name, parallelism in layouts.items():
+        dump = tmp_path / name
+        config = runs.make_config(
+            folder / "tokenizer",
+            dump,
+            flavor="tiny",
+            model={"name": "command_r"},
+            training={"dataset": "counting", "dataset_path": "20000", "loss": "z_loss", "global_batch_size": 8},
+            parallelism=parallelism,
+        )
+        told = pools[4 if parallelism else 1].run(train_in_a_layout, folder, config)
+        assert set(told) == {""}, told
+        losses[name] = runs.read_losses(dump)
+    for seen in losses.values():
+        assert seen.keys() == {1, 2, 3, 4}
+        assert all(abs(seen[step] - losses["one"][step]) <= 5e-6 for step in seen), losses
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_family_is_the_one_of_transformers(pools, folder, tmp_path, tied):
+    from transformers import CohereConfig, CohereForCausalLM
+
+    numbers = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = CohereConfig(
+        **numbers, vocab_size=97, intermediate_size=56, initializer_range=0.2, logit_scale=0.3, tie_word_embeddings=tied
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = CohereForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    tokens = torch.randint(97, (48,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    (ours,) = pools[1].run(logits_of, folder, tmp_path / "theirs", tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor(ours), expected, rtol=0, atol=2e-5)
+
+    pools[1].run(convert_there_and_back, folder, tmp_path / "theirs", tmp_path)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    again = CohereForCausalLM.from_pretrained(tmp_path / "hf").eval()  # config.json too
+    with torch.inference_mode():
+        assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
+
+
+def test_without_the_import_it_is_told_what_is_missing(folder, titan, tmp_path, monkeypatch):
+    monkeypatch.delenv("TITAN_IMPORT", raising=False)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text('{"architectures": ["CohereForCausalLM"]}')
+    save_file({"model.norm.weight": torch.ones(4)}, source / "model.safetensors")
+    code, _, err = titan("convert", "hf-to-dcp", source, tmp_path / "out")
+    assert code == 2 and "CohereForCausalLM" in err and "try: titan --import MODULE" in err
+    code, _, err = titan("--import", folder / "nothing.py", "models")
+    assert code == 2 and f"--import {folder / 'nothing.py'}: there is no such file" in err

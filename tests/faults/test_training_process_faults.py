@@ -1,0 +1,170 @@
+"""Ranks that are killed, stopped or fail in any phase of a step: the others say so soon, and the next start is whole.
+
+Faults T1–T5, T19 and T20. Those under the launcher are in tests/dist/test_train_command.py (T15, T16, T20), those of
+numbers in tests/dist/test_nonfinite.py (T26, T27).
+"""
+
+import os
+import pickle
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from tests.dist import runs
+from tests.dist.processes import ranks
+
+FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}  # accumulates twice
+STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
+PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return runs.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The dump folder of a run that nothing happened to."""
+    dump = tmp_path_factory.mktemp("whole")
+    with ranks(runs.make_config(data, dump, **FSDP2), 2, dump) as running:
+        assert [ended.exit_code for ended in running.wait().values()] == [0, 0]
+    return dump
+
+
+def _fault(phase, what, rank):
+    """Let `what` happen on the victim in a phase of STEP: in its last microbatch, where there are several."""
+    if rank != VICTIM:
+        return
+    num_calls, due = 0, PER_STEP[phase] * STEP
+
+    def count():
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= due:
+            what()
+
+    from torch import Tensor
+    from torch.optim import AdamW
+
+    from trainer import train
+    from trainer.models.llama3.model import TransformerBlock
+    from trainer.report import Report
+
+    def before(owner, name, happen):
+        original = getattr(owner, name)
+
+        def wrapped(*args, **keys):
+            happen(*args)
+            return original(*args, **keys)
+
+        setattr(owner, name, wrapped)
+
+    match phase:
+        case "init":
+            before(train, "build", lambda *_: count())
+        case "data":
+            fetching = Report.fetching
+
+            @contextmanager
+            def interrupted(report):
+                with fetching(report):
+                    yield
+                    count()
+
+            Report.fetching = interrupted
+        case "forward":
+            num_layers = 4
+            due *= num_layers
+            before(TransformerBlock, "forward", lambda *_: count())
+        case "backward":
+            before(Tensor, "backward", lambda loss, *_: loss.register_hook(lambda _: count()))
+        case "optim":
+            before(AdamW, "step", lambda *_: count())
+
+
+def _kill_oneself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise():
+    raise ZeroDivisionError("a slip of ours")
+
+
+def _assert_whole_after_another_start(config, dump, whole):
+    with ranks(config, 2, dump) as running:
+        assert [ended.exit_code for ended in running.wait().values()] == [0, 0]
+    assert runs.read_losses(dump) == runs.read_losses(whole)
+    assert runs.differences(dump / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
+
+
+@pytest.mark.parametrize("phase", PER_STEP)
+def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, whole, tmp_path, phase):
+    config = runs.make_config(data, tmp_path, **FSDP2)
+    with ranks(config, 2, tmp_path, partial(_fault, phase, _kill_oneself)) as running:
+        ended = running.wait()
+    assert ended[VICTIM].exit_code == -signal.SIGKILL and ended[VICTIM].told == {}
+    assert ended[0].exit_code == 3 and ended[0].secs - ended[VICTIM].secs < 2
+    step = {"init": 1, "optim": STEP + 1}.get(phase, STEP)
+    assert ended[0].told["message"].startswith(f"rank 0, step {step}: gloo:"), ended[0].told
+    assert ", lost a peer: " in ended[0].told["message"] and ended[0].told["traceback"] == ""
+    steps = {p.name for p in (tmp_path / "checkpoint").glob("step-*")}
+    assert steps == (set() if phase == "init" else {"step-2"})
+    _assert_whole_after_another_start(config, tmp_path, whole)
+
+
+def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole, tmp_path):
+    config = runs.make_config(data, tmp_path, **FSDP2, comm={"train_timeout_seconds": 3})
+    with ranks(config, 2, tmp_path, partial(_fault, "forward", _stop_oneself)) as running:
+        ended = running.wait(0)
+    told = ended[0].told
+    assert ended[0].exit_code == 3 and told["traceback"] == ""
+    assert told["message"].startswith(f"rank 0, step {STEP}: gloo:") and "timed out" in told["message"]
+    assert "rank 1 did not time out: stopped" in told["hint"]
+
+    # What torch's own reader makes of the record: the collective that the other rank never came to
+    (written,) = (tmp_path / "comm_traces").iterdir()
+    assert written.name == "rank_0"
+    entries = pickle.loads(written.read_bytes())["entries"]
+    assert entries[-1]["profiling_name"] in told["message"] and entries[-1]["frames"]
+    (reader,) = told["tries"]
+    arguments = shlex.split(reader.removeprefix("torchfrtrace "))
+    (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return '\\n'.join(row[0] for row in rows)")
+    read = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", *arguments],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    last = read.stderr.splitlines()[-1]
+    assert read.returncode == 0 and last.startswith(entries[-1]["profiling_name"].removeprefix("gloo:")), read
+    _assert_whole_after_another_start(config, tmp_path, whole)
+
+
+def test_an_exception_on_one_rank_is_the_only_traceback(data, tmp_path):
+    config = runs.make_config(data, tmp_path, **FSDP2)
+    with ranks(config, 2, tmp_path, partial(_fault, "optim", _raise)) as running:
+        ended = running.wait()
+    assert "ZeroDivisionError: a slip of ours" in ended[VICTIM].told["message"]
+    assert "_raise" in ended[VICTIM].told["traceback"] and ended[0].told["traceback"] == ""
+    assert "lost a peer" in ended[0].told["message"] and "its error comes first" in ended[0].told["hint"]
+    assert ended[VICTIM].told["secs"] < ended[0].told["secs"]  # so the launcher tells the victim's
+    assert {ended[0].exit_code, ended[VICTIM].exit_code} == {3}
+    assert sorted(p.name for p in (tmp_path / "comm_traces").iterdir()) == ["rank_0", "rank_1"]
+
+
+def test_without_a_buffer_nothing_is_recorded(data, tmp_path):
+    config = runs.make_config(data, tmp_path, **FSDP2, comm={"trace_buf_size": 0})
+    with ranks(config, 2, tmp_path, partial(_fault, "optim", _kill_oneself)) as running:
+        told = running.wait()[0].told
+    assert told["message"].startswith(f"rank 0, step {STEP + 1}: a collective lost a peer") and told["tries"] == []
+    assert not (tmp_path / "comm_traces").exists()
