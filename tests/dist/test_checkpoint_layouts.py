@@ -37,6 +37,7 @@ CASES = [
     Case(MeshShape(dp_shard=3, tp=2)),  # 3 divides no dim of the model
     Case(MeshShape(dp_shard=2, cp=2), "debug_tied"),
     Case(MeshShape(pp=2, dp_shard=2, tp=2), "debug_tied"),
+    Case(MeshShape(pp=2, dp_shard=2), "debug_tied", {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
 ]
 
 

@@ -1,69 +1,102 @@
-"""Any layout trains as one rank does: from the same seed on the same data, the same losses."""
+"""Any layout trains as one rank does: the same first weights, losses, gradients, validation and last weights."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.dist import runs
-from tests.dist.training import Layout, train
+from tests.dist.layouts import CASES, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
+from tests.dist.training import Layout, compare, make_reference, train
 from trainer.config.sections import Config
 from trainer.seed import seed
 
-STEPS = 20
-FLAVORS = ("debug_gqa", "debug_tied")
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        Layout("one rank"),
-        Layout("fsdp 2", 2),
-        Layout("tp 2", 2, {"tensor_parallel_degree": 2}),
-        Layout("cp 2", 2, {"context_parallel_degree": 2}),
-        Layout("pp 2", 2, {"pipeline_parallel_degree": 2}),
-        Layout("fsdp 2 cp 2", 4, {"context_parallel_degree": 2}),
-        Layout("fsdp 2 tp 2 pp 2", 8, {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}),
-    )
-}
+STEPS = 30
+
+
+def names(case: tuple[Layout, str]) -> str:
+    layout, flavor = case
+    return f"{layout.name}-{flavor}"
 
 
 @pytest.fixture(scope="module")
-def trained(pools):
-    """(layout, flavor) → what 20 steps of it told on each rank; trained once."""
-    told = {}
+def one_rank(pools, tmp_path_factory):
+    """flavor → what one rank told, and the file of its gradients and weights."""
+    folder, made = tmp_path_factory.mktemp("one-rank"), {}
 
-    def run(name: str, flavor: str) -> list[dict]:
-        if (name, flavor) not in told:
-            layout = LAYOUTS[name]
-            told[name, flavor] = pools[layout.world_size].run(train, layout, flavor, STEPS)
-        return told[name, flavor]
+    def run(flavor: str) -> tuple[dict, Path]:
+        if flavor not in made:
+            path = folder / f"{flavor.replace('/', '-')}.pt"
+            made[flavor] = pools[1].run(make_reference, ONE_RANK, flavor, STEPS, path)[0], path
+        return made[flavor]
 
     return run
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one rank"])
-def test_losses_equal_one_rank(trained, name, flavor):
-    (one,), ranks = trained("one rank", flavor), trained(name, flavor)
-    assert all(told == ranks[0] for told in ranks)
-    assert ranks[0]["losses"] == pytest.approx(one["losses"], abs=5e-6, rel=0)
-    assert ranks[0]["norms"] == pytest.approx(one["norms"], rel=1e-4)
+@pytest.fixture(scope="module")
+def compared(pools, one_rank):
+    """(layout, flavor) → what each rank told; trained once."""
+    told = {}
+
+    def run(layout: Layout, flavor: str) -> list[dict]:
+        if (layout.name, flavor) not in told:
+            _, path = one_rank(flavor)
+            told[layout.name, flavor] = pools[layout.world_size].run(compare, layout, flavor, STEPS, path)
+        return told[layout.name, flavor]
+
+    return run
+
+
+def assert_equal_to_one_rank(one: dict, ranks: list[dict], fqns: set[str]) -> None:
+    first = ranks[0]
+    for told in ranks:
+        assert told["not as seeded"] == []
+        assert (told["losses"], told["norms"]) == (first["losses"], first["norms"])
+    assert first["validated"] == pytest.approx(one["validated"], abs=5e-6, rel=0)
+    assert first["losses"] == pytest.approx(one["losses"], abs=5e-6, rel=0)
+    assert first["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    for what, bound in (("gradients", 1e-5), ("weights", 1e-4)):
+        assert set().union(*(told[what] for told in ranks)) == fqns
+        too_far = {fqn: error for told in ranks for fqn, error in told[what].items() if not error <= bound}
+        assert too_far == {}, what
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_a_layout_equals_one_rank(one_rank, compared, case):
+    layout, flavor = case
+    one, path = one_rank(flavor)
+    assert_equal_to_one_rank(one, compared(layout, flavor), one["fqns"])
     assert one["losses"][-1] < one["losses"][0] - 0.2  # something was learnt
 
 
-def _assert_a_rerun_is_bit_equal(pools, trained, name, flavor):
-    again = pools[LAYOUTS[name].world_size].run(train, LAYOUTS[name], flavor, STEPS)
-    assert again == trained(name, flavor)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES, ids=names)
+def test_sixteen_ranks_equal_one(one_rank, compared, case):
+    layout, flavor = case
+    assert_equal_to_one_rank(one_rank(flavor)[0], compared(layout, flavor), one_rank(flavor)[0]["fqns"])
 
 
-@pytest.mark.parametrize(("name", "flavor"), [("fsdp 2 tp 2 pp 2", "debug_tied"), ("fsdp 2 cp 2", "debug_gqa")])
-def test_a_rerun_is_bit_equal(pools, trained, name, flavor):
-    _assert_a_rerun_is_bit_equal(pools, trained, name, flavor)
+def assert_a_rerun_is_bit_equal(pools, compared, layout, flavor, *, steps):
+    again = pools[layout.world_size].run(train, layout, flavor, steps)
+    for told, first in zip(again, compared(layout, flavor), strict=True):
+        assert told == {what: first[what][:steps] for what in ("losses", "norms")}
+
+
+BY_NAME = {layout.name: layout for layout, _ in CASES}
+RERUN = [("fsdp 2 tp 2 pp 2", TIED), ("fsdp 2 tp 2 cp 2", GQA), ("ZBVZeroBubble fsdp 2 tp 2", TIED)]
+
+
+@pytest.mark.parametrize(("name", "flavor"), RERUN)
+def test_a_rerun_is_bit_equal(pools, compared, name, flavor):
+    assert_a_rerun_is_bit_equal(pools, compared, BY_NAME[name], flavor, steps=5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flavor", FLAVORS)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rerun_is_bit_equal_in_any_layout(pools, trained, name, flavor):
-    _assert_a_rerun_is_bit_equal(pools, trained, name, flavor)
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_a_rerun_is_bit_equal_in_any_layout(pools, compared, case):
+    assert_a_rerun_is_bit_equal(pools, compared, *case, steps=STEPS)
+
+
+SEEDED = {layout.name: layout for layout in (ONE_RANK, *MAIN, BY_NAME["ZBVZeroBubble"])}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +106,7 @@ def from_seed(pools, tmp_path_factory):
     data, told = runs.make_data(folder), {}
 
     def config(name: str, flavor: str, **sections) -> Config:
-        degrees = LAYOUTS[name].parallelism
+        degrees = SEEDED[name].parallelism | {MICROBATCH: 1}
         dump = folder / flavor / name.replace(" ", "-")
         return runs.make_config(data, dump, flavor=flavor, steps=3, parallelism=degrees, **sections)
 
@@ -84,7 +117,7 @@ def from_seed(pools, tmp_path_factory):
         if (name, flavor) not in told:
             # the run's own seed, 0, gives other weights: they show if nothing was loaded
             settings = config(name, flavor, checkpoint={"initial_load_path": str(checkpoint), "enable": False})
-            assert not any(pools[LAYOUTS[name].world_size].run(runs.run, settings))
+            assert not any(pools[SEEDED[name].world_size].run(runs.run, settings))
             told[name, flavor] = runs.read_losses(Path(settings.job.dump_folder))
         return told[name, flavor]
 
@@ -94,12 +127,12 @@ def from_seed(pools, tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "flavor"),
     [
-        ("fsdp 2", "debug_gqa"),
-        ("tp 2", "debug_gqa"),
-        ("cp 2", "debug_gqa"),
-        ("pp 2", "debug_tied"),
-        ("fsdp 2 cp 2", "debug_gqa"),
-        ("fsdp 2 tp 2 pp 2", "debug_tied"),
+        ("fsdp 2", GQA),
+        ("tp 2", GQA),
+        ("cp 2", GQA),
+        ("pp 2", TIED),
+        ("fsdp 2 tp 2 pp 2", TIED),
+        ("ZBVZeroBubble", TIED),
     ],
 )
 def test_the_same_seed_checkpoint_gives_the_same_losses(from_seed, name, flavor):

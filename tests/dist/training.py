@@ -1,6 +1,7 @@
 """A few training steps in any layout, for parity tests: the build and the step of the trainer, on data made here."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.build import build
-from trainer.train_model import TrainModel
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights
@@ -21,6 +21,7 @@ from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.step import TrainStep
+from trainer.train_model import TrainModel
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
 WARMUP_STEPS = 20
@@ -45,23 +46,22 @@ class Layout:
     world_size: int = 1
     parallelism: dict = field(default_factory=dict)
     training: dict = field(default_factory=dict)
-    activation_checkpoint: str = "none"
-    selective: str = "2"
+    sections: dict[str, dict] = field(default_factory=dict)
 
     def config(self, flavor: str) -> Config:
-        keys = {"mixed_precision_param": "float32", "seq_len": SEQ_LEN} | self.training
         degrees = Parallelism(**self.parallelism)
         dims = resolve(degrees, self.world_size)
+        keys = {"mixed_precision_param": "float32", "seq_len": SEQ_LEN, "local_batch_size": GLOBAL_BATCH // dims.batch}
         family, name = family_of(flavor)
-        return Config(
+        config = Config(
             model=Model(name=family, flavor=name),
-            training=Training(local_batch_size=GLOBAL_BATCH // dims.batch, **keys),
+            training=Training(**keys | self.training),
             parallelism=degrees,
             optimizer=Optimizer(lr=1e-3),
-            activation_checkpoint=ActivationCheckpoint(
-                mode=self.activation_checkpoint, selective_ac_option=self.selective
-            ),
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
         )
+        changed = {section: replace(getattr(config, section), **keys) for section, keys in self.sections.items()}
+        return replace(config, **changed)
 
 
 def build_model(layout: Layout, flavor: str) -> TrainModel:
@@ -104,14 +104,16 @@ def whole_loss(model: TrainModel, share: torch.Tensor) -> float:
 
 def train(layout: Layout, flavor: str, steps: int) -> dict:
     """Losses, and gradient norms before clipping, of a few steps as `trainer/train.py` takes them."""
-    config, model = layout.config(flavor), build_model(layout, flavor)
+    config = layout.config(flavor)
+    return train_model(build_model(layout, flavor), config, steps)
+
+
+def train_model(model: TrainModel, config: Config, steps: int) -> dict:
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     # A warm-up as in any run: a tied model is chaotic without one, and amplifies rounding.
     warmup = Curve.of(WARMUP_STEPS, warmup_steps=WARMUP_STEPS, decay_ratio=0.0)
     schedule = LRSchedule(optimizer, warmup)
-    train_step = TrainStep(
-        model, model.meshes, max_norm=config.training.max_norm, local_batch_size=config.training.local_batch_size
-    )
+    train_step = make_step(model, config, max_norm=config.training.max_norm)
     losses, norms = [], []
     for step in range(steps):
         result = train_step.compute_gradients(own_batch(model, step), stop_requested=False)
@@ -123,42 +125,66 @@ def train(layout: Layout, flavor: str, steps: int) -> dict:
     return {"losses": losses, "norms": norms}
 
 
-def first_gradients(layout: Layout, flavor: str) -> dict[str, torch.Tensor]:
-    """Whole gradients of the first step, of the parameters that this rank has a part in."""
-    model = build_model(layout, flavor)
-    model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
-    model.sum_tied_gradients()
-    return {fqn: _whole(parameter.grad) for fqn, parameter in model.named_parameters().items()}
+def make_step(model: TrainModel, config: Config, *, max_norm: float) -> TrainStep:
+    return TrainStep(model, model.meshes, max_norm=max_norm, local_batch_size=config.training.local_batch_size)
 
 
-def initial_differences(layout: Layout, flavor: str) -> tuple[list[str], int]:
-    """Parameters that do not start as the seed says, and how many were looked at."""
-    model = build_model(layout, flavor)
+def make_reference(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
+    """Case, one rank: train, and keep the first step's gradients and the last step's weights in a file."""
+    told, found = _train_and_look(layout, flavor, steps)
+    torch.save(found, path)
+    return told | {"fqns": set(found["weights"])}
+
+
+def compare(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
+    """Case: train as the reference did; losses, and how far each whole tensor is from the reference's.
+
+    Distances are relative, in the L2 norm, of what this rank has a part in.
+    """
+    told, found = _train_and_look(layout, flavor, steps)
+    reference = torch.load(path)
+    for what, tensors in found.items():
+        expected = reference[what]
+        told[what] = {
+            fqn: ((tensor - expected[fqn]).norm() / expected[fqn].norm()).item() for fqn, tensor in tensors.items()
+        }
+    return told
+
+
+def _train_and_look(layout: Layout, flavor: str, steps: int) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
+    """First weights, validation, the gradients of a step, training, validation again, last weights."""
+    config, model = layout.config(flavor), build_model(layout, flavor)
+    parameters = model.named_parameters()
+    told = {"not as seeded": differences_from_seed(model, flavor), "validated": [validation_loss(model)]}
+    # Unclipped: a scale that is off in its last digits would be in all of them
+    make_step(model, config, max_norm=float("inf")).compute_gradients(own_batch(model, 0), stop_requested=False)
+    gradients = {fqn: _whole(parameter.grad) for fqn, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    told |= train_model(model, config, steps)
+    told["validated"].append(validation_loss(model))
+    weights = {fqn: _whole(parameter.detach()) for fqn, parameter in parameters.items()}
+    return told, {"gradients": gradients, "weights": weights}
+
+
+def differences_from_seed(model: TrainModel, flavor: str) -> list[str]:
+    """Parameters that do not start as `titan seed` would write them."""
     weights = InitialWeights(ModelInfo(family_of(flavor)[0], args_of(flavor)), seed=SEED)
     differing = []
     for fqn, tensor in model.state_dict().items():
         expected = torch.from_numpy(weights.read(fqn, Box.whole(weights.tensors[fqn].shape)))
         if not _whole(tensor).equal(expected):
             differing.append(fqn)
-    return differing, len(model.state_dict())
+    return differing
 
 
-def validate(layout: Layout, flavor: str) -> dict:
-    """Validation losses before and after a step of training, on sequences of another length and an uneven batch."""
-    model = build_model(layout, flavor)
-    losses = []
-    for step in range(2):
-        batch = global_batch(100 + step, seq_len=2 * SEQ_LEN)
-        mesh = model.meshes["batch"]
-        mine = slice(mesh.get_local_rank(), None, mesh.size())
-        losses.append(whole_loss(model, model.forward_loss(Batch(batch.tokens[mine], batch.targets[mine]))))
-        losses[-1] /= batch.num_valid_tokens
-        model.forward_backward(own_batch(model, step), global_batch(step).num_valid_tokens)
-        with torch.no_grad():
-            model.sum_tied_gradients()
-            for parameter in model.named_parameters().values():
-                parameter -= 0.1 * parameter.grad.to(parameter.dtype)
-    return {"losses": losses}
+def validation_loss(model: TrainModel) -> float:
+    """On sequences of another length and an uneven batch."""
+    batch = global_batch(100, seq_len=2 * SEQ_LEN)
+    mesh = model.meshes["batch"]
+    mine = slice(mesh.get_local_rank(), None, mesh.size())
+    loss = whole_loss(model, model.forward_loss(Batch(batch.tokens[mine], batch.targets[mine])))
+    return loss / batch.num_valid_tokens
 
 
 class _CountCollectives(TorchDispatchMode):

@@ -1,0 +1,101 @@
+"""The layouts in which training must equal one rank: one table of degrees, schedules and options.
+
+The main ones train both debug models, the others one of them: grouped-query attention, or tied embeddings.
+"""
+
+from tests.dist.training import Layout
+
+ONE_RANK = Layout("one rank")
+GQA, TIED = "debug_gqa", "debug_tied"
+QWEN_GQA, QWEN_TIED = "qwen3/debug_gqa", "qwen3/debug_tied"
+PP, TP, CP = "pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"
+REPLICAS = "data_parallel_replicate_degree"
+SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
+LAYERS_PER_STAGE = "pipeline_parallel_layers_per_stage"
+FIRST_LESS, LAST_LESS = "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"
+EVEN = {FIRST_LESS: 0, LAST_LESS: 0}
+EXPLICIT = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2", "layers.3", "norm", "output"))
+OP, FULL, EVERY_2ND = (
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "2"},
+)
+AOT_EAGER = {"enable": True, "backend": "aot_eager"}
+
+
+def _pipe(name: str, ranks: int = 2, **keys) -> Layout:
+    """A pipeline of two ranks; the others of `ranks` shard."""
+    sections = keys.pop("sections", {})
+    return Layout(name, ranks, {PP: 2, MICROBATCH: 2} | keys, sections=sections)
+
+
+MAIN = (
+    Layout("fsdp 2", 2),
+    Layout("tp 2", 2, {TP: 2}),
+    Layout("cp 2", 2, {CP: 2}),
+    Layout("pp 2", 2, {PP: 2}),
+    Layout("fsdp 2 tp 2 pp 2", 8, {TP: 2, PP: 2, MICROBATCH: 2}),
+    Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}),
+)
+CASES = [
+    *((layout, flavor) for layout in MAIN for flavor in (GQA, TIED)),
+    # each axis; replicas alone are DDP
+    (Layout("replicas 2", 2, {REPLICAS: 2}), TIED),
+    (Layout("replicas 4", 4, {REPLICAS: 4}), GQA),
+    (Layout("fsdp 4", 4), TIED),
+    (Layout("tp 4", 4, {TP: 4}), GQA),
+    (Layout("cp 4", 4, {CP: 4}), GQA),
+    (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),
+    # each pair of axes
+    (Layout("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
+    (Layout("replicas 2 tp 2", 4, {REPLICAS: 2, TP: 2}), TIED),
+    (Layout("replicas 2 cp 2", 4, {REPLICAS: 2, CP: 2}), GQA),
+    (_pipe("replicas 2 pp 2", 4, **{REPLICAS: 2}), TIED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}), TIED),
+    (Layout("fsdp 2 cp 2", 4, {CP: 2}), TIED),
+    (_pipe("fsdp 2 pp 2", 4), GQA),
+    (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
+    (_pipe("tp 2 pp 2", 4, **{TP: 2}), TIED),
+    (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
+    # three
+    (Layout("hsdp 2x2 tp 2", 8, {REPLICAS: 2, TP: 2}), GQA),
+    # each schedule; 1F1B is every other pipeline's
+    (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
+    (_pipe("Interleaved1F1B fsdp 2", 4, **{SCHEDULE: "Interleaved1F1B"}), TIED),
+    (_pipe("LoopedBFS, a layer per stage", **{SCHEDULE: "LoopedBFS", LAYERS_PER_STAGE: 1} | EVEN), GQA),
+    (_pipe("InterleavedZeroBubble fsdp 2", 4, **{SCHEDULE: "InterleavedZeroBubble"}), GQA),
+    (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2}), TIED),
+    (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
+    (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2}), GQA),
+    (_pipe("ZBVZeroBubble fsdp 2 tp 2", 8, **{SCHEDULE: "ZBVZeroBubble", TP: 2}), TIED),
+    # stages of unequal depth
+    (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
+    (_pipe("a first stage of one layer", **{FIRST_LESS: 2, LAST_LESS: 0}), TIED),
+    # each way to recompute
+    (Layout("full recomputation", 2, sections={"activation_checkpoint": FULL}), TIED),
+    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), GQA),
+    (Layout("operations kept, cp 2", 2, {CP: 2}, sections={"activation_checkpoint": OP}), TIED),
+    (_pipe("every 2nd layer, pp 2", sections={"activation_checkpoint": EVERY_2ND}), TIED),
+    # batch and loss
+    (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
+    (Layout("accumulation 4, replicas 2", 2, {REPLICAS: 2}, training={"local_batch_size": 1}), GQA),
+    (Layout("plain loss, tp 2", 2, {TP: 2}, training={"loss": "plain"}), TIED),
+    (Layout("plain loss, whole logits, tp 2", 2, {TP: 2, "disable_loss_parallel": True}, {"loss": "plain"}), GQA),
+    (Layout("whole logits in chunks, tp 2", 2, {TP: 2, "disable_loss_parallel": True}), TIED),
+    (_pipe("plain loss, pp 2", 2, sections={"training": {"loss": "plain"}}), TIED),
+    # when FSDP frees what it has gathered
+    (Layout("fsdp 2, always resharded", 2, {"fsdp_reshard_after_forward": "always"}), TIED),
+    (Layout("fsdp 2, never resharded", 2, {"fsdp_reshard_after_forward": "never"}), GQA),
+    (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
+    # compiled
+    (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
+    # Qwen 3: norms of q and k, whole on every tensor-parallel rank
+    (Layout("fsdp 2", 2), QWEN_GQA),
+    (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
+    (_pipe("pp 2"), QWEN_TIED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
+]
+SLOW_CASES = [
+    (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA),
+    (Layout("fsdp 2 tp 2 pp 2 cp 2, V", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2, SCHEDULE: "ZBVZeroBubble"}), TIED),
+]
