@@ -5,6 +5,7 @@ that the loop knows one `forward_backward(batch, num_valid_tokens)`.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from trainer.models.registry import TrainerFamily, get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.compile import apply_compile, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
-from trainer.parallel.fsdp import apply_fsdp, reshard_policy
+from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.tensor import apply_tp
 from trainer.parallel_dims import check_layout
@@ -31,13 +33,23 @@ from trainer.stages import split_model
 from trainer.train_model import TrainModel
 
 
-def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, device: torch.device) -> TrainModel:
+def build(
+    config: Config,
+    args: ModelArgs,
+    dims: MeshShape,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    memory: AbstractContextManager | None = None,
+) -> TrainModel:
     """The model as this rank trains it, in real memory on `device`, its values not yet set.
 
+    `memory`: a dry run makes tensors under it that take none, and asks nothing of this machine.
     Raises ConfigError with every problem of the layout, UnsupportedError with all that this machine cannot run.
     """
     check_layout(config, args, dims)
-    refuse_what_cannot_run(config, device)
+    if memory is None:
+        refuse_what_cannot_run(config, device)
     family = get_trainer_family(config.model.name)
     parameters = get_family(config.model.name).parameters(args)
     split = split_model(config.parallelism, args.num_layers, dims.pp)
@@ -47,12 +59,21 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
     for stage in split.stages_of(pp_rank):
         part = build_part(config, family, args, parameters, split.modules[stage])
         parallelize(part, config, family, parameters, meshes)
-        part.to_empty(device=device)
+        with memory or nullcontext():
+            if config.training.enable_cpu_offload:
+                keep_on_cpu(part, device)
+            else:
+                part.to_empty(device=device)
         part.tie()
         parts.append(part)
 
+    accumulating: Callable[[], AbstractContextManager] = nullcontext
     if dims.pp == 1:
         runner: Runner = WholeModel(parts[0])
+        if is_ddp(dims):
+            compute_in(parts[0], getattr(torch, config.training.mixed_precision_param))
+            runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group())
+            accumulating = runner.accumulating
     else:
         size = config.parallelism.pipeline_parallel_microbatch_size
         runner = Pipeline(
@@ -78,6 +99,7 @@ def build(config: Config, args: ModelArgs, dims: MeshShape, meshes: Meshes, devi
         runner=runner,
         take_shard=_shard_taker(meshes, device),
         ends_meet=split.ends_meet,
+        accumulating=accumulating,
     )
 
 
@@ -104,9 +126,7 @@ def parallelize(
     if compiles(config.compile, "model"):
         apply_compile(part, config.compile)
     install_loss(part, config, meshes)
-    # Mixed precision is FSDP's, so FSDP also wraps what it does not shard: else TP-only and PP-only runs would compute
-    # in another dtype than the same job on other degrees.
-    if dims.fsdp > 1 or dims.dp_replicate > 1 or training.mixed_precision_param != training.dtype:
+    if is_fsdp(config, dims):
         reshard, reshard_last = reshard_policy(parallelism.fsdp_reshard_after_forward, pipelined=dims.pp > 1)
         apply_fsdp(
             part,
@@ -115,6 +135,7 @@ def parallelize(
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
             reshard_last=reshard_last,
+            offload_to_cpu=training.enable_cpu_offload,
         )
 
 

@@ -14,6 +14,7 @@ from trainer.data.kinds import data_problems
 from trainer.loss_registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.compile import compile_problems
+from trainer.parallel.fsdp import offload_problems
 from trainer.profiling import profiling_problems
 from trainer.stages import stage_problems
 
@@ -69,6 +70,23 @@ def _fixed_degrees(parallelism: Parallelism) -> int:
     )
 
 
+def fit_layout(config: Config, args: ModelArgs, world_size: int) -> MeshShape:
+    """The degrees on `world_size` ranks. Raises ConfigError with every problem of their product and of the layout."""
+    parallelism = config.parallelism
+    try:
+        dims = resolve(parallelism, world_size)
+    except ConfigError as error:
+        named = resolve(parallelism, required_world_size(parallelism))
+        more = layout_problems(config, args, named)
+        if not more:
+            raise
+        first = error.message + (f" ({error.hint})" if error.hint else "")
+        told = f"this layout cannot run {config.model.flavor!r}:" + list_offenders([first, *more], most=50)
+        raise ConfigError(told, tries=error.tries) from None
+    check_layout(config, args, dims)
+    return dims
+
+
 def check_layout(config: Config, args: ModelArgs, dims: MeshShape) -> None:
     """Raise ConfigError with every problem of the layout."""
     problems = layout_problems(config, args, dims)
@@ -80,6 +98,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     """Everything about degrees, model and batch that does not fit, with the nearest choices that would."""
     return [
         *_tensor_problems(args, dims.tp),
+        *offload_problems(config, dims),
         *_sequence_problems(config, dims),
         *_batch_problems(config, dims),
         *data_problems(config, dims),

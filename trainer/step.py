@@ -48,11 +48,15 @@ class TrainStep:
         num_valid = torch.tensor(samples.num_valid_tokens, device=self._device)
         dist.all_reduce(num_valid, group=self._batch_group)
         num_valid_tokens = int(num_valid)
-        shares = [self._model.forward_backward(part, max(num_valid_tokens, 1)) for part in self._microbatches(samples)]
+        *most, last = self._microbatches(samples)
+        with self._model.accumulating():
+            shares = [self._model.forward_backward(part, max(num_valid_tokens, 1)) for part in most]
+        shares.append(self._model.forward_backward(last, max(num_valid_tokens, 1)))
         self._model.sum_tied_gradients()
         grad_norm = self._clip()
         # One sum tells all ranks the loss, and whether any was asked to stop. tp ranks hold the same share of the loss.
-        verdict = torch.stack([torch.stack(shares).sum().double(), grad_norm.new_tensor(float(stop_requested))])
+        share = torch.stack(shares).sum().to(grad_norm)  # which CPU offload leaves on the CPU
+        verdict = torch.stack([share, grad_norm.new_tensor(float(stop_requested))])
         dist.all_reduce(verdict)
         loss, num_stop_requests = verdict.tolist()
         return StepResult(loss / self._tp, grad_norm.item(), num_valid_tokens, num_stop_requests > 0)

@@ -1,6 +1,7 @@
 """What a rank trains: its parts of the model, their parameters by FQN, and the two things the loop does with them."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,11 @@ class TrainModel:
         runner: Runner,
         take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
         ends_meet: bool,
+        accumulating: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
         self._runner, self._take_shard = runner, take_shard
+        self.accumulating = accumulating  # around the batches of a step but its last: gradients need not meet yet
         # Taken once: while FSDP has a parameter gathered, its module shows the gathered one.
         self._tied = TiedCopies(args, parts, meshes, ends_meet=ends_meet)
         followers = set(map(id, self._tied.followers))

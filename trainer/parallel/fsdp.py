@@ -1,11 +1,42 @@
-"""FSDP2: which modules are gathered together, in which dtypes, and when they are freed again."""
+"""FSDP2: what it wraps, which modules are gathered together, in which dtypes, and when they are freed again.
+
+torch is imported inside functions: what cannot be combined is checked without it.
+"""
+
+from __future__ import annotations
 
 import warnings
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+from trainer.parallel.ddp import is_ddp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def is_fsdp(config: Config, dims: MeshShape) -> bool:
+    """Whether FSDP wraps the model: also where it has nothing to shard, for what only FSDP does.
+
+    Mixed precision, above all: else TP-only and PP-only runs would compute in another dtype than the same job on other
+    degrees.
+    """
+    training = config.training
+    is_needed = training.mixed_precision_param != training.dtype or training.enable_cpu_offload
+    return not is_ddp(dims) and (dims.fsdp > 1 or dims.dp_replicate > 1 or is_needed)
+
+
+def offload_problems(config: Config, dims: MeshShape) -> list[str]:
+    """Offloading is FSDP's."""
+    if not config.training.enable_cpu_offload or not is_ddp(dims):
+        return []
+    return [
+        "training.enable_cpu_offload needs FSDP, and ranks that hold whole copies (DDP) have none; nearest:"
+        f" parallelism.data_parallel_replicate_degree = 1 and data_parallel_shard_degree = {dims.world_size}"
+    ]
 
 
 def apply_fsdp(
@@ -16,17 +47,23 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     reshard_last: bool,
+    offload_to_cpu: bool = False,
 ) -> None:
     """Shard a model (or stage) over `mesh`; a 2-d mesh replicates over its first axis (HSDP).
 
     Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
     for norm and output, which backward needs again at once.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     # Inputs need no cast: embeddings come out in param_dtype, and what else goes in keeps its precision.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
+    # Pinned memory is for copies to and from a GPU.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload_to_cpu else OffloadPolicy()
+
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        fully_shard(modules, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
 
     ends = [m for m in (model.norm, model.output) if m is not None]
     if model.args.tied and model.tok_embeddings is not None and model.output is not None:
@@ -37,7 +74,7 @@ def apply_fsdp(
         shard(layer, reshard=reshard_after_forward)
     if ends:
         shard(ends, reshard=reshard_last)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+    shard(model, reshard=reshard_after_forward)
     model.tie()
 
     # Under TP a module's output is a view of a DTensor; torch warns of writing into it in place, which nobody does.
@@ -47,6 +84,16 @@ def apply_fsdp(
             module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: gloo has no PREMUL_SUM, which a divide factor would ask for.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
+    """Real memory under CPU offload: parameters on the CPU, and on `device` all else, which FSDP does not move."""
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if next(module.parameters(), None) is None:
+            module.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def reshard_policy(name: str, *, pipelined: bool) -> tuple[bool, bool]:

@@ -1,0 +1,91 @@
+"""Data parallelism over whole copies of the model (DDP): each rank's gradients are summed while backward still runs.
+
+Not torch's DistributedDataParallel: it sorts gradients into other buckets after the first step, so that from three
+ranks on a resumed run adds up in another order than one that went on. Here each gradient is summed by itself, always in
+the same order; parameters of language models are large enough for that. Torch-free until something is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from converters.layout import MeshShape
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+
+    from trainer.runner import Runner
+
+
+def is_ddp(dims: MeshShape) -> bool:
+    """Whether ranks hold whole copies. Copies of a part of the model (TP, PP) are HSDP with a shard degree of 1."""
+    return dims.dp_replicate > 1 and dims.world_size == dims.dp_replicate
+
+
+class Replicated:
+    """The runner of a model that other ranks hold copies of: runs it, and sums the gradients of all."""
+
+    def __init__(self, runner: Runner, model: nn.Module, group: dist.ProcessGroup):
+        self._runner, self._group = runner, group
+        self._parameters = list(model.parameters())
+        self._is_accumulating = False
+        self._is_summed = False
+        self._sums: list[dist.Work] = []
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._sum_gradient)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+        self._take_own_share()
+        loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens)
+        for waiting in self._sums:
+            waiting.wait()
+        self._sums.clear()
+        self._is_summed = not self._is_accumulating
+        return loss
+
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        return self._runner.forward_loss(tokens, targets, positions)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within, gradients stay on their ranks; the first batch after it sums what has gathered."""
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def _sum_gradient(self, parameter: nn.Parameter) -> None:
+        import torch.distributed as dist
+
+        if not self._is_accumulating:
+            self._sums.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
+
+    def _take_own_share(self) -> None:
+        """Gradients that are summed already, and that nobody has cleared, are not to be counted once per rank."""
+        import torch
+
+        left = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._is_summed and left:
+            torch._foreach_div_(left, self._group.size())
+        self._is_summed = False
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make modules see their parameters in another dtype, as FSDP's mixed precision does; the parameters stay.
+
+    A property of the class stands before the parameter, so FQNs stay too, and what is computed again in backward casts
+    again. Gradients arrive in the parameter's dtype. Comes after anything that sets or ties parameters.
+    """
+    for module in model.modules():
+        if names := [name for name, own in module.named_parameters(recurse=False) if own.dtype != dtype]:
+            kind = type(module)
+            module.__class__ = type(kind.__name__, (kind,), {name: _cast(name, dtype) for name in names})
+
+
+def _cast(name: str, dtype: torch.dtype) -> property:
+    return property(lambda module: module._parameters[name].to(dtype))
