@@ -34,9 +34,28 @@ class Slow:
         checkpoint_io._SyncedFile.write = fail
 
     @staticmethod
-    def stuck() -> None:
-        """The last moment before the rename never ends."""
-        checkpoint_write.commit = lambda *args, **kwargs: time.sleep(1000)
+    def stuck_in_commit() -> None:
+        """The last moment before the second save's rename never ends."""
+        commit = checkpoint_write.commit
+
+        def stay(*args, **kwargs):
+            checkpoint_write.commit = lambda *args, **kwargs: time.sleep(1000)
+            commit(*args, **kwargs)
+
+        checkpoint_write.commit = stay
+
+    @staticmethod
+    def stuck_in_data() -> None:
+        """The second save's first tensor is written, and the next never is."""
+        write_tensor, num_saves = checkpoint_io.CheckpointWriter._write_tensor, {}
+
+        def stay(self, file, item, planner):
+            num_saves.setdefault(id(self._sources), len(num_saves))
+            if len(num_saves) > 1 and file.size:
+                time.sleep(1000)
+            return write_tensor(self, file, item, planner)
+
+        checkpoint_io.CheckpointWriter._write_tensor = stay
 
     @staticmethod
     def killed() -> None:
