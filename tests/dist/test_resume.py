@@ -21,7 +21,10 @@ FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_b
 TP2 = {"parallelism": {"tensor_parallel_degree": 2}}
 PP2 = {"parallelism": {"pipeline_parallel_degree": 2}}
 CP2 = {"parallelism": {"context_parallel_degree": 2}}
-LAYOUTS = {"fsdp2": FSDP2, "tp2": TP2, "pp2": PP2, "cp2": CP2}
+# rank 0 holds the embedding and its copy, the output
+V2 = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}
+LAYOUTS = {"fsdp2": FSDP2, "tp2": TP2, "pp2": PP2, "v2": V2, "cp2": CP2}
+SAME = [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2"), ("debug_tied", "v2")]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def _flip_a_bit(step_folder):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("flavor", "name"), [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2")])
+@pytest.mark.parametrize(("flavor", "name"), SAME)
 def test_going_on_in_the_same_layout_is_bit_equal(pools, data, whole_runs, tmp_path, flavor, name):
     whole = whole_runs(flavor, name)
     runs.begin_from(tmp_path, whole, 2)
@@ -63,7 +66,7 @@ def test_going_on_in_the_same_layout_is_bit_equal(pools, data, whole_runs, tmp_p
     assert check_files(resumed) == []
 
 
-@pytest.mark.parametrize(("flavor", "name"), [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2")])
+@pytest.mark.parametrize(("flavor", "name"), SAME)
 def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor, name):
     step = whole_runs(flavor, name) / "checkpoint" / "step-4"
     sums = read_manifest(step).tensors
@@ -84,7 +87,7 @@ def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor
     }
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("name", ["tp2", "pp2", "v2", "cp2"])
 def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs, tmp_path, name):
     whole = whole_runs("debug_tied", "fsdp2")
     config = runs.make_config(data, tmp_path, flavor="debug_tied", **LAYOUTS[name])
