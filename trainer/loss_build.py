@@ -12,6 +12,7 @@ from trainer.config.sections import Compile, Config
 from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
 from trainer.loss_chunked import ChunkedOutput, LossSum
 from trainer.loss_registry import CHUNKED, PLAIN, get_loss, is_loss_parallel
+from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -62,8 +63,7 @@ def choose_loss(config: Config, meshes: "Meshes") -> LossSum:
 
 def maybe_compile_loss(loss_sum: LossSum, settings: Compile) -> LossSum:
     """Compiled, if `compile.components` says so: cast, softmax and sum in one go, without the fp32 logits."""
-    wanted = settings.enable and "loss" in settings.components
-    return torch.compile(loss_sum, backend=settings.backend) if wanted else loss_sum
+    return torch.compile(loss_sum, backend=settings.backend) if compiles(settings, "loss") else loss_sum
 
 
 def _of_output(loss_sum: LossSum, config: Config, meshes: "Meshes") -> LossSum:

@@ -82,17 +82,8 @@ class ChunkedOutput:
             grad_piece, *grads = torch.autograd.grad(loss, [piece_1TD, *parameters])
             total += loss.detach()
             grad_1TD.copy_(_local_as(grad_piece, [Partial()]))
-            local = [
-                _local_as(grad, getattr(parameter, "placements", None))
-                for grad, parameter in zip(grads, parameters, strict=True)
-            ]
-            if not sums:
-                # a bf16 sum would round once per piece; a whole product rounds once
-                sums = [grad.to(torch.float32, copy=True) for grad in local]
-            else:
-                for sum_, grad in zip(sums, local, strict=True):
-                    sum_ += grad
-            del grad_piece, grads, local  # as large as the output: not beside those of the next piece
+            _add_up(sums, parameters, grads)
+            del grad_piece, grads  # as large as the output: not beside those of the next piece
         gradients = [grad_BLD]
         while sums:  # one after another: an fp32 sum makes room for the next one
             gradients.append(sums.pop(0).to(parameters[len(gradients) - 1].dtype))
@@ -125,6 +116,17 @@ class _ChunkedLossSum(torch.autograd.Function):
             gradients = ctx.saved_tensors
         grad_h_BLD, *grads = (gradient * each for each in gradients)
         return None, None, grad_h_BLD, None, *grads
+
+
+def _add_up(sums: list[Tensor], parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+    """Add gradients of parameters to sums, in fp32: a whole product rounds once, and bf16 would at every piece."""
+    is_first = not sums
+    for i, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+        local = _local_as(grad, getattr(parameter, "placements", None))
+        if is_first:
+            sums.append(local.to(torch.float32, copy=True))
+        else:
+            sums[i] += local
 
 
 def _as_it_is(h: Tensor) -> Tensor:

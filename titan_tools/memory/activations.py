@@ -11,24 +11,6 @@ from titan_tools.memory.run_shape import RunShape
 
 FP32 = 4
 
-LOSS_KEPT_BYTES = FP32  # per logit, from the loss's forward to its backward: log_softmax's result, or the probabilities
-
-
-def loss_forward_bytes(run: RunShape) -> int:
-    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept."""
-    cast = 0 if run.compute_bytes == FP32 else FP32
-    return run.compute_bytes + cast + LOSS_KEPT_BYTES
-
-
-def loss_backward_bytes(run: RunShape) -> int:
-    """Bytes per logit at the highest point of cross entropy's backward, above what is kept.
-
-    torch: the gradients of nll_loss and of log_softmax, fp32. trainer/loss.py's sharded loss: the gradient, its product
-    with the one that came in, and the result in the compute dtype. The logits are dead by then.
-    """
-    cast = 0 if run.compute_bytes == FP32 else run.compute_bytes
-    return 2 * FP32 + (cast if run.loss_parallel else 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Activations:
@@ -38,8 +20,8 @@ class Activations:
     kept: tuple[int, ...]  # by block, from its forward to its backward
     added: tuple[int, ...]  # by block, at the highest point of its backward
     first_gradient: int  # the only weight's gradient that a block's backward has made by then: that of w2
-    final_norm: int  # the last norm's input, what it keeps, and the whole normed stream that the output product reads
-    num_logits: int  # loss parallel leaves the vocabulary cut by TP
+    final_norm: int  # the last norm's input and what it keeps
+    hidden: int  # the whole normed stream, which the output's product reads
 
 
 def activations_of(run: RunShape) -> Activations:
@@ -50,8 +32,8 @@ def activations_of(run: RunShape) -> Activations:
         kept=tuple(kept_block(run, layer) for layer in layers),
         added=tuple(added_by_backward(run, layer) for layer in layers),
         first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.compute_bytes,
-        final_norm=t.stream + t.norm + t.whole,
-        num_logits=run.num_tokens * run.args.vocab_size // (run.mesh.tp if run.loss_parallel else 1),
+        final_norm=t.stream + t.norm,
+        hidden=t.whole,
     )
 
 
@@ -153,5 +135,17 @@ def added_by_backward(run: RunShape, layer: int) -> int:
     product's takes the place of the product).
     """
     t = block_tensors(run)
-    reused = _reused_by_recompute(t, run) if run.recompute.mode == "op" else kept_block(run, layer)
-    return kept_whole_block(run) - reused + t.whole + 2 * t.hidden
+    came_in = t.whole + 2 * t.hidden
+    if run.recompute.mode != "op":
+        return kept_whole_block(run) - kept_block(run, layer) + came_in
+    return kept_whole_block(run) - _reused_by_recompute(t, run) - _used_up_by_recompute(t, run) + came_in
+
+
+def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:
+    """What was kept and is gone by then: w2's result, or under TP the two sums, unless recomputation stops before them.
+
+    Under TP the reduce-scatter's copy of w2's result takes its place. Its first sum is gone in any case.
+    """
+    if run.mesh.tp > 1:
+        return t.stream if run.recompute.stops_early else 2 * t.stream
+    return t.whole if run.traits.stored_w2_output and not run.recompute.stops_early else 0

@@ -8,16 +8,10 @@ published peaks of torchtitan and against torch on CPU; there is no closed form 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from titan_tools.memory.activations import (
-    FP32,
-    LOSS_KEPT_BYTES,
-    Activations,
-    activations_of,
-    loss_backward_bytes,
-    loss_forward_bytes,
-)
+from titan_tools.memory.activations import FP32, Activations, activations_of
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
 from titan_tools.memory.holdings import Group, groups_of_stage
+from titan_tools.memory.loss import LossBytes, loss_bytes, validation_loss_bytes
 from titan_tools.memory.run_shape import RunShape
 from titan_tools.memory.schedules import Action, actions_of_rank
 
@@ -63,7 +57,8 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
     )
     stages = sorted({action.stage for action in order})
     has_states = steady or run.traits.states_from_start
-    state = _Rank(run, {stage: groups_of_stage(run, stage) for stage in stages}, activations_of(run), gpu, has_states)
+    groups = {stage: groups_of_stage(run, stage) for stage in stages}
+    state = _Rank(run, groups, activations_of(run), loss_bytes(run), gpu, has_states)
     for _ in range(run.num_accumulated):
         for action in order:
             yield from state.forward(action) if action.kind == "F" else state.backward(action)
@@ -81,10 +76,11 @@ class _Rank:
     run: RunShape
     groups: dict[int, list[Group]]  # by stage
     sizes: Activations
+    loss: LossBytes
     gpu: Gpu
     has_states: bool
     kept: dict[tuple[int, int], int] = field(default_factory=dict)  # activations by (stage, microbatch) in flight
-    kept_logits: dict[tuple[int, int], int] = field(default_factory=dict)
+    kept_loss: dict[tuple[int, int], int] = field(default_factory=dict)
     gathered: dict[str, int] = field(default_factory=dict)  # bytes by group
     accumulated: dict[str, int] = field(
         default_factory=dict
@@ -102,7 +98,7 @@ class _Rank:
             "gradients": sum(self.accumulated.values()) + self.whole_gradients,
             "optimizer": 2 * local * self.run.param_bytes if self.has_states else 0,
             "activations": sum(self.kept.values()),
-            "logits_and_loss": sum(self.kept_logits.values()),
+            "logits_and_loss": sum(self.kept_loss.values()),
             "all_gather": sum(self.gathered.values()),
             "reduce_scatter": self.pending_reduce,
             "pipeline_buffers": self._pipeline_buffers(),
@@ -126,11 +122,18 @@ class _Rank:
         self.kept[key] = self._kept_by_stage(action.stage)
         if run.uses_fsdp:
             self.gathered |= {g.name: g.full_elements * run.compute_bytes for g in groups if g.is_kept}
-        is_last = self._is_last(action.stage)
-        logits = self.sizes.num_logits * loss_forward_bytes(run) if is_last else 0
-        yield self.instant("end of forward", logits_and_loss=logits)
-        if is_last:
-            self.kept_logits[key] = self.sizes.num_logits * LOSS_KEPT_BYTES + self._stage_output()
+        if not self._is_last(action.stage):
+            yield self.instant("end of forward")
+            return
+        self.kept[key] += self.sizes.hidden
+        own = self.sizes.stream if run.mesh.tp > 1 else 0  # the normed stream before it was gathered
+        gathered = 0
+        if run.uses_fsdp and run.traits.loss_in_forward:  # and with it the flat result of the last all-gather
+            gathered = (1 if groups[-1].is_kept else 2) * groups[-1].full_elements * run.compute_bytes
+        for when, size in self.loss.forward:
+            yield self.instant(when, activations=own, logits_and_loss=size, all_gather=gathered)
+        self.kept_loss[key] = self.loss.kept
+        self.kept[key] -= 0 if self.loss.keeps_hidden else self.sizes.hidden
 
     def _kept_by_stage(self, stage: int) -> int:
         modules = self.run.stages[stage]
@@ -142,10 +145,6 @@ class _Rank:
         if not self._is_last(stage):
             kept += stream  # the stage's output, kept until its backward
         return kept
-
-    def _stage_output(self) -> int:
-        """A pipeline stage holds on to its output, here the logits, until its backward is done."""
-        return self.sizes.num_logits * self.run.compute_bytes if self.run.uses_pipeline else 0
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.run.stages) - 1
@@ -176,7 +175,6 @@ class _Rank:
             )
             yield self._reduce(groups[position], "a block")
         self.kept.pop(key)
-        self.kept_logits.pop(key, None)
         for group in groups:
             if "tok_embeddings" in group.name:
                 if self.run.mesh.tp > 1:  # DTensor makes it for the whole vocabulary, sums it over TP, and then cuts it
@@ -189,17 +187,13 @@ class _Rank:
     def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
         """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
         run, ends = self.run, groups[-1]
-        elements = self.sizes.num_logits
-        yield self.instant("cross-entropy backward", logits_and_loss=elements * loss_backward_bytes(run))
-        self.kept_logits[key] = self._stage_output()
+        gathered = self._gathered_in_backward(groups, len(groups) - 1)
+        del self.kept_loss[key]
+        for when, size in self.loss.backward:
+            yield self.instant(when, logits_and_loss=size, all_gather=gathered if run.loss_chunks else 0)
         self.whole_gradients = ends.full_elements * run.compute_bytes
-        # the logits' gradient in the compute dtype is what the output's two products read
-        yield self.instant(
-            "backward of the output",
-            logits_and_loss=elements * run.compute_bytes,
-            all_gather=self._gathered_in_backward(groups, len(groups) - 1),
-        )
-        self.kept[key] -= self.sizes.final_norm
+        yield self.instant("backward of the output", logits_and_loss=self.loss.output_backward, all_gather=gathered)
+        self.kept[key] -= self.sizes.final_norm + (self.sizes.hidden if self.loss.keeps_hidden else 0)
         if "tok_embeddings" not in ends.name:
             self.whole_gradients = 0
             yield self._reduce(ends, "the output")
@@ -255,14 +249,10 @@ class _Rank:
         """A forward without gradients, after a step: gathered parameters and the loss of one batch."""
         run = self.run
         self.accumulated.clear()
-        tokens = run.validation_samples * run.validation_seq_len // run.mesh.cp
-        per_token = self.sizes.num_logits // run.num_tokens * loss_forward_bytes(run)
         groups = [group.full_elements * run.compute_bytes for stage in self.groups.values() for group in stage]
         all_gather = 0 if not run.uses_fsdp else 3 * max(groups) if run.reshard_after_forward else sum(groups)
-        has_loss = self._is_last(max(self.groups))
-        return self.instant(
-            "validation", logits_and_loss=tokens * per_token * has_loss, all_gather=all_gather, optimizer=self._states()
-        )
+        loss = validation_loss_bytes(run) if self._is_last(max(self.groups)) else 0
+        return self.instant("validation", logits_and_loss=loss, all_gather=all_gather, optimizer=self._states())
 
 
 def _layers(modules: tuple[str, ...]) -> list[int]:

@@ -9,9 +9,10 @@ from titan_tools.memory.verdict import Verdict, judge
 
 COVERS = (
     "Llama 2, Llama 3 and Qwen 3 in eager mode; FSDP2 and HSDP, TP with sequence and loss parallel, PP (GPipe, 1F1B,"
-    " Interleaved1F1B, LoopedBFS), CP, and products of them; gradient accumulation; all checkpointing modes; Adam and"
-    " AdamW",
-    "not yet: compile, float8, CPU offload, mixture of experts, other families, reserved memory",
+    " Interleaved1F1B, LoopedBFS), CP, and products of them; gradient accumulation; chunked and plain loss;"
+    " checkpointing none, full, op and every n-th layer; Adam and AdamW",
+    "not yet: compile, float8, CPU offload, DDP, zero-bubble schedules, async tensor parallel, moments in another"
+    " dtype, losses and families of one's own, mixture of experts, reserved memory",
 )
 
 
@@ -79,6 +80,12 @@ def _assumptions(run: RunShape, gpu: Gpu) -> tuple[str, ...]:
     ]
     if run.uses_fsdp:
         said.append("FSDP2 keeps norm and output gathered from forward to backward, and prefetches one block")
+    if run.loss_chunks:
+        said.append(
+            f"output and loss go in {run.loss_chunks} pieces"
+            + (", in backward" if run.loss_in_backward else ", forward and back before the next one")
+            + "; the output's gradient is added up in fp32"
+        )
     if run.uses_pipeline:
         said.append(
             "torch's pipeline stages hold whole fp32 gradients until the last microbatch, a receive buffer per"

@@ -6,8 +6,10 @@ from converters.families.registry import get_family
 from converters.layout import MeshShape
 from titan_tools.memory.run_shape import Recompute, RunShape
 from trainer.config.sections import ActivationCheckpoint, Config
+from trainer.loss_registry import CHUNKED, PLAIN, is_loss_parallel
+from trainer.parallel.ddp import is_ddp
 from trainer.parallel_dims import layout_problems, required_world_size, resolve
-from trainer.stages import split_model
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES, split_model
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
 
@@ -23,7 +25,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
     found = [*(problems or ()), *found, *layout_problems(config, args, dims)]
     if found:
         raise ConfigError(f"nothing was estimated, {_count(found)}:" + list_offenders(found, most=50), tries=tries)
-    uncovered = uncovered_by_estimate(config)
+    uncovered = uncovered_by_estimate(config, dims)
     if uncovered:
         raise UnsupportedError(
             "no estimate is given for what is not covered:" + list_offenders(uncovered, most=50),
@@ -51,21 +53,44 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         optimizer=config.optimizer.implementation,
         reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
-        loss_parallel=dims.tp > 1 and not parallelism.disable_loss_parallel,
+        loss_parallel=is_loss_parallel(config, dims),
+        loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(config, microbatch),
         validation_seq_len=config.validation.seq_len,
     )
 
 
-def uncovered_by_estimate(config: Config) -> list[str]:
-    """What the config asks for and no formula here describes; empty where all is covered.
-
-    compile, float8, CPU offload and mixture of experts are refused before, when the config is read.
-    """
-    reasons = []
-    if config.model.name not in COVERED_FAMILIES:
-        reasons.append(f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}")
-    return reasons
+def uncovered_by_estimate(config: Config, dims: MeshShape) -> list[str]:
+    """What the config asks for and no formula here describes, each with the reason; empty where all is covered."""
+    training, parallelism, checkpointing = config.training, config.parallelism, config.activation_checkpoint
+    schedule, state_dtype = parallelism.pipeline_parallel_schedule, config.optimizer.state_dtype
+    reasons = {
+        f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
+            config.model.name not in COVERED_FAMILIES
+        ),
+        f"training.loss = {training.loss!r}: what it keeps is not known; chunked and plain are covered": (
+            training.loss not in (CHUNKED, PLAIN)
+        ),
+        "compile.enable: the compiler fuses operations and chooses what is kept for backward": (
+            config.compile.enable and bool(config.compile.components)
+        ),
+        "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
+        "training.enable_cpu_offload: parameters, gradients and states lie in host memory": training.enable_cpu_offload,
+        "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (
+            checkpointing.mode == "memory_budget"
+        ),
+        f"optimizer.state_dtype = {state_dtype!r}: moments are counted in training.dtype, {training.dtype}": (
+            state_dtype not in (None, training.dtype)
+        ),
+        f"parallelism.pipeline_parallel_schedule = {schedule!r}: no order of microbatches is written down here for a"
+        " backward that computes gradients of weights apart": (dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES),
+        f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} alone (DDP): whole gradients are reduced"
+        " beside backward; with data_parallel_shard_degree ≥ 2 (HSDP) it is covered": is_ddp(dims),
+        "parallelism.enable_async_tensor_parallel: its symmetric buffers are not counted": (
+            parallelism.enable_async_tensor_parallel and dims.tp > 1
+        ),
+    }
+    return [reason for reason, is_asked_for in reasons.items() if is_asked_for]
 
 
 def _degrees(config: Config, world_size: int | None) -> tuple[MeshShape, list[str], list[str]]:
@@ -95,7 +120,7 @@ def _recompute(settings: ActivationCheckpoint) -> Recompute:
     if settings.mode != "selective":
         return Recompute(mode=settings.mode)
     if settings.selective_ac_option == "op":
-        return Recompute(mode="op")
+        return Recompute(mode="op", stops_early=settings.early_stop)
     return Recompute(mode="full", every=int(settings.selective_ac_option))
 
 

@@ -13,6 +13,7 @@ class Recompute:
 
     mode: Literal["none", "full", "op"]
     every: int = 1
+    stops_early: bool = True  # recomputation ends with what backward reads; else it also uses up the rest that was kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class BuildTraits:
     embeddings_with_root: bool = False  # tok_embeddings, norm and output in one FSDP group that is never resharded
     last_block_kept: bool = False  # the last block stays gathered between its forward and its backward
     states_from_start: bool = True  # optimizer states are made with the optimizer, not by its first step
+    loss_in_forward: bool = True  # the loss ends the model's forward, within which FSDP keeps what it gathered last
     stored_gathers: bool = True  # and the results of all-gathers under TP
     stored_w2_output: bool = True  # op-level checkpointing stores w2's result, which backward never reads (eager)
 
@@ -50,9 +52,15 @@ class RunShape:
     reshard_after_forward: bool
     reshard_output: bool  # norm and output too, which backward needs at once
     loss_parallel: bool
+    loss_chunks: int  # pieces that output and loss are computed in; 0: plain, on whole logits
     validation_samples: int = 0  # of one forward without gradients; 0: no validation
     validation_seq_len: int = 0
     traits: BuildTraits = BuildTraits()
+
+    @property
+    def loss_in_backward(self) -> bool:
+        """Pieces wait for backward where many microbatches go forward first: trainer/loss_build.py."""
+        return self.uses_pipeline and self.schedule in ("GPipe", "LoopedBFS")
 
     @property
     def uses_pipeline(self) -> bool:

@@ -1,6 +1,7 @@
 """titan estimate-memory from the command line: presets, JSON, verdicts as exit codes, everything wrong told at once."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.from_config import run_shape
+from trainer import loss_registry
 from trainer.config.load import load_config
 
 
@@ -114,9 +116,9 @@ def test_more_ranks_never_raise_what_a_rank_holds(preset):
         found = estimate_of(preset, *words, world_size=64)
         return max(rank.worst.parts["parameters"] for rank in found.ranks)
 
-    by_tp = [held(tensor_parallel_degree=tp, data_parallel_replicate_degree=64 // tp) for tp in (1, 2, 4, 8)]
+    by_tp = [held(tensor_parallel_degree=tp, data_parallel_replicate_degree=32 // tp) for tp in (1, 2, 4, 8)]
     assert by_tp == sorted(by_tp, reverse=True)
-    by_shard = [held(tensor_parallel_degree=1, data_parallel_replicate_degree=64 // n) for n in (1, 4, 16, 64)]
+    by_shard = [held(tensor_parallel_degree=1, data_parallel_replicate_degree=64 // n) for n in (2, 4, 16, 64)]
     assert by_shard == sorted(by_shard, reverse=True)
 
 
@@ -126,7 +128,7 @@ def test_doubling_the_batch_doubles_activations():
         for n in (1, 2)
     )
     assert [2 * size for size in one.kept] == list(two.kept)
-    assert (2 * one.num_logits, 2 * one.final_norm) == (two.num_logits, two.final_norm)
+    assert (2 * one.hidden, 2 * one.final_norm) == (two.hidden, two.final_norm)
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -189,12 +191,24 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
 
 def test_a_larger_validation_batch_counts():
     small = peak_bytes("llama3_8b", world_size=8)
-    words = ["--validation.enable", "--validation.local_batch_size=8", "--validation.seq_len=8192"]
+    words = ["--validation.enable", "--validation.local_batch_size=32", "--validation.seq_len=8192"]
     found = estimate_of("llama3_8b", *words, world_size=8).worst_rank.worst
     assert found.when == "validation"
     assert found.total_bytes > small
-    # bf16 logits, their fp32 cast and log_softmax's result
-    assert found.parts["logits_and_loss"] == 8 * 8192 * 128256 * 10
+    # of one piece in 8: bf16 logits, their fp32 cast and log_softmax's result
+    assert found.parts["logits_and_loss"] == 4 * 8192 * 128256 * 10
+
+
+def test_pieces_take_less_than_whole_logits():
+    def loss_bytes(*words):
+        return estimate_of("llama3_8b", *words, world_size=8).worst_rank.worst.parts["logits_and_loss"]
+
+    whole, pieces, more = (
+        loss_bytes(f"--training.{words}") for words in ("loss=plain", "loss=chunked", "loss_chunks=16")
+    )
+    assert whole == 8192 * 128256 * 12
+    assert pieces < 0.45 * whole
+    assert more < pieces
 
 
 # --- refusals
@@ -236,20 +250,47 @@ def test_another_family_is_not_covered(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "reason"),
     [
-        ["--compile.enable"],
-        ["--model.converters=quantize.linear.float8"],
-        ["--training.enable_cpu_offload"],
-        ["--parallelism.expert_parallel_degree=2"],
-        ["--activation_checkpoint.mode=memory_budget"],
+        ("--compile.enable", "the compiler fuses operations"),
+        ("--model.converters=quantize.linear.float8", "float8 keeps other copies"),
+        ("--training.enable_cpu_offload", "lie in host memory"),
+        ("--parallelism.expert_parallel_degree=2", "expert_parallel_degree"),
+        ("--compile.enable --activation_checkpoint.mode=memory_budget", "chooses what is recomputed"),
+        ("--optimizer.state_dtype=bfloat16", "moments are counted in training.dtype, float32"),
+        (
+            "--parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+            " --training.local_batch_size=8 --activation_checkpoint.mode=none",
+            "gradients of weights apart",
+        ),
+        (
+            "--parallelism.data_parallel_replicate_degree=8 --parallelism.data_parallel_shard_degree=1",
+            "data_parallel_replicate_degree = 8 alone (DDP)",
+        ),
+        (
+            "--compile.enable --parallelism.tensor_parallel_degree=2 --parallelism.enable_async_tensor_parallel",
+            "symmetric buffers are not counted",
+        ),
     ],
 )
-def test_what_no_formula_describes_is_refused(words):
-    done = titan("llama3_8b", "--world-size", "8", *words)
+def test_what_no_formula_describes_is_refused(words, reason):
+    with pytest.raises((ConfigError, UnsupportedError), match=re.escape(reason)):
+        estimate_of("llama3_8b", *words.split(), world_size=8)
+
+
+def test_a_refusal_is_told_and_nothing_else():
+    done = titan("llama3_8b", "--world-size", "8", "--compile.enable", "--training.enable_cpu_offload")
     assert done.returncode == 2
     assert done.stderr.startswith("error:")
+    assert "compile.enable" in done.stderr and "enable_cpu_offload" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_loss_of_ones_own_is_refused(monkeypatch):
+    monkeypatch.setattr(loss_registry, "_REGISTERED", {})
+    loss_registry.register_loss("mine", lambda logits_BLV, targets_BL: logits_BLV.sum())
+    with pytest.raises(UnsupportedError, match="training.loss = 'mine': what it keeps is not known"):
+        estimate_of("llama3_8b", "--training.loss=mine", world_size=8)
 
 
 def test_a_file_that_is_no_config_is_an_error(tmp_path):

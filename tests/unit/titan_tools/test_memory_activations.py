@@ -1,6 +1,7 @@
 """Activations and instants against torch: the real train step on CPU, every tensor counted while it lives."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from titan_tools.memory.from_config import run_shape
 from titan_tools.memory.run_shape import Recompute, RunShape
 from trainer.build import build
 from trainer.config.load import load_config
-from trainer.config.sections import ActivationCheckpoint
+from trainer.config.sections import ActivationCheckpoint, Config, Training
 from trainer.data.batch import Batch
-from trainer.loss import cross_entropy_sum
+from trainer.loss_build import install_loss
 from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
@@ -36,7 +37,14 @@ NO_WORKSPACES = Gpu("cpu", 1.0, 0.0)
 MODES = {
     "none": (Recompute(mode="none"), ActivationCheckpoint(mode="none")),
     "full": (Recompute(mode="full"), ActivationCheckpoint(mode="full")),
-    "op": (Recompute(mode="op"), ActivationCheckpoint(mode="selective", selective_ac_option="op")),
+    "op": (
+        Recompute(mode="op", stops_early=False),
+        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    ),
+    "op, early stop": (
+        Recompute(mode="op", stops_early=True),
+        ActivationCheckpoint(mode="selective", selective_ac_option="op", early_stop=True),
+    ),
     "every 2nd": (
         Recompute(mode="full", every=2),
         ActivationCheckpoint(mode="selective", selective_ac_option="2"),
@@ -118,6 +126,7 @@ def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
         reshard_after_forward=True,
         reshard_output=False,
         loss_parallel=False,
+        loss_chunks=0,
     )
     return replace(run, **changes)
 
@@ -162,19 +171,28 @@ def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
     assert kept == pytest.approx(sum(sizes.kept), rel=0.01)
 
 
+LOGITS, BLOCKS = {"vocab_size": 4096}, {"vocab_size": 64, "dim": 64, "ffn_hidden": 512}
+
+
 @pytest.mark.parametrize("family", [SMALL, QWEN], ids=family_of)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("what", "changes", "when"),
+    ("changes", "chunks", "when"),
     [
-        ("logits dominate", {"vocab_size": 4096}, "cross-entropy backward"),
-        ("blocks dominate", {"vocab_size": 64, "dim": 64, "ffn_hidden": 512}, "block"),
+        (LOGITS, 0, "cross-entropy backward"),
+        (LOGITS, 1, "cross-entropy backward of a piece"),
+        (LOGITS, 3, "cross-entropy backward of a piece"),
+        (LOGITS, 32, ""),  # nothing of the loss stands out
+        (BLOCKS, 0, "block"),
+        (BLOCKS, 3, "block"),
     ],
 )
-def test_the_peak_of_a_step_is_torchs(family, mode, what, changes, when, monkeypatch):
+def test_the_peak_of_a_step_is_torchs(family, mode, changes, chunks, when, monkeypatch):
     args = replace(family, **changes)
-    run = shape(args, mode)
+    run = shape(args, mode, loss_chunks=chunks)
     model = build_model(args, mode, monkeypatch)
+    loss = {"loss": "chunked", "loss_chunks": chunks} if chunks else {"loss": "plain"}
+    install_loss(model, Config(training=Training(**loss)), SimpleNamespace(dims=MeshShape()))
     tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
     with LiveBytes() as live:
         WholeModel(model).forward_backward(tokens, tokens, torch.arange(run.seq_len), 1.0)
@@ -190,6 +208,8 @@ LONG = ["--training.seq_len=128", "--training.local_batch_size=2"]
 OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
 QWEN3 = ["--model.name=qwen3"]
 BF16 = ["--training.mixed_precision_param=bfloat16"]
+PLAIN_LOSS = ["--training.loss=plain"]
+LARGE_PIECES, SMALL_PIECES = ["--training.loss_chunks=2"], ["--training.loss_chunks=64"]
 
 
 def degrees(**wanted: int) -> list[str]:
@@ -218,7 +238,13 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
         [*degrees(fsdp=2, rep=2), *LONG, *OP],
         [*degrees(tp=4), *LONG],
         [*degrees(tp=4), *LONG, *OP],
+        [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
         [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
+        [*degrees(tp=4), *LONG, *PLAIN_LOSS],
+        [*degrees(tp=4), *LONG, *PLAIN_LOSS, "--parallelism.disable_loss_parallel"],
+        [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
+        [*degrees(fsdp=4, tp=2), *LONG, *BF16, *LARGE_PIECES],
+        [*degrees(fsdp=4), *LONG, *BF16, *LARGE_PIECES, "--parallelism.fsdp_reshard_after_forward=always"],
         [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
         [*degrees(fsdp=2, cp=2), *LONG],
         [*degrees(fsdp=2, cp=2), *LONG, *OP],

@@ -76,6 +76,7 @@ def traits_of(row: dict[str, str]) -> BuildTraits:
         last_block_kept=is_old,
         states_from_start=False,
         stored_gathers=False,
+        loss_in_forward=False,
     )
 
 
@@ -104,6 +105,7 @@ def run_of(row: dict[str, str]) -> RunShape:
         reshard_after_forward=row["fsdp_reshard"] != "never",
         reshard_output=False,
         loss_parallel=tp > 1,
+        loss_chunks=0,
         traits=traits_of(row),
     )
 

@@ -1,0 +1,98 @@
+"""Bytes of logits, loss and output projection, plain and in pieces: on top of the activations, moment by moment."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from titan_tools.memory.run_shape import RunShape
+
+FP32 = 4
+
+_KEPT_BYTES = FP32  # per logit, from the loss's forward to its backward: log_softmax's result, or the probabilities
+
+Moment = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LossBytes:
+    """One microbatch on the last stage."""
+
+    forward: tuple[Moment, ...]
+    kept: int  # from its forward to its backward
+    backward: tuple[Moment, ...]  # what is kept included
+    output_backward: int  # beside the output's whole gradient: what its products read, or the hidden states' gradient
+    keeps_hidden: bool  # the output's input stays until backward
+
+
+def loss_bytes(run: RunShape) -> LossBytes:
+    """What trainer/loss_build.py chooses: whole logits, or pieces that go forward and back at once or in backward."""
+    if not run.loss_chunks:
+        return _plain(run)
+    pieces = _pieces_forward_and_back(run)
+    hidden = run.num_tokens * run.args.dim * run.compute_bytes
+    gradients = hidden + _output_elements(run) * run.compute_bytes
+    scaled = ("gradients of the loss scaled", 2 * gradients)
+    if run.loss_in_backward:
+        per_piece = _logits(run, _piece_tokens(run, run.num_tokens)) * loss_forward_bytes(run)
+        return LossBytes((("loss of a piece", per_piece),), 0, (*pieces, scaled), hidden, keeps_hidden=True)
+    return LossBytes(pieces, gradients, (scaled,), hidden, keeps_hidden=False)
+
+
+def validation_loss_bytes(run: RunShape) -> int:
+    """Of the forward of a validation batch."""
+    num_tokens = run.validation_samples * run.validation_seq_len // run.mesh.cp
+    return _logits(run, _piece_tokens(run, num_tokens)) * loss_forward_bytes(run)
+
+
+def loss_forward_bytes(run: RunShape) -> int:
+    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept."""
+    cast = 0 if run.compute_bytes == FP32 else FP32
+    return run.compute_bytes + cast + _KEPT_BYTES
+
+
+def loss_backward_bytes(run: RunShape) -> int:
+    """Bytes per logit at the highest point of cross entropy's backward, above what is kept.
+
+    torch: the gradients of nll_loss and of log_softmax, fp32. trainer/loss.py's sharded loss: the gradient, its product
+    with the one that came in, and the result in the compute dtype. The logits are dead by then.
+    """
+    cast = 0 if run.compute_bytes == FP32 else run.compute_bytes
+    return 2 * FP32 + (cast if run.loss_parallel else 0)
+
+
+def _plain(run: RunShape) -> LossBytes:
+    logits = _logits(run, run.num_tokens)
+    return LossBytes(
+        forward=(("end of forward", logits * loss_forward_bytes(run)),),
+        kept=logits * _KEPT_BYTES,
+        backward=(("cross-entropy backward", logits * (_KEPT_BYTES + loss_backward_bytes(run))),),
+        output_backward=logits * run.compute_bytes,  # their gradient in the compute dtype
+        keeps_hidden=True,
+    )
+
+
+def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
+    """The highest points of a piece that is not the first: the output's gradient is being added up in fp32."""
+    args, element = run.args, run.compute_bytes
+    tokens = _piece_tokens(run, run.num_tokens)
+    logits, output = _logits(run, tokens), _output_elements(run)
+    held = run.num_tokens * args.dim * element  # the gradient of all hidden states
+    sums = output * FP32 if run.loss_chunks > 1 else 0
+    made = tokens * args.dim * element + output * element  # by the two products of a piece
+    return (
+        ("cross-entropy backward of a piece", held + sums + logits * (_KEPT_BYTES + loss_backward_bytes(run))),
+        ("backward of the output for a piece", held + sums + logits * element + made),
+        ("output's gradient added up", held + output * FP32 + made),
+    )
+
+
+def _output_elements(run: RunShape) -> int:
+    return run.args.vocab_size // run.mesh.tp * run.args.dim
+
+
+def _piece_tokens(run: RunShape, num_tokens: int) -> int:
+    return ceil(num_tokens / run.loss_chunks) if run.loss_chunks else num_tokens
+
+
+def _logits(run: RunShape, num_tokens: int) -> int:
+    """Logits that the loss sees: loss parallel leaves the vocabulary cut by TP."""
+    return num_tokens * (run.args.vocab_size // (run.mesh.tp if run.loss_parallel else 1))
