@@ -7,6 +7,7 @@ from converters.layout import MeshShape
 from converters.names import DATALOADER, RNG
 
 _TITAN_KEYS = {"version", "fingerprint", "seed", "consumed_samples"}  # trainer/data/loader.py's; a test compares
+_STREAM_KEYS = {"version", "fingerprint", "seed", "positions"}  # trainer/data/stream_loader.py's; so it does of these
 _PER_RANK = f"{DATALOADER}.dp_rank_"  # torchtitan's
 
 
@@ -33,6 +34,8 @@ def tell_loader_state(names: Collection[str], mesh: MeshShape | None) -> str:
         )
     if keys == _TITAN_KEYS:
         return f"{DATALOADER}: titan's; kept, it means the same for any mesh"
+    if keys == _STREAM_KEYS:
+        return f"{DATALOADER}: titan's, of streams; kept, it fits any mesh whose data-parallel degree divides them"
     return f"{DATALOADER}: of a kind that is not known here; kept as bytes, whether or not it fits another mesh"
 
 

@@ -312,6 +312,7 @@ def test_what_is_not_known_is_kept_and_told(tmp_path):
 
 def test_kinds_of_loader_state():
     from trainer.data.loader import TokenLoader
+    from trainer.data.stream_loader import StreamLoader
 
     class Index:
         fingerprint, vocab_size = "f", 10
@@ -322,6 +323,20 @@ def test_kinds_of_loader_state():
     loader = TokenLoader(Index(), "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
     ours = [f"dataloader.{key}" for key in loader.state_dict()]
     assert tell_loader_state(ours, MeshShape(dp_shard=3)) == "dataloader: titan's; kept, it means the same for any mesh"
+    stream = StreamLoader(
+        Index(),
+        None,
+        fingerprint="f",
+        num_streams=1,
+        seq_len=4,
+        global_batch_size=2,
+        dp_rank=0,
+        dp_degree=1,
+        seed=0,
+        on_each=lambda work: [work()],
+    )
+    streamed = [f"dataloader.{key}" for key in stream.state_dict()]
+    assert "any mesh whose data-parallel degree divides them" in tell_loader_state(streamed, MeshShape(dp_shard=3))
     theirs = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"]
     assert "at the same dp degree" in tell_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
     with pytest.raises(UnsupportedError, match="2 data-parallel ranks"):
