@@ -68,9 +68,12 @@ class FlightRecorder:
         """Forget this rank's file of an earlier run, and make room for one that NCCL's watchdog writes."""
         if not self.num_remembered:
             return
-        self.file(rank).unlink(missing_ok=True)
-        if dist.get_backend() == "nccl":
-            self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.file(rank).unlink(missing_ok=True)
+            if dist.get_backend() == "nccl":
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # a run need not fail, and be told, for what only a failure wants
+            print(f"WARNING: rank {rank}: no record of collectives can be written: {error}", file=sys.stderr)
 
     def write(self, rank: int) -> bool:
         """Write this rank's file; whether there is one. Never raises: another error is on its way."""
