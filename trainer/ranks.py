@@ -23,13 +23,17 @@ class Ranks:
     agreement: dist.ProcessGroup
 
 
-def join_ranks(*, init_timeout_secs: int) -> Ranks:
-    """Join the process group that the launcher's environment describes: NCCL where there are GPUs, else gloo."""
+def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Ranks:
+    """Join the process group that the launcher's environment describes: NCCL where there are GPUs, else gloo.
+
+    `has_cpu_tensors`: gloo beside NCCL, for gradients that CPU offload keeps in host memory.
+    """
     timeout = timedelta(seconds=init_timeout_secs)
     if torch.cuda.is_available():
         device = own_gpu()
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        backend = "cpu:gloo,cuda:nccl" if has_cpu_tensors else "nccl"
+        dist.init_process_group(backend, timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)

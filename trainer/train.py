@@ -47,7 +47,9 @@ def main(config: Config) -> None:
     stop = StopRequest()
     stop.listen()
     FlightRecorder.of(config.comm, Path(config.job.dump_folder)).switch_on()
-    ranks = join_ranks(init_timeout_secs=config.comm.init_timeout_seconds)
+    ranks = join_ranks(
+        init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
+    )
     train(config, ranks, stop)
     leave_ranks()
 
