@@ -61,10 +61,12 @@ def _why_inductor_cannot(device: torch.device) -> str | None:
 
 
 def apply_compile(model: nn.Module, settings: Compile) -> None:
-    """Compile each layer in place: FQNs stay, and FSDP's hooks, which come later, stay outside.
+    """Compile each layer's `forward` in place: FQNs stay, and so does what hooks around a layer, as FSDP does later.
 
     A layer that compiles only in pieces is an error, not a slow run. Shapes are compiled as they come (training and
     validation, with and without gradients): code for any length would be slower in the one that matters.
     """
+    import torch
+
     for layer in model.layers.values():
-        layer.compile(backend=settings.backend, fullgraph=True, dynamic=False)
+        layer.forward = torch.compile(layer.forward, backend=settings.backend, fullgraph=True, dynamic=False)
