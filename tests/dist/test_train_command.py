@@ -113,6 +113,47 @@ def test_sigterm_saves_leaves_with_75_and_the_next_start_goes_on(config, tmp_pat
     _assert_same_as_whole(config, tmp_path)
 
 
+FAULT = """
+import os, signal
+
+if os.environ.get("RANK") == "1":
+    from torch.optim import AdamW
+
+    whole, calls = AdamW.step, []
+
+    def step(*args, **keys):
+        calls.append(1)
+        if len(calls) == 3:
+            {fault}
+        return whole(*args, **keys)
+
+    AdamW.step = step
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("raise ZeroDivisionError('a slip of ours')", "error: ZeroDivisionError: a slip of ours"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL"),
+    ],
+)
+def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told):
+    (tmp_path / "fault_of_one_rank.py").write_text(FAULT.format(fault=fault))
+    fault_module = ["--experimental.custom_import", tmp_path / "fault_of_one_rank.py"]
+    process = _start("train", config, "--job.dump_folder", tmp_path, *fault_module)
+    _wait_for(tmp_path / "checkpoint" / "step-2", process)
+    seen = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - seen < 20  # and not after the agent's or a collective's patience
+    assert process.returncode == 3 and told in err, err
+    talk = [line for line in err.splitlines() if not line.startswith(("saved", "default job", "started from"))]
+    is_slip = "slip" in fault
+    assert talk[0] == ("rank 1:" if is_slip else told), err
+    assert err.count("Traceback") == is_slip and err.count("error:") == 1 and "lost a peer" not in err
+    assert (tmp_path / "comm_traces" / "rank_0").is_file()  # what the other was doing
+
+
 def test_it_joins_torchrun(config, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = [*torchrun, "--no-python", *TITAN]
