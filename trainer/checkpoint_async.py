@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from converters.errors import CheckpointError, TitanError
+from converters.sizes import tell_bytes
 from trainer.agree import on_first
 from trainer.checkpoint_process import PROGRAM, Place
 from trainer.checkpoint_staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
@@ -105,6 +106,9 @@ class SaveBeside:
         self.open()
         self.wait()
         snapshot = take_snapshot(nested, self._where.memory, is_coordinator=self._is_coordinator)
+        if self._step == -1:
+            size = tell_bytes(snapshot.num_bytes)
+            note(f"checkpoints are copied to {size} of host memory on rank 0, which are kept for the next one")
         self._step = todo.step
         # A daemon: a rank that fails must end, whatever is being written; without its manifest nothing is a step.
         self._thread = threading.Thread(target=self._write, args=(todo, snapshot), name="checkpoint", daemon=True)

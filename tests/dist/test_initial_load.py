@@ -89,6 +89,7 @@ def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, forma
 
     named = runs.make_config(data, tmp_path / "other", steps=1, checkpoint={"initial_load_in_hf": True})
     named = runs.replace(named, checkpoint=runs.replace(named.checkpoint, initial_load_path=str(formats["bin"])))
+    (tmp_path / "other" / "checkpoint").mkdir(parents=True)  # a folder without a checkpoint is no reason to begin anew
     assert pools[1].run(runs.run, named) == [""]
     assert runs.read_losses(tmp_path / "other") == {1: begun}
 

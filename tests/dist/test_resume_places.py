@@ -1,5 +1,7 @@
 """What a run finds in its checkpoint folder, and what it leaves there; random states; whose folder it is."""
 
+import json
+
 import pytest
 
 from converters.names import RUN_LOCK
@@ -45,6 +47,20 @@ def test_going_back_keeps_what_it_saves_and_tells_of_newer_steps(pools, data, wh
     assert "come first at the next start: [8, 4]" in heard[0][1] and "saved " in heard[0][1] and heard[1][1] == ""
     assert _names(tmp_path / "checkpoint") == [RUN_LOCK, "step-2", "step-4", "step-8"]
     assert runs.differences(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
+
+
+def test_the_first_step_is_saved_on_request_the_last_one_always_and_to_be_resumed(pools, data, tmp_path):
+    settings = {"interval": 100, "folder": "steps"}
+    first = settings | {"enable_first_step_checkpoint": True}
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=2, checkpoint=first, **FSDP2)) == ["", ""]
+    assert _names(tmp_path / "steps") == [RUN_LOCK, "step-1", "step-2"] and not (tmp_path / "checkpoint").exists()
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=3, checkpoint=settings, **FSDP2)) == ["", ""]
+    assert _names(tmp_path / "steps") == [RUN_LOCK, "step-1", "step-2", "step-3"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]  # none was taken twice
+    other = tmp_path / "other"
+    assert pools[2].run(runs.run, runs.make_config(data, other, steps=2, checkpoint=settings, **FSDP2)) == ["", ""]
+    assert _names(other / "steps") == [RUN_LOCK, "step-2"]
 
 
 def test_the_only_step_may_stand_aside(pools, data, whole, tmp_path):
