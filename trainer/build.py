@@ -6,6 +6,7 @@ that the loop knows one `forward_backward(batch, num_valid_tokens)`.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,11 +20,13 @@ from trainer.data.batch import Batch
 from trainer.loss_build import install_loss, leaves_columns
 from trainer.machine import refuse_what_cannot_run
 from trainer.mesh import Meshes
+from trainer.metrics import note
 from trainer.models.registry import TrainerFamily, get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.compile import apply_compile, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.float8 import apply_float8, float8_styles, is_float8, precomputes_scales, scale_weights
 from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.tensor import apply_tp
@@ -100,6 +103,7 @@ def build(
         take_shard=_shard_taker(meshes, device),
         ends_meet=split.ends_meet,
         accumulating=accumulating,
+        after_update=partial(scale_weights, parts) if precomputes_scales(config) else None,
     )
 
 
@@ -115,13 +119,25 @@ def build_part(
 def parallelize(
     part: nn.Module, config: Config, family: TrainerFamily, parameters: list[Parameter], meshes: Meshes
 ) -> None:
-    """Context → tensor → activation checkpointing → compile → loss → FSDP: each wraps what the one before made."""
+    """Float8 → context → tensor → activation checkpointing → compile → loss → FSDP: each wraps what the one before made."""
     dims, parallelism, training = meshes.dims, config.parallelism, config.training
+    if is_float8(config):
+        apply_float8(part, config, parameters, tp=dims.tp)
+    if config.model.print_after_conversion:
+        note(str(part))
     if dims.cp > 1:
         apply_cp(part, meshes["cp"].get_group())
     if dims.tp > 1:
         plan = family.tensor_plan(parameters)
-        apply_tp(part, meshes["tp"], plan, loss_parallel=leaves_columns(config, meshes))
+        apply_tp(
+            part,
+            meshes["tp"],
+            plan,
+            loss_parallel=leaves_columns(config, meshes),
+            converted=float8_styles(part, plan, config.float8, device_type=meshes.device_type)
+            if is_float8(config)
+            else None,
+        )
     apply_activation_checkpoint(part, config.activation_checkpoint)
     if compiles(config.compile, "model"):
         apply_compile(part, config.compile)
@@ -143,13 +159,16 @@ def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tupl
     """Batch → this context rank's tokens, targets and positions, on the device."""
     cp, cp_rank = meshes.dims.cp, meshes["cp"].get_local_rank()
 
+    def copied(ids: Tensor) -> Tensor:
+        return ids.to(device, non_blocking=True)  # from pinned memory the host need not wait; from other it does anyway
+
     def whole(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         positions = torch.arange(batch.tokens.shape[1], device=device)
         # contiguous: pipeline stages announce their inputs' strides
-        return batch.tokens.to(device).contiguous(), batch.targets.to(device), positions
+        return copied(batch.tokens).contiguous(), copied(batch.targets), positions
 
     def head_and_tail(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         positions = head_tail_positions(batch.tokens.shape[1], cp_rank, cp, device)
-        return batch.tokens.to(device)[:, positions], batch.targets.to(device)[:, positions], positions
+        return copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions
 
     return whole if cp == 1 else head_and_tail

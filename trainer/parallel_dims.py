@@ -14,6 +14,7 @@ from trainer.data.kinds import data_problems
 from trainer.loss_registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.compile import compile_problems
+from trainer.parallel.float8 import float8_problems
 from trainer.parallel.fsdp import offload_problems
 from trainer.profiling import profiling_problems
 from trainer.stages import stage_problems
@@ -99,6 +100,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     return [
         *_tensor_problems(args, dims.tp),
         *offload_problems(config, dims),
+        *float8_problems(config, args, dims),
         *_sequence_problems(config, dims),
         *_batch_problems(config, dims),
         *data_problems(config, dims),

@@ -56,11 +56,11 @@ def check(
     from titan_tools.console import note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread
-    from trainer.parallel_dims import check_layout, required_world_size, resolve
+    from trainer.parallel_dims import fit_layout, required_world_size
 
     loaded = load_config(config, context.args)
-    dims = resolve(loaded.parallelism, world_size or required_world_size(loaded.parallelism))
-    check_layout(loaded, get_family(loaded.model.name).flavors[loaded.model.flavor], dims)
+    args = get_family(loaded.model.name).flavors[loaded.model.flavor]
+    dims = fit_layout(loaded, args, world_size or required_world_size(loaded.parallelism))
     if as_json:
         print_json({"config": config, "world_size": dims.world_size, "not_read": unread(loaded)})
         return

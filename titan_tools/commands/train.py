@@ -12,6 +12,14 @@ def train(
         int | None,
         typer.Option(min=1, help="Ranks to start on this machine. Else all GPUs; without GPUs, what the degrees need."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Build one rank without memory and peers; say what it holds and sends.")
+    ] = False,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a dry run's job; default: what the degrees need.")
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that a dry run builds.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Of a dry run: one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model, resuming where its folder left off.
 
@@ -19,6 +27,7 @@ def train(
     Examples:
       titan train debug --training.dataset_path data
       titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
+      titan train llama3_405b --dry-run --world-size 512
 
     Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
     that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.
@@ -27,9 +36,16 @@ def train(
     from converters.families.registry import get_family
     from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks
     from trainer.config.load import load_config
-    from trainer.parallel_dims import check_layout, required_world_size, resolve
+    from trainer.parallel_dims import fit_layout, required_world_size
 
     settings = load_config(config, context.args)
+    if dry_run:
+        from titan_tools.dry_run_page import dry_run_from_command_line
+
+        dry_run_from_command_line(settings, world_size=world_size, rank=rank, as_json=as_json)
+        return
+    if world_size is not None or rank or as_json:
+        raise ConfigError("--world-size, --rank and --json belong to --dry-run", tries=["--dry-run", "--nproc N"])
     if inside_launch():
         with rank_errors():
             from trainer.train import main
@@ -48,7 +64,7 @@ def train(
             ],
         )
     args = get_family(settings.model.name).flavors[settings.model.flavor]
-    check_layout(settings, args, resolve(settings.parallelism, num_ranks))
+    fit_layout(settings, args, num_ranks)
     exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
     if exit_code:
         raise typer.Exit(exit_code)

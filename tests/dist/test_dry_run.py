@@ -1,0 +1,108 @@
+"""What a dry run says of a rank is what real ranks do: the same collectives, call by call and byte by byte."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from converters.families.registry import get_family
+from trainer.build import build
+from trainer.config.load import load_config
+from trainer.data.batch import Batch
+from trainer.dry_run import _by_axis, _group_names, dry_run
+from trainer.mesh import make_meshes
+from trainer.optim import build_optimizer
+from trainer.parallel_dims import resolve
+from trainer.step import TrainStep
+from trainer.traced_step import CollectiveCount
+
+WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
+
+
+def config_of(words):
+    config = load_config("debug", [*WORDS, *words])
+    return config, get_family(config.model.name).flavors[config.model.flavor]
+
+
+def degrees(**wanted):
+    names = {"fsdp": "data_parallel_shard", "rep": "data_parallel_replicate", "tp": "tensor_parallel"}
+    names |= {"cp": "context_parallel", "pp": "pipeline_parallel"}
+    return [f"--parallelism.{name}_degree={wanted.get(axis, 1)}" for axis, name in names.items()]
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = CollectiveCount()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented
+        self.count.see(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def really(words):
+    """One rank of four: the traffic of a second step, and the elements it holds."""
+    config, args = config_of(words)
+    dims = resolve(config.parallelism, dist.get_world_size())
+    meshes = make_meshes(dims, "cpu")
+    model = build(config, args, dims, meshes, torch.device("cpu"))
+    model.initialize(0)
+    training = config.training
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    step = TrainStep(model, meshes, max_norm=1.0, local_batch_size=training.local_batch_size)
+    samples = training.global_batch_size // dims.batch if training.global_batch_size > 0 else training.local_batch_size
+    tokens = torch.randint(args.vocab_size, (samples, training.seq_len))
+    batch = Batch(tokens=tokens, targets=tokens)
+    step.compute_gradients(batch, stop_requested=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    with Counting() as counting:
+        step.compute_gradients(batch, stop_requested=False)
+        optimizer.step()
+    return plain(_by_axis(counting.count, _group_names(meshes)))
+
+
+def plain(traffic):
+    return {key: (found.calls, found.bytes) for key, found in traffic.items()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        degrees(fsdp=2, tp=2),
+        [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
+        [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
+        [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
+        [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
+        [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+    ],
+    ids=lambda words: " ".join(w.split(".")[-1] for w in words if not w.endswith("=1")),
+)
+def test_collectives_are_those_of_real_ranks(pools, words):
+    told = pools[4].run(really, words)
+    config, args = config_of(words)
+    for rank in (0, 3):
+        found = dry_run(config, args, resolve(config.parallelism, 4), rank=rank)
+        assert plain(found.collectives) == told[rank], rank
+        assert sum(calls for calls, _ in told[rank].values()) > 3
+
+
+@pytest.mark.parametrize("words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), degrees(tp=2, cp=2)])
+def test_parameters_of_all_ranks_are_the_models(words):
+    config, args = config_of(words)
+    dims = resolve(config.parallelism, 4)
+    ranks = [dry_run(config, args, dims, rank=rank) for rank in range(4)]
+    norms = sum(p.shape[0] for p in get_family("llama3").parameters(args) if p.tp_dim is None)
+    copies = (dims.tp - 1) * norms  # norms are on every tensor-parallel rank
+    assert sum(found.rank_parameters for found in ranks) == ranks[0].model_parameters + copies
+    for found in ranks:
+        assert found.parameter_bytes == found.gradient_bytes == 4 * found.rank_parameters
+        assert found.optimizer_bytes == 8 * found.rank_parameters + 4 * num_tensors(found, args)
+
+
+def num_tensors(found, args):
+    """One step counter for each."""
+    modules = {module for stage in found.stages.values() for module in stage}
+    return sum(any(p.fqn.startswith(f"{module}.") for module in modules) for p in get_family("llama3").parameters(args))

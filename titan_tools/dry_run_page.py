@@ -1,0 +1,85 @@
+"""What `titan train --dry-run` prints: layout, parameters, bytes and collectives of one rank of a job of any size."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import ConfigError
+from converters.families.registry import get_family
+from converters.fold import fold_texts
+from converters.layout import AXES
+from converters.sizes import tell_bytes
+from titan_tools.console import count, note, print_json, table
+from trainer.config.sections import Config
+from trainer.config.show import unread
+from trainer.parallel_dims import fit_layout, required_world_size
+
+if TYPE_CHECKING:
+    from trainer.dry_run import DryRun
+
+
+def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: int, as_json: bool) -> None:
+    """Check, build and trace one rank, and print what was found. Raises ConfigError with everything that is wrong."""
+    args = get_family(config.model.name).flavors[config.model.flavor]
+    dims = fit_layout(config, args, world_size or required_world_size(config.parallelism))
+    if rank >= dims.world_size:
+        raise ConfigError(f"--rank {rank}: the job has ranks 0 to {dims.world_size - 1}")
+    for line in unread(config):
+        note(f"not read: {line}")
+    from trainer.dry_run import dry_run  # torch, which errors above need not wait for
+
+    found = dry_run(config, args, dims, rank=rank)
+    if as_json:
+        print_json(as_record(config, found))
+    else:
+        _print(config, found)
+
+
+def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
+    """The same as one JSON object."""
+    plain = {key: getattr(found, key) for key in found.__slots__ if key not in ("dims", "coordinates", "collectives")}
+    return {
+        "model": f"{config.model.name} {config.model.flavor}",
+        "world_size": found.dims.world_size,
+        "mesh": asdict(found.dims),
+        "coordinates": asdict(found.coordinates),
+        **plain,
+        "collectives": [
+            {"axis": axis, "kind": kind, **asdict(traffic)} for (axis, kind), traffic in found.collectives.items()
+        ],
+    }
+
+
+def _print(config: Config, found: "DryRun") -> None:
+    dims, at = found.dims, found.coordinates
+    model = f"{config.model.name} {config.model.flavor}, {found.model_parameters:,} parameters"
+    print(f"{model}, on {count(dims.world_size, 'rank')}")
+    place = ", ".join(
+        f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
+    )
+    print(f"mesh          {dims}")
+    print(f"rank {found.rank:<8} {place or 'the only one'}")
+    for stage, modules in found.stages.items():
+        print(f"stage         {stage} of {found.num_stages}: {', '.join(fold_texts(modules))}")
+    samples = f"{count(found.samples_per_step, 'sample')}, {found.tokens_per_step:,} tokens"
+    accumulated = f"; {found.num_accumulated} forward and backward passes" if found.num_accumulated > 1 else ""
+    microbatches = f"; {found.num_microbatches} microbatches each" if found.num_microbatches > 1 else ""
+    print(f"step          {samples}{accumulated}{microbatches}")
+    print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens\n")
+    total = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
+    table(
+        ("on this rank", "size"),
+        [
+            (f"parameters ({found.rank_parameters:,})", tell_bytes(found.parameter_bytes)),
+            ("gradients", tell_bytes(found.gradient_bytes)),
+            ("optimizer states", tell_bytes(found.optimizer_bytes)),
+            ("together", tell_bytes(total)),
+        ],
+    )
+    print("\nCollectives of one step, as this rank issues them")
+    table(
+        ("axis", "kind", "calls", "size"),
+        [(axis, kind, traffic.calls, tell_bytes(traffic.bytes)) for (axis, kind), traffic in found.collectives.items()],
+    )
+    for line in found.left_out:
+        note(f"left out: {line}")
+    note("activations are not counted: titan estimate-memory tells the peak")
