@@ -10,10 +10,12 @@ from trainer.config.sections import Config
 from trainer.data.batch import pinning_machine_problems
 from trainer.parallel.compile import compile_machine_problems
 from trainer.profiling import profiling_machine_problems
+from trainer.stages import schedule_machine_problems
 
 # Each stands in its feature's own file: (config, device) → problems
 _CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (
     profiling_machine_problems,
+    schedule_machine_problems,
     compile_machine_problems,
     checkpoint_machine_problems,
     pinning_machine_problems,

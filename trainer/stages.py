@@ -3,13 +3,19 @@
 Torch-free, because seed and estimates need it too.
 """
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
 from converters.layout import ranks_of_stages, split_stages
-from trainer.config.sections import Parallelism, Training
+from trainer.config.sections import Config, Parallelism, Training
+
+if TYPE_CHECKING:
+    import torch
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank, in turn
 V_SCHEDULES = ("ZBVZeroBubble",)  # two stages per rank, there and back again
@@ -169,4 +175,19 @@ def _reshard_problems(parallelism: Parallelism) -> list[str]:
         f"schedule {schedule} computes gradients of weights after later microbatches' forwards, which"
         ' parallelism.fsdp_reshard_after_forward = "always" leaves sharded: those gradients would be lost; take'
         ' "default" or "never"'
+    ]
+
+
+def schedule_machine_problems(config: Config, device: torch.device) -> list[str]:
+    """A torch that splits backward wrongly."""
+    import torch
+
+    parallelism, version = config.parallelism, torch.__version__
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES or version >= (2, 13):
+        return []
+    return [
+        f"schedule {schedule} needs torch 2.13, here is {version}: before, gradients of weights behind an operation"
+        " with several results come out wrong (pytorch#170277), and those of weights used twice are counted twice"
+        " (pytorch#180952); nearest: Interleaved1F1B"
     ]

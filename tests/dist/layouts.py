@@ -93,6 +93,7 @@ CASES = [
     (Layout("fsdp 2", 2), QWEN_GQA),
     (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
     (_pipe("pp 2"), QWEN_TIED),
+    (_pipe("ZBVZeroBubble fsdp 2", 4, **{SCHEDULE: "ZBVZeroBubble"}), QWEN_GQA),
     (Layout("fsdp 2 tp 2", 4, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
 ]
 SLOW_CASES = [

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.torch_version import TorchVersion
 
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
-from converters.layout import stages_of_rank
-from trainer.config.sections import Parallelism, Training
+from converters.layout import MeshShape, stages_of_rank
+from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
-from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, split_model, stage_problems
+from trainer.parallel_dims import layout_problems
+from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, schedule_machine_problems, split_model, stage_problems
 
 
 def test_one_stage_per_rank_or_two_for_looped_schedules():
@@ -132,3 +134,29 @@ def test_everything_that_does_not_fit_is_told_with_the_nearest_that_does(keys, b
     problems = "\n".join(stage_problems(Parallelism(**keys), Training(local_batch_size=batch), 14, 2))
     for text in told:
         assert text in problems
+
+
+@pytest.mark.parametrize(
+    ("version", "schedule", "degree", "is_refused"),
+    [
+        ("2.11.0+cu130", "ZBVZeroBubble", 2, True),
+        ("2.12.1", "InterleavedZeroBubble", 2, True),
+        ("2.12.1", "InterleavedZeroBubble", 1, False),
+        ("2.11.0", "Interleaved1F1B", 2, False),
+        ("2.13.0+cpu", "ZBVZeroBubble", 2, False),
+    ],
+)
+def test_a_torch_that_splits_backward_wrongly_is_refused(monkeypatch, version, schedule, degree, is_refused):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    parallelism = Parallelism(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
+    told = schedule_machine_problems(Config(parallelism=parallelism), torch.device("cpu"))
+    assert bool(told) == is_refused and all("needs torch 2.13" in problem for problem in told)
+
+
+def test_recomputation_is_refused_where_backward_is_split():
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule="ZBVZeroBubble")
+    dims, args = MeshShape(pp=2), FLAVORS["debug_gqa"]
+    for mode, is_refused in {"none": False, "full": True, "selective": True}.items():
+        config = Config(parallelism=parallelism, activation_checkpoint=ActivationCheckpoint(mode=mode))
+        problems = [p for p in layout_problems(config, args, dims) if "goes back once for inputs" in p]
+        assert len(problems) == is_refused
