@@ -2,66 +2,18 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from converters.families.llama3 import FLAVORS
+from tests.gpu.running import read_losses, titan, write_job
 from tests.tiny_llama import write_llama
-from trainer.data.prepare import prepare
 from trainer.models.llama3.model import Transformer
 from trainer.optim import _square_sums
 from trainer.parallel.context import attend_to_prefix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-[job]
-dump_folder = "DUMP"
-[model]
-flavor = "debug_gqa"
-hf_assets_path = "DATA"
-[lr_scheduler]
-warmup_steps = 2
-total_steps = 3
-[training]
-dataset = "tokens"
-dataset_path = "DATA"
-local_batch_size = 2
-seq_len = 32
-steps = 3
-mixed_precision_param = "float32"
-[checkpoint]
-enable = true
-interval = 1
-keep_latest_k = 0
-[activation_checkpoint]
-mode = "none"
-[metrics]
-log_freq = 1
-"""
-
-
-def _titan(*arguments, on_cpu: bool = False) -> subprocess.CompletedProcess:
-    """Run a command to its end; `on_cpu` hides the GPUs from it."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in ranks} | {"PYTHONPATH": str(ROOT)}
-    if on_cpu:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-P", "-m", "titan_tools", *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def _losses(dump: Path) -> dict[int, float]:
-    records = map(json.loads, (dump / "metrics.jsonl").read_text().splitlines())
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def test_logits_and_gradients_are_those_of_the_cpu():
@@ -124,27 +76,22 @@ def test_square_sums_are_those_of_the_cpu():
 
 
 def test_a_run_saves_loads_and_has_the_losses_of_the_cpu(tmp_path):
-    (tmp_path / "text.txt").write_text(
-        "\n".join(f"line {n} of some text, and {n * n} is its square" for n in range(500))
-    )
-    prepare([tmp_path / "text.txt"], tmp_path / "data", vocab_size=290, held_out=0.1)
-    config = tmp_path / "job.toml"
-    config.write_text(CONFIG.replace("DUMP", str(tmp_path / "whole")).replace("DATA", str(tmp_path / "data")))
-    _titan("train", config, "--nproc", 1)
-    whole = _losses(tmp_path / "whole")
+    config = write_job(tmp_path)
+    titan("train", config, "--nproc", 1)
+    whole = read_losses(tmp_path / "whole")
     assert set(whole) == {1, 2, 3}
 
-    _titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "stopped", "--training.steps", 2)
-    resumed = _titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "stopped")
+    titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "stopped", "--training.steps", 2)
+    resumed = titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "stopped")
     assert "resumed from" in resumed.stderr
-    assert list(_losses(tmp_path / "stopped").values()) == pytest.approx(list(whole.values()), abs=1e-5)
+    assert list(read_losses(tmp_path / "stopped").values()) == pytest.approx(list(whole.values()), abs=1e-5)
 
-    _titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "cpu", on_cpu=True)
-    assert list(_losses(tmp_path / "cpu").values()) == pytest.approx(list(whole.values()), abs=1e-3)
+    titan("train", config, "--nproc", 1, "--job.dump_folder", tmp_path / "cpu", on_cpu=True)
+    assert list(read_losses(tmp_path / "cpu").values()) == pytest.approx(list(whole.values()), abs=1e-3)
 
 
 def test_infer_says_what_it_says_on_the_cpu(tmp_path):
     write_llama(tmp_path / "hf")
     ask = ["infer", tmp_path / "hf", "--prompt", "def main(", "--max-new-tokens", 24, "--dtype", "float32", "--json"]
-    on_gpu, on_cpu = (json.loads(_titan(*ask, on_cpu=on_cpu).stdout)["results"][0] for on_cpu in (False, True))
+    on_gpu, on_cpu = (json.loads(titan(*ask, on_cpu=on_cpu).stdout)["results"][0] for on_cpu in (False, True))
     assert on_gpu["tokens"] == on_cpu["tokens"] and len(on_gpu["tokens"]) > 1
