@@ -1,10 +1,13 @@
 """The folder that a run writes to: made, and tried, before anything is computed."""
 
+import json
 import uuid
 from pathlib import Path
 
 from converters.errors import ConfigError
 from converters.names import TEMPORARY_PREFIX
+from trainer.config.sections import Config
+from trainer.config.show import as_json
 
 
 def make_dump_folder(folder: Path) -> None:
@@ -19,3 +22,24 @@ def make_dump_folder(folder: Path) -> None:
             f"job.dump_folder = {str(folder)!r} cannot be written to: {error.strerror}",
             tries=["--job.dump_folder FOLDER"],
         ) from error
+
+
+def save_config(config: Config) -> None:
+    """Write the merged config and its origins as JSON, where job.save_config_file asks for it, replacing the last one.
+
+    Raises ConfigError where that cannot be written.
+    """
+    name, folder = config.job.save_config_file, Path(config.job.dump_folder)
+    if not name:
+        return
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"job.save_config_file = {name!r} leads out of job.dump_folder = {str(folder)!r}")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(as_json(config), indent=2, ensure_ascii=False) + "\n", "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"job.save_config_file = {name!r} cannot be written: {error.strerror}") from error

@@ -19,7 +19,7 @@ from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config, Debug, Training
 from trainer.data.text_index import Preparation
 from trainer.data.training_data import Loader, open_training_data
-from trainer.dump_folder import make_dump_folder
+from trainer.dump_folder import make_dump_folder, save_config
 from trainer.export import Exports
 from trainer.flight_recorder import FlightRecorder, failures_told
 from trainer.garbage import GarbageCollection
@@ -60,6 +60,7 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     announce(config)
     settings, dump_folder = config.checkpoint, Path(config.job.dump_folder)
     on_first(ranks.agreement, lambda: make_dump_folder(dump_folder))
+    on_first(ranks.agreement, lambda: save_config(config))
     progress = Progress()
     recorder = FlightRecorder.of(config.comm, dump_folder)
     with failures_told(recorder, progress), ExitStack() as held:  # the lock: by rank 0, for all
@@ -80,6 +81,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
     meshes = make_meshes(dims, ranks.device.type)
     model = build(config, info.args, dims, meshes, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config))
     preparation = text_preparation(config, ranks.agreement)
     loader = train_loader(config, meshes, preparation, vocab_size=info.args.vocab_size, group=ranks.agreement)

@@ -1,5 +1,6 @@
 """TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or is told why not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from converters.errors import ConfigError
 from converters.families.registry import get_family
 from trainer.config.load import load_config
+from trainer.config.preset import describe_presets, preset_names
 from trainer.config.refused import REFUSED
 from trainer.config.show import unread
 from trainer.config.toml_file import read_toml
-from trainer.parallel_dims import check_layout, resolve
+from trainer.parallel_dims import check_layout, fit_layout, resolve
 
 CONFIGS = Path(__file__).parent / "configs"
 EXPERTS = "mixture-of-experts models are not covered yet"
@@ -19,11 +21,11 @@ TORCHFT = "TorchFT"
 
 RUN = {
     "llama3_debug_model": (1, 8),
-    "llama3_8b": (8, 512),
+    "llama3_8b": (8, 64),
     "llama3_70b": (64, 512),
     "qwen3_0.6b": (1, 8),
     "qwen3_1.7b": (1, 8),
-    "qwen3_32b": (32, 512),
+    "qwen3_32b": (32, 64),
     "llama3_8b_custom": (8, 32),
     "llama3_70b_256_gpus": (256,),
     "llama3_405b_512_gpus": (512,),
@@ -91,3 +93,25 @@ def test_it_is_refused_with_exactly_these_reasons(name):
         (line,) = [line for line in lines if f" {key}" in line]
         assert reason in line and f"{name}.toml:" in line
     assert any("upgrade" in word for word in caught.value.tries) == (name == "llama3_405b")
+
+
+def world_sizes(name: str) -> list[int]:
+    """What the first line of a preset says it is for."""
+    return [int(number) for number in re.findall(r"(\d+) (?:GPUs?|ranks)", dict(describe_presets())[name])]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_fine_on_the_ranks_that_it_names(name):
+    config = load_config(name)
+    (world_size,) = world_sizes(name)
+    dims = fit_layout(config, get_family(config.model.name).flavors[config.model.flavor], world_size)
+    assert dims.world_size == world_size
+    assert unread(config) == []
+
+
+def test_there_are_presets_of_every_size():
+    flavors = {(config.model.name, config.model.flavor) for config in map(load_config, preset_names())}
+    wanted = {"llama3": ("debug_gqa", "1B", "3B", "8B", "70B", "405B"), "qwen3": ("debug_gqa", "0.6B", "8B", "32B")}
+    assert {(name, flavor) for name, flavors in wanted.items() for flavor in flavors} <= flavors
+    assert load_config("llama3_8b_float8").model.converters == ("quantize.linear.float8",)
+    assert (world_sizes("llama3_70b_256"), world_sizes("llama3_405b_512")) == ([256], [512])

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import ConfigError, TitanError
@@ -319,6 +319,7 @@ def test_a_typo_is_told_in_a_blink_and_without_torch(tmp_path):
     assert best < 1
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     st.one_of(st.binary(max_size=200), st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass")))
 )
@@ -333,6 +334,7 @@ def test_only_titan_errors_leave_whatever_the_file_holds(tmp_path_factory, data)
         assert isinstance(config, Config)
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.lists(st.text(max_size=30) | st.sampled_from(["--training.steps", "--checkpoint.enable", "5", "-1", "["])))
 def test_only_titan_errors_leave_whatever_is_typed(words):
     try:

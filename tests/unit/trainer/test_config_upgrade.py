@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.errors import ConfigError, TitanError
@@ -198,12 +198,13 @@ _KEYS = st.sampled_from([*RENAMED, *GONE, *origins(Config()), *REFUSED, "trainin
 _COMMENTS = st.sampled_from(["", "  # why", "\n# between\n"])
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(st.dictionaries(_KEYS, st.tuples(_VALUES, _COMMENTS), max_size=12))
-def test_an_upgraded_file_loads_or_says_what_is_in_the_way(tmp_path_factory, settings):
+def test_an_upgraded_file_loads_or_says_what_is_in_the_way(tmp_path_factory, given_keys):
     folder = tmp_path_factory.mktemp("upgrade")
     text = "# head\n"
-    for section in {key.rpartition(".")[0]: None for key in settings}:
-        mine = {key: value for key, value in settings.items() if key.rpartition(".")[0] == section}
+    for section in {key.rpartition(".")[0]: None for key in given_keys}:
+        mine = {key: value for key, value in given_keys.items() if key.rpartition(".")[0] == section}
         text += f"\n[{section}]\n" + "".join(f"{k.rpartition('.')[2]} = {v}{c}\n" for k, (v, c) in mine.items())
     assert "".join(line.text for line in read_lines(text)) == text
     found = of(folder, text)
