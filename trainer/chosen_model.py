@@ -12,6 +12,10 @@ from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
 from trainer.data.tokenizer import load_tokenizer
 
+# Files of one tokenizer differ in form and in what stands around it, so what two of them make of a text is compared
+_PROBE = (
+    "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
+)
 NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
 
 
@@ -57,11 +61,15 @@ def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
     """A model that is trained on one tokenizer's ids and shipped with another's speaks nonsense."""
     if folder.resolve() == data.resolve():
         return
-    theirs, ours = load_tokenizer(folder).vocab_size, read_vocab_size(data)
-    if theirs != ours:
-        raise ConfigError(
-            f"model.hf_assets_path = {str(folder)!r} has {theirs:,} tokens, but training.dataset_path = {str(data)!r}"
-            f" was made with {ours:,}",
-            hint="the checkpoints would carry a tokenizer that does not read the model's tokens",
-            tries=[f"--model.hf_assets_path {data}", f"titan data prepare … --tokenizer {folder}"],
-        )
+    theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)
+    if theirs.vocab_size != num_ours:
+        what = f"has {theirs.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
+    elif _holds_tokenizer(data) and load_tokenizer(data).encode(_PROBE) != theirs.encode(_PROBE):
+        what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but reads text otherwise"
+    else:
+        return
+    raise ConfigError(
+        f"model.hf_assets_path = {str(folder)!r} {what}",
+        hint="the checkpoints would carry a tokenizer that does not read the model's tokens",
+        tries=[f"--model.hf_assets_path {data}", f"titan data prepare … --tokenizer {folder}"],
+    )

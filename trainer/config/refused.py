@@ -24,7 +24,7 @@ def _unread(kind: Any, switch: str) -> Refused:
     return Refused(kind, None, f"read only with {switch}, which is not covered")
 
 
-_WORKERS = "data is read from a memory-mapped index in a background thread; there are no worker processes"
+_WORKERS = "a background thread reads the next batch; there are no worker processes"
 _MX = 'model.converters = ["quantize.linear.mx"] or its kin'
 _NO_EXPERTS = "mixture-of-experts models are not covered yet"
 

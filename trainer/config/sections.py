@@ -117,7 +117,8 @@ class Training:
     dataset: str = "c4_test"
     """Kind of data. `tokens`: an index made by `titan data prepare`. `text`, `jsonl`, `parquet` and `c4_test` (C4's own
     files): text, turned into an index under job.dump_folder when the run first starts. `c4`: streamed, from the hub or
-    from C4's files. Or what a module in experimental.custom_import registers."""
+    from C4's files. Or what a module in experimental.custom_import registers. Data that ends begins again, in another
+    order: training.steps says when a run is over."""
     dataset_path: str | None = None
     """Where the data lies: the index, a file or a folder of text; without it `c4` comes from the hub."""
     dataset_mix: tuple[Weighted, ...] = ()

@@ -58,3 +58,13 @@ def test_the_tokenizer_must_be_of_the_datas_size(choose, indexes, tmp_path):
     shutil.copytree(indexes / "270", tmp_path / "copy")
     assert choose("copy", data="270").assets["tokenizer.model"].parent.name == "copy"
     assert choose(indexes / "280").assets  # no data to compare with
+
+
+def test_the_tokenizer_must_read_text_as_the_datas_does(choose, indexes, tmp_path):
+    """One of the same size, from other text; and the same one without its tokenizer.model, which is no other."""
+    (tmp_path / "other.txt").write_text("Straightforward words return; def straight(forward): return words.\n" * 30)
+    prepare([tmp_path / "other.txt"], tmp_path / "other", vocab_size=270, held_out=0.2)
+    with pytest.raises(ConfigError, match=r"has as many tokens as that of .*270', but reads text otherwise"):
+        choose(tmp_path / "other", data="270")
+    shutil.copytree(indexes / "270", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer.model"))
+    assert choose(tmp_path / "hf", data="270").assets["tokenizer.json"].parent.name == "hf"
