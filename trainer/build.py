@@ -119,7 +119,7 @@ def build_part(
 def parallelize(
     part: nn.Module, config: Config, family: TrainerFamily, parameters: list[Parameter], meshes: Meshes
 ) -> None:
-    """Float8 → context → tensor → activation checkpointing → compile → loss → FSDP: each wraps what the one before made."""
+    """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps what the one before made."""
     dims, parallelism, training = meshes.dims, config.parallelism, config.training
     if is_float8(config):
         apply_float8(part, config, parameters, tp=dims.tp)

@@ -16,6 +16,7 @@ from converters.model_info import ModelInfo
 from trainer.data.batch import Batch
 from trainer.init import InitialWeights
 from trainer.mesh import Meshes
+from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
 from trainer.runner import Runner
 
@@ -34,9 +35,11 @@ class TrainModel:
         take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
         ends_meet: bool,
         accumulating: Callable[[], AbstractContextManager] = nullcontext,
+        after_update: Callable[[], None] | None = None,
     ):
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
         self._runner, self._take_shard = runner, take_shard
+        self._after_update = after_update
         self.accumulating = accumulating  # around the batches of a step but its last: gradients need not meet yet
         # Taken once: while FSDP has a parameter gathered, its module shows the gathered one.
         self._tied = TiedCopies(args, parts, meshes, ends_meet=ends_meet)
@@ -63,6 +66,11 @@ class TrainModel:
                     module.reshard()  # no backward follows that would free what "never" keeps gathered
         return loss
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do after every update what the build asks for."""
+        if self._after_update:
+            optimizer.register_step_post_hook(lambda *_: self._after_update())
+
     def sum_tied_gradients(self) -> None:
         """Give both copies of an embedding that is tied across stages the whole gradient; once, before clipping."""
         self._tied.sum_gradients()
@@ -77,7 +85,7 @@ class TrainModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """FQN → live tensor (a DTensor where it is sharded): loading fills it in place."""
-        return {fqn: parameter.detach() for fqn, parameter in self._parameters.items()}
+        return {fqn: without_float8(parameter.detach()) for fqn, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -86,7 +94,8 @@ class TrainModel:
         native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
         for fqn, parameter in self._parameters.items():
             box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            plain = without_float8(parameter)
+            local = plain.to_local() if isinstance(plain, DTensor) else plain
             assert tuple(local.shape) == (box.sizes if box else (0, *local.shape[1:])), (fqn, local.shape, box)
             if box is not None:
                 for part, values in weights.blocks(fqn, box):

@@ -16,7 +16,9 @@ from typing import Any
 
 CASE_SECS = 120
 _FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(["torch", "torch.distributed.pipelining", "trainer.build", "trainer.optim"])
+_FORK_SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed.pipelining", "torchao.float8", "trainer.build", "trainer.optim"]
+)
 
 
 class RankFailure(AssertionError):

@@ -22,14 +22,22 @@ _SEQUENCE = Shard(1)  # of [B, L, D]
 _HEADS_DIM = 2  # of [B, L, heads, H]
 
 
-def apply_tp(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, TensorStyle], *, loss_parallel: bool) -> None:
+def apply_tp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, TensorStyle],
+    *,
+    loss_parallel: bool,
+    converted: Mapping[str, ParallelStyle] | None = None,
+) -> None:
     """Shard the modules that a plan names and this stage has.
 
     Logits leave as plain local tensors: this rank's columns of the vocabulary under loss parallel, else whole.
+    `converted`: the styles of modules that a converter has given other ones.
     """
     present = {name for name, _ in model.named_modules()}
     styles = {fqn: _parallel_style(style, loss_parallel=loss_parallel) for fqn, style in plan.items() if fqn in present}
-    parallelize_module(model, mesh, styles)
+    parallelize_module(model, mesh, styles | dict(converted or {}))
     for fqn in styles:
         if plan[fqn] is TensorStyle.EMBEDDING:
             model.get_submodule(fqn).register_forward_hook(_wait_for_output)

@@ -1,0 +1,255 @@
+"""Float8 training through torchao: which Linears compute in it, what FSDP gathers, and what cannot be combined.
+
+Weights stay in high precision under the same FQNs, and so do checkpoints. torch and torchao are imported inside
+functions: what cannot be combined is checked without them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from math import ceil
+from typing import TYPE_CHECKING
+
+from converters.families.base import ModelArgs, Parameter
+from converters.layout import MeshShape
+from trainer.config.sections import Config, Float8
+from trainer.loss_registry import CHUNKED
+from trainer.models.styles import TensorStyle
+from trainer.parallel.compile import compiles
+from trainer.parallel.ddp import is_ddp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+CONVERTER = "quantize.linear.float8"
+_SECTION = CONVERTER
+_AUTO_FILTER = "auto_filter_small_kn"
+_MULTIPLE = 16  # of both dims of a weight, and of the tokens: what the matrix units take
+
+
+def is_float8(config: Config) -> bool:
+    return CONVERTER in config.model.converters
+
+
+def precomputes_scales(config: Config) -> bool:
+    return is_float8(config) and config.float8.precompute_float8_dynamic_scale_for_fsdp
+
+
+def float8_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """What float8 cannot do together with the rest of the config."""
+    if not is_float8(config):
+        return []
+    settings = config.float8
+    gathers, precomputes = settings.enable_fsdp_float8_all_gather, settings.precompute_float8_dynamic_scale_for_fsdp
+    problems = []
+    if _is_rowwise(settings) and (gathers or precomputes):
+        problems.append(
+            f"{_SECTION}.recipe_name = {settings.recipe_name} has a scale for each row, float8 all-gather and"
+            ' precomputed scales one for a whole weight; nearest: recipe_name = "tensorwise", or both of them false'
+        )
+    if precomputes and not gathers:
+        problems.append(
+            f"{_SECTION}.precompute_float8_dynamic_scale_for_fsdp computes what float8 all-gather uses;"
+            " nearest: enable_fsdp_float8_all_gather = true"
+        )
+    if gathers and is_ddp(dims):
+        problems.append(
+            f"{_SECTION}.enable_fsdp_float8_all_gather needs FSDP, and ranks that hold whole copies (DDP) gather"
+            f" nothing; nearest: parallelism.data_parallel_shard_degree = {dims.world_size}, or false"
+        )
+    if gathers and config.training.enable_cpu_offload:
+        problems.append(
+            f"{_SECTION}.enable_fsdp_float8_all_gather would cast to float8 on the CPU, where CPU offload keeps the"
+            " weights; nearest: training.enable_cpu_offload = false, or no float8 all-gather"
+        )
+    if settings.emulate and compiles(config.compile, "model"):
+        problems.append(
+            f"{_SECTION}.emulate does not go with compiled blocks;"
+            ' nearest: compile.components = ["loss"], or emulate = false on a GPU that has float8'
+        )
+    if _AUTO_FILTER in settings.filter_fqns and settings.recipe_name == "rowwise_with_gw_hp":
+        problems.append(
+            f"{_SECTION}.filter_fqns: torchao has no {_AUTO_FILTER} for recipe rowwise_with_gw_hp;"
+            ' nearest: name the modules, or recipe_name = "rowwise"'
+        )
+    if not settings.emulate:
+        problems += _token_problems(config, args, dims)
+    return problems
+
+
+def _token_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """The product for a weight's gradient runs over tokens, as many as one pass has."""
+    size = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else config.training.local_batch_size
+    num_tokens = size * config.training.seq_len // dims.cp
+    if num_tokens % _MULTIPLE == 0:
+        return _chunk_problems(config, args, num_tokens)
+    return [
+        f"float8 products take tokens by {_MULTIPLE}, and a pass of a rank has {num_tokens}"
+        f" ({size} samples of {config.training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple of"
+        f" {_MULTIPLE * dims.cp}"
+    ]
+
+
+def _chunk_problems(config: Config, args: ModelArgs, num_tokens: int) -> list[str]:
+    """A chunked loss runs the output over a piece of the tokens at a time."""
+    is_converted = not args.tied and not any(part in "output" for part in config.float8.filter_fqns)
+    num_chunks = config.training.loss_chunks
+    if config.training.loss != CHUNKED or not is_converted or ceil(num_tokens / num_chunks) % _MULTIPLE == 0:
+        return []
+    nearest = max(n for n in range(1, num_chunks + 1) if ceil(num_tokens / n) % _MULTIPLE == 0)
+    return [
+        f"float8 products take tokens by {_MULTIPLE}, and training.loss_chunks = {num_chunks} cuts {num_tokens} of them"
+        f' otherwise; nearest: training.loss_chunks = {nearest}, or {_SECTION}.filter_fqns = ["output"]'
+    ]
+
+
+def float8_machine_problems(config: Config, device: torch.device) -> list[str]:
+    """torchao, and a GPU that computes in float8."""
+    if not is_float8(config):
+        return []
+    if find_spec("torchao") is None:
+        return [f"model.converters has {CONVERTER}, which needs torchao; pip install 'torchao>=0.15'"]
+    settings = config.float8
+    if settings.emulate:
+        return []
+    needed = (9, 0) if _is_rowwise(settings) else (8, 9)
+    recipe = settings.recipe_name or "tensorwise"
+    wanted = f"float8 ({recipe}) needs a GPU of compute capability {needed[0]}.{needed[1]} or higher"
+    nearest = f"nearest: {_SECTION}.emulate = true, which is slow"
+    if device.type != "cuda":
+        return [f"{wanted}; {nearest}"]
+    import torch
+
+    has = torch.cuda.get_device_capability(device)
+    return [] if has >= needed else [f"{wanted}, this one has {has[0]}.{has[1]}; {nearest}"]
+
+
+def _is_rowwise(settings: Float8) -> bool:
+    return settings.recipe_name in ("rowwise", "rowwise_with_gw_hp")
+
+
+def apply_float8(model: nn.Module, config: Config, parameters: Sequence[Parameter], *, tp: int) -> None:
+    """Swap the Linears of a model on the meta device for torchao's, whose products are in float8.
+
+    All but: those that `filter_fqns` names by a part of their FQN, those whose dims (of each tensor-parallel rank) are
+    not multiples of 16, and an output that is tied, because its weight is the embedding's. An output of its own is
+    converted unless it is named, as in torchtitan.
+    """
+    # It tells of C++ parts that training does not use
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    from torchao.float8 import convert_to_float8_training
+
+    settings = config.float8
+    is_chosen = _module_filter(settings, _shapes_of_ranks(parameters, tp), is_tied=model.args.tied)
+    convert_to_float8_training(model, config=_torchao_config(settings), module_filter_fn=is_chosen)
+    model.tie()
+    if settings.recipe_name == "rowwise" and compiles(config.compile, "model"):
+        import torch._inductor.config
+
+        # else the compiler computes scales and what is scaled by them in different precision (pytorch#150859)
+        torch._inductor.config.emulate_precision_casts = True
+
+
+def _torchao_config(settings: Float8):
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig
+
+    return replace(
+        Float8LinearConfig.from_recipe_name(settings.recipe_name or "tensorwise"),
+        enable_fsdp_float8_all_gather=settings.enable_fsdp_float8_all_gather,
+        emulate=settings.emulate,
+    )
+
+
+def _module_filter(
+    settings: Float8, shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool
+) -> Callable[[nn.Module, str], bool]:
+    named = [part for part in settings.filter_fqns if part != _AUTO_FILTER]
+    is_large = _gains_by_size(settings) if len(named) < len(settings.filter_fqns) else lambda module, fqn: True
+
+    def is_chosen(module: nn.Module, fqn: str) -> bool:
+        shape = shapes.get(f"{fqn}.weight", tuple(module.weight.shape))
+        is_possible = all(size % _MULTIPLE == 0 for size in shape) and not (is_tied and fqn == "output")
+        return is_possible and not any(part in fqn for part in named) and is_large(module, fqn)
+
+    return is_chosen
+
+
+def _gains_by_size(settings: Float8) -> Callable[[nn.Module, str], bool]:
+    """torchao's own thresholds, measured on H100s."""
+    from torchao.float8 import _auto_filter_for_recipe
+
+    return _auto_filter_for_recipe(settings.recipe_name or "tensorwise", filter_fqns=[])
+
+
+def _shapes_of_ranks(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
+    return {
+        p.fqn: tuple(size // tp if dim == p.tp_dim else size for dim, size in enumerate(p.shape)) for p in parameters
+    }
+
+
+def float8_styles(
+    model: nn.Module, plan: Mapping[str, TensorStyle], settings: Float8, *, device_type: str
+) -> dict[str, ParallelStyle]:
+    """Tensor-parallel styles that cast to float8 before they gather, of the modules where that is possible.
+
+    One scale for a tensor travels with it, many do not: so for tensorwise scaling only. Gloo has no float8: there
+    (emulated) the same numbers are gathered in high precision, because a maximum is the same before and after.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_tensor_parallel import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+    if device_type == "cpu" or _is_rowwise(settings):
+        return {}
+    converted = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    styles: dict[str, ParallelStyle] = {}
+    for fqn, style in plan.items():
+        if style is TensorStyle.COLUMNS and fqn in converted:
+            styles[fqn] = Float8ColwiseParallel()
+        elif style is TensorStyle.ROWS and fqn in converted:
+            styles[fqn] = Float8RowwiseParallel(output_layouts=Shard(1))
+        elif style is TensorStyle.GATHER_SEQUENCE:
+            readers = {other for other, s in plan.items() if s is TensorStyle.COLUMNS and other.startswith(f"{fqn}.")}
+            if readers <= converted:  # one that computes in high precision cannot read float8
+                styles[fqn] = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return styles
+
+
+def scale_weights(parts: Iterable[nn.Module]) -> None:
+    """After an update: the scales of all weights that FSDP gathers in float8, with one all-reduce a part."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    for part in parts:
+        precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def without_float8(tensor: Tensor) -> Tensor:
+    """A weight as a plain tensor or DTensor over the same memory, out of the wrapper that float8 all-gather needs.
+
+    The wrapper can be neither saved as safetensors nor, elsewhere, loaded without torchao.
+    """
+    from torch.distributed.tensor import DTensor
+
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not hasattr(local, "fsdp_pre_all_gather"):
+        return tensor
+    if not isinstance(tensor, DTensor):
+        return local._tensor
+    return DTensor.from_local(
+        local._tensor,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
