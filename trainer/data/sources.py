@@ -144,8 +144,9 @@ def _documents_of(path: Path, text_key: str, skipped: Skipped | None) -> Iterato
 
 
 def _in_folders(kinds: Sequence[str]) -> tuple[str, ...]:
-    """There .json is mostly a config, not lines of text, and .npy mostly a token index."""
-    return tuple(ending for ending in kinds if ending not in (".json", *_TOKEN_IDS))
+    """Among files of all kinds .json is mostly a config, not lines of text, and .npy mostly a token index."""
+    left_out = (".json", *_TOKEN_IDS) if kinds is KNOWN else ()
+    return tuple(ending for ending in kinds if ending not in left_out)
 
 
 def _walk(folder: Path, endings: tuple[str, ...], *, leave_out: Iterable[str] = ()) -> Iterator[Path]:

@@ -10,7 +10,7 @@ import pytest
 from converters.errors import DataError, UnsupportedError
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
-from trainer.data.sources import Skipped, find_files, read_documents
+from trainer.data.sources import JSON_LINES, Skipped, find_files, read_documents
 
 
 def write_parquet(path, texts, *, column="text", kind=None, **options):
@@ -37,6 +37,13 @@ def test_parquet_rows_are_documents_in_order(tmp_path):
     large = write_parquet(tmp_path / "b.parquet", expected, column="body", kind=pa.large_string(), compression="zstd")
     assert texts_of(large, text_key="body") == expected
     assert find_files([tmp_path]) == [path, large]
+
+
+def test_json_in_a_folder_is_text_only_where_json_lines_are_asked_for(tmp_path):
+    (tmp_path / "data.json").write_text('{"text": "x"}\n')  # as torchtitan's c4_test has it
+    assert find_files([tmp_path], kinds=JSON_LINES) == [tmp_path / "data.json"]
+    with pytest.raises(DataError, match="no file in it ends in .txt"):
+        find_files([tmp_path])
 
 
 def test_zstd_lines_are_read_like_any_others(tmp_path):
