@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+import torch
 
 from tests.dist import runs
 from tests.dist.processes import ranks
@@ -145,8 +146,11 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole
         capture_output=True,
         text=True,
     )
-    last = read.stderr.splitlines()[-1]
-    assert read.returncode == 0 and last.startswith(entries[-1]["profiling_name"].removeprefix("gloo:")), read
+    if torch.__version__ < "2.12":  # that reader knows NCCL's records only, and says so
+        assert "gloo !=" in read.stderr
+    else:
+        last = read.stderr.splitlines()[-1]
+        assert read.returncode == 0 and last.startswith(entries[-1]["profiling_name"].removeprefix("gloo:")), read
     _assert_whole_after_another_start(config, tmp_path, whole)
 
 

@@ -1,11 +1,14 @@
 """converters/model_info.py and json_file.py: what a folder says about its weights, or that it says nothing."""
 
 import json
-from dataclasses import asdict
+import re
+from dataclasses import asdict, astuple, dataclass, replace
 
 import pytest
 
 from converters.errors import CheckpointError, UnsupportedError
+from converters.families import registry
+from converters.families.base import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 
@@ -30,6 +33,52 @@ def test_hf_and_meta(tmp_path):
     write_meta_params(meta, INFO)
     (meta / "consolidated.00.pth").touch()
     assert read_model_info(meta / "consolidated.00.pth").args.rope_scaling == INFO.args.rope_scaling
+
+
+@dataclass(frozen=True, slots=True)
+class OwnArgs(ModelArgs):
+    logit_scale: float = 0.5
+    window: int | None = None
+    rotary: str = "full"
+
+
+@pytest.fixture
+def own_family(monkeypatch):
+    monkeypatch.setitem(registry._FAMILIES, "own", replace(LLAMA3, name="own", args_type=OwnArgs))
+
+
+def test_numbers_that_a_family_adds_are_kept(tmp_path, own_family):
+    args = OwnArgs(*astuple(FLAVORS["debug_tied"])[:7], logit_scale=2, window=64)
+    write_model_info(tmp_path, ModelInfo("own", args))
+    found = read_model_info(tmp_path)
+    assert found.args == args and type(found.args) is OwnArgs
+    content = json.loads((tmp_path / "titan_model.json").read_text())
+    del content["args"]["rotary"]  # written before the family had it
+    (tmp_path / "titan_model.json").write_text(json.dumps(content))
+    assert read_model_info(tmp_path).args == args
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"logit_scale": "2"}, "logit_scale = 2: like 0.5 it must be"),
+        ({"logit_scale": True}, "logit_scale = True: like 0.5 it must be"),
+        ({"rotary": None}, "rotary = None: like 'full' it must be"),
+        ({"windows": 64}, "unknown  windows"),
+    ],
+)
+def test_numbers_that_a_family_adds_are_checked(tmp_path, own_family, change, said):
+    numbers = asdict(OwnArgs(*astuple(FLAVORS["debug_tied"])[:7])) | change
+    (tmp_path / "titan_model.json").write_text(json.dumps({"family": "own", "args": numbers}))
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read_model_info(tmp_path)
+
+
+def test_a_family_that_is_not_known_here_is_to_be_imported(tmp_path):
+    write_model_info(tmp_path, ModelInfo("nobodys", FLAVORS["debug_tied"]))
+    with pytest.raises(UnsupportedError, match="'nobodys'") as raised:
+        read_model_info(tmp_path)
+    assert raised.value.tries == ("titan --import MODULE …",)
 
 
 def test_a_folder_that_says_nothing(tmp_path):

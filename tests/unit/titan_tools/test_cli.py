@@ -1,6 +1,7 @@
 """The command line as a whole: every help page and its examples, errors, exit codes, speed of `titan --help`."""
 
 import functools
+import os
 import resource
 import shlex
 import subprocess
@@ -191,3 +192,33 @@ def test_a_page_of_commands_has_each_in_a_whole_line(page):
     expected = COMMANDS if not page else {words[1] for words in all_pages() if words[:1] == page}
     assert {line.split()[0] for line in lines if line.strip()} == expected
     assert not [line for line in lines if line.endswith("...")]
+
+
+def test_what_is_imported_is_known_to_commands_and_to_ranks_that_they_start(tmp_path, titan, monkeypatch):
+    from converters.families import registry
+
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.delenv("TITAN_IMPORT", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "family_of_test_cli"
+    (tmp_path / f"{module}.py").write_text(
+        "from dataclasses import replace\nfrom converters.families.registry import get_family, register\n"
+        "register(replace(get_family('llama3'), name='mine'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    try:
+        code, out, _ = titan("--import", f"{module}.py", "models")
+        assert code == 0 and "mine" in out
+        assert os.environ["TITAN_IMPORT"] == str(tmp_path.resolve() / f"{module}.py")  # wherever a rank may start
+        registry._FAMILIES.pop("mine")
+        del sys.modules[module]
+        assert "mine" in titan("models")[1]  # by the variable alone
+    finally:
+        sys.modules.pop(module, None)
+        os.environ.pop("TITAN_IMPORT", None)
+
+
+def test_an_import_that_fails_is_told_by_the_option(tmp_path, titan, monkeypatch):
+    monkeypatch.delenv("TITAN_IMPORT", raising=False)
+    code, _, err = titan("--import", "no.such.module", "models")
+    assert code == 2 and err.startswith("error: --import no.such.module cannot be imported: ModuleNotFoundError")
