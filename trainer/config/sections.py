@@ -327,7 +327,8 @@ class Debug:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experimental:
     custom_import: str = ""
-    """Dotted module, or path of one, imported once the config is read: it may register families and datasets."""
+    """Dotted module, or path of one, imported once the config is read: it may register families, datasets and losses.
+    Commands without a config take the same as `titan --import`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
