@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from converters.errors import NumericalFault, Preempted
+from converters.errors import NumericalFault, Preempted, TitanError
 from converters.names import TEXT_INDEXES
 from trainer.agree import on_each, on_first
 from trainer.build import build
@@ -125,7 +125,6 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
                 progress.skipped_steps += 1
                 note(f"WARNING: {not_finite(progress.step + 1, result)}")
             else:
-                checkpoints.finish()
                 raise numerical_fault(progress.step + 1, result, checkpoints)
             optimizer.zero_grad()
             lr = schedule.lr
@@ -157,7 +156,7 @@ def set_determinism(debug: Debug) -> None:
     torch.manual_seed((debug.seed or 0) + dist.get_rank())
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
 
 
 def announce(config: Config) -> None:
@@ -240,6 +239,10 @@ def not_finite(step: int, result: StepResult) -> str:
 
 
 def numerical_fault(step: int, result: StepResult, checkpoints: Checkpoints) -> NumericalFault:
+    try:
+        checkpoints.finish()  # the save under way counts, if it comes to anything
+    except TitanError as error:
+        note(f"WARNING: {error.message}")
     good = checkpoints.last_good_step
     return NumericalFault(
         not_finite(step, result),

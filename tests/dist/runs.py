@@ -4,10 +4,12 @@ import io
 import json
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,7 @@ from trainer.train_model import TrainModel
 from trainer.validate import Validation
 
 SEQ_LEN = 32
+T = TypeVar("T")
 
 
 def make_data(folder: Path) -> Path:
@@ -312,15 +315,24 @@ def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
     return losses
 
 
-def run_beside(config: Config, how: str = "") -> tuple[str, str]:
-    """Case: a run that saves beside the training, where the disk is as tests/dist/slow_saver.py has it."""
-    path = Path(slow_saver.__file__)
+def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
+    """A case of a run that saves beside the training, where the disk is as tests/dist/slow_saver.py has it."""
     kept = checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM
     if how and config.checkpoint.async_mode == "async":
         getattr(slow_saver.Slow, how)()
     elif how:
-        checkpoint_async.PROGRAM = [str(path), how]
+        checkpoint_async.PROGRAM = [slow_saver.__file__, how]
     try:
-        return run_and_hear(config)
+        return case(config)
     finally:
         checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM = kept
+
+
+def run_beside(config: Config, how: str = "") -> tuple[str, str]:
+    """Case: a run that saves beside the training; its error and its talk."""
+    return _on_such_a_disk(how, run_and_hear, config)
+
+
+def run_into_a_nan_beside(config: Config) -> str:
+    """Case: the same with a loss that is not a number, when the disk was full before."""
+    return _on_such_a_disk("full_after_a_while", run_into_a_nan, config)

@@ -34,6 +34,12 @@ class Slow:
         checkpoint_io._SyncedFile.write = fail
 
     @staticmethod
+    def full_after_a_while() -> None:
+        """The same, found out when the next step has begun."""
+        Slow.full()
+        Slow.slow(1.0)
+
+    @staticmethod
     def stuck_in_commit() -> None:
         """The last moment before the second save's rename never ends."""
         commit = checkpoint_write.commit

@@ -87,6 +87,12 @@ def test_a_nan_waits_for_the_save_before_and_names_it(pools, data, tmp_path):
     assert check_files(tmp_path / "checkpoint" / "step-2") == []
 
 
+def test_a_nan_is_told_also_where_the_save_before_came_to_nothing(pools, data, tmp_path):
+    told = pools[2].run(runs.run_into_a_nan_beside, _config(data, tmp_path, "async"))
+    assert all(t.startswith("NumericalFault: step 3") and "no checkpoint to go back to" in t for t in told)
+    assert not list((tmp_path / "checkpoint").glob("step-*"))
+
+
 def test_old_steps_go_only_when_the_new_one_is_there(pools, data, tmp_path):
     """Four saves, two kept: while one is being written there are always two whole ones."""
     config = _config(data, tmp_path, "async", steps=4, interval=1, keep_latest_k=2)
