@@ -35,7 +35,6 @@ MAIN = (
     Layout("cp 2", 2, {CP: 2}),
     Layout("pp 2", 2, {PP: 2}),
     Layout("fsdp 2 tp 2 pp 2", 8, {TP: 2, PP: 2, MICROBATCH: 2}),
-    Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}),
 )
 CASES = [
     *((layout, flavor) for layout in MAIN for flavor in (GQA, TIED)),
@@ -58,6 +57,7 @@ CASES = [
     (_pipe("tp 2 pp 2", 4, **{TP: 2}), TIED),
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
     # three
+    (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GQA),
     (Layout("hsdp 2x2 tp 2", 8, {REPLICAS: 2, TP: 2}), GQA),
     # each schedule; 1F1B is every other pipeline's
     (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
@@ -87,6 +87,7 @@ CASES = [
     (Layout("fsdp 2, always resharded", 2, {"fsdp_reshard_after_forward": "always"}), TIED),
     (Layout("fsdp 2, never resharded", 2, {"fsdp_reshard_after_forward": "never"}), GQA),
     (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
+    (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
     # compiled
     (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank

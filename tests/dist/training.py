@@ -125,6 +125,20 @@ def train_model(model: TrainModel, config: Config, steps: int) -> dict:
     return {"losses": losses, "norms": norms}
 
 
+def first_gradients(layout: Layout, flavor: str) -> dict[str, torch.Tensor]:
+    """Case: the first step's whole gradients, of the parameters that this rank has a part in."""
+    return _gradients_of_a_step(build_model(layout, flavor), layout.config(flavor))
+
+
+def _gradients_of_a_step(model: TrainModel, config: Config) -> dict[str, torch.Tensor]:
+    # Unclipped: a scale that is off in its last digits would be in all of them
+    make_step(model, config, max_norm=float("inf")).compute_gradients(own_batch(model, 0), stop_requested=False)
+    gradients = {}
+    for fqn, parameter in model.named_parameters().items():
+        gradients[fqn], parameter.grad = _whole(parameter.grad), None
+    return gradients
+
+
 def make_step(model: TrainModel, config: Config, *, max_norm: float) -> TrainStep:
     return TrainStep(model, model.meshes, max_norm=max_norm, local_batch_size=config.training.local_batch_size)
 
@@ -154,16 +168,11 @@ def compare(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
 def _train_and_look(layout: Layout, flavor: str, steps: int) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
     """First weights, validation, the gradients of a step, training, validation again, last weights."""
     config, model = layout.config(flavor), build_model(layout, flavor)
-    parameters = model.named_parameters()
     told = {"not as seeded": differences_from_seed(model, flavor), "validated": [validation_loss(model)]}
-    # Unclipped: a scale that is off in its last digits would be in all of them
-    make_step(model, config, max_norm=float("inf")).compute_gradients(own_batch(model, 0), stop_requested=False)
-    gradients = {fqn: _whole(parameter.grad) for fqn, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.grad = None
+    gradients = _gradients_of_a_step(model, config)
     told |= train_model(model, config, steps)
     told["validated"].append(validation_loss(model))
-    weights = {fqn: _whole(parameter.detach()) for fqn, parameter in parameters.items()}
+    weights = {fqn: _whole(parameter.detach()) for fqn, parameter in model.named_parameters().items()}
     return told, {"gradients": gradients, "weights": weights}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -43,6 +44,19 @@ class Microbatch:
         return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
 
 
+class _Stage(PipelineStage):
+    """torch's stage, whose gradients of weights are added up in FSDP's reduce dtype also where backward is split."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if isinstance(self.submod, FSDPModule):
+            # FSDP casts what autograd has left when it goes back through a module's inputs; towards a schedule's end,
+            # gradients of several microbatches would add up in the compute dtype before that.
+            for state in fully_shard.state(self.submod)._state_ctx.all_states:
+                for group in state._fsdp_param_groups:
+                    group.post_backward()
+
+
 class Pipeline:
     """This rank's stages, and how a batch goes through all of them."""
 
@@ -76,7 +90,7 @@ class Pipeline:
         tokens = self.microbatch.tokens(device="meta")
         hidden = self.microbatch.hidden_like(tokens).requires_grad_()
         is_last = index == self.split.num_stages - 1
-        return PipelineStage(
+        return _Stage(
             part,
             index,
             self.split.num_stages,
