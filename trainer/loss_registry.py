@@ -8,6 +8,8 @@ from converters.errors import ConfigError
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from trainer.config.sections import Config
+from trainer.parallel.compile import compiles
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,16 +53,22 @@ def is_loss_parallel(config: Config, dims: MeshShape) -> bool:
 
 
 def loss_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """A loss that does not exist, or that needs the logits whole."""
-    name = config.training.loss
+    """A loss that does not exist, one that needs the logits whole, one that cannot be compiled under this schedule."""
+    name, schedule = config.training.loss, config.parallelism.pipeline_parallel_schedule
     if name not in loss_names():
         return [
             f"training.loss = {name!r} does not exist; there are {', '.join(loss_names())},"
             " and what a module in experimental.custom_import registers"
         ]
+    problems = []
     if is_loss_parallel(config, dims) and name in _REGISTERED and not _REGISTERED[name].takes_columns:
-        return [
+        problems.append(
             f"training.loss = {name!r} takes whole logits, but tensor parallelism leaves each of {dims.tp} ranks its"
             " share of the vocabulary; set parallelism.disable_loss_parallel, or register it with takes_columns"
-        ]
-    return []
+        )
+    if name != CHUNKED and compiles(config.compile, "loss") and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+        problems.append(
+            f"schedule {schedule} goes back through the loss twice, which a compiled one cannot unless it is"
+            f' {CHUNKED!r}; set training.loss = "{CHUNKED}", or compile.components = []'
+        )
+    return problems

@@ -1,0 +1,67 @@
+"""Which losses a config may name, and what is told of the others."""
+
+from dataclasses import replace
+
+import pytest
+
+from converters.errors import ConfigError
+from converters.families.llama3 import FLAVORS
+from converters.layout import MeshShape
+from trainer import loss_registry
+from trainer.config.sections import Compile, Config, Parallelism, Training
+from trainer.loss_registry import loss_problems, register_loss
+from trainer.parallel_dims import check_layout
+
+ARGS = FLAVORS["debug_gqa"]
+
+
+@pytest.fixture(autouse=True)
+def no_others(monkeypatch):
+    monkeypatch.setattr(loss_registry, "_REGISTERED", {})
+
+
+def a_loss(logits_BLV, targets_BL, group=None):
+    raise NotImplementedError
+
+
+def config(loss: str, compile_: Compile | None = None, **parallelism) -> Config:
+    return Config(training=Training(loss=loss), parallelism=Parallelism(**parallelism), compile=compile_ or Compile())
+
+
+def test_an_unknown_loss_is_an_error_that_names_those_that_exist():
+    register_loss("mine", a_loss)
+    with pytest.raises(ConfigError, match="training.loss = 'plane' does not exist; there are chunked, plain, mine"):
+        check_layout(config("plane"), ARGS, MeshShape())
+
+
+@pytest.mark.parametrize("loss", ["chunked", "plain", "mine"])
+@pytest.mark.parametrize("dims", [MeshShape(), MeshShape(pp=2), MeshShape(cp=2, dp_shard=2)])
+def test_a_known_loss_goes_everywhere_but_beside_loss_parallel(loss, dims):
+    register_loss("mine", a_loss)
+    assert loss_problems(config(loss), ARGS, dims) == []
+
+
+def test_a_loss_of_whole_logits_is_refused_beside_loss_parallel():
+    register_loss("mine", a_loss)
+    register_loss("sharded", a_loss, takes_columns=True)
+    tp = MeshShape(tp=2)
+    (told,) = loss_problems(config("mine"), ARGS, tp)
+    assert "set parallelism.disable_loss_parallel, or register it with takes_columns" in told
+    assert loss_problems(config("mine", disable_loss_parallel=True), ARGS, tp) == []
+    for loss in ("sharded", "chunked", "plain"):
+        assert loss_problems(config(loss), ARGS, tp) == []
+
+
+@pytest.mark.parametrize("name", ["chunked", "plain"])
+def test_losses_of_titans_own_cannot_be_replaced(name):
+    with pytest.raises(ConfigError, match="register yours under another name"):
+        register_loss(name, a_loss)
+
+
+def test_a_compiled_loss_under_a_split_backward_must_be_the_chunked_one():
+    compiled, split = Compile(enable=True, components=("loss",)), {"pipeline_parallel_schedule": "ZBVZeroBubble"}
+    (told,) = loss_problems(config("plain", compiled, **split), ARGS, MeshShape(pp=2))
+    assert 'set training.loss = "chunked"' in told
+    assert loss_problems(config("chunked", compiled, **split), ARGS, MeshShape(pp=2)) == []
+    assert loss_problems(config("plain", replace(compiled, components=()), **split), ARGS, MeshShape(pp=2)) == []
+    assert loss_problems(config("plain", compiled), ARGS, MeshShape(pp=2)) == []
