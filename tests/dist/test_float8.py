@@ -1,16 +1,21 @@
 """Float8 training, emulated: near the same run in bf16 in every layout, and checkpoints that do not know of it."""
 
-from collections import Counter
+from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from converters.families.registry import get_family
+from converters.open import open_checkpoint
 from tests.dist import runs
-from tests.dist.training import Layout, build_model, global_batch, own_batch, train
+from tests.dist.training import Layout, args_of, build_model, global_batch, make_step, own_batch, train
+from trainer.config.sections import Config
+from trainer.optim import build_optimizer
 
 BF16 = {"mixed_precision_param": "bfloat16"}
-STEPS = 3
+STEPS = 2
 
 
 def float8(**settings) -> dict[str, dict]:
@@ -34,13 +39,128 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def references(pools):
+    """Losses and norms of one rank without float8: in fp32, and in bf16."""
+    layouts = Layout("fp32"), Layout("bf16", 1, {}, BF16)
+    return [pools[1].run(train, layout, "debug_gqa", STEPS)[0] for layout in layouts]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_losses_are_near_those_in_bf16(pools, name):
-    layout = LAYOUTS[name]
-    (exact,) = pools[1].run(train, Layout("fp32"), "debug_gqa", STEPS)
-    told = pools[layout.world_size].run(train, layout, "debug_gqa", STEPS)
+def test_losses_are_near_those_in_high_precision(pools, references, name):
+    exact, bf16 = references
+    told = pools[LAYOUTS[name].world_size].run(train, LAYOUTS[name], "debug_gqa", STEPS)
     assert all(rank == told[0] for rank in told)
     assert told[0]["losses"] == pytest.approx(exact["losses"], abs=0.02, rel=0)
     assert told[0]["norms"] == pytest.approx(exact["norms"], rel=0.05)
-    (bf16,) = pools[1].run(train, Layout("bf16", 1, {}, BF16), "debug_gqa", STEPS)
     assert told[0] != bf16
+
+
+def bytes_of_a_pass(layout: Layout) -> tuple[dict[str, int], int]:
+    """Case: sizes of this model's parameters, and the bytes that FSDP has gathered when forward and backward are done.
+
+    Its root is not counted twice: parameters are kept between the two.
+    """
+    model, gathered = build_model(layout, "debug_gqa"), []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    whole = getattr(dist, name)
+
+    def counted(output_tensor, input_tensor, *args, **settings):
+        gathered.append(output_tensor.nbytes)
+        return whole(output_tensor, input_tensor, *args, **settings)
+
+    setattr(dist, name, counted)
+    try:
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    finally:
+        setattr(dist, name, whole)
+    return {fqn: parameter.numel() for fqn, parameter in model.named_parameters().items()}, sum(gathered)
+
+
+def test_float8_all_gather_halves_the_bytes_of_what_is_converted(pools):
+    keep = {"fsdp_reshard_after_forward": "never"}
+    sizes, in_bf16 = pools[2].run(bytes_of_a_pass, Layout("", 2, keep, BF16))[0]
+    _, in_float8 = pools[2].run(bytes_of_a_pass, Layout("", 2, keep, BF16, float8(**GATHERED)))[0]
+    converted = sum(size for fqn, size in sizes.items() if "norm" not in fqn and fqn != "tok_embeddings.weight")
+    assert in_bf16 == 2 * sum(sizes.values())
+    assert in_float8 == in_bf16 - converted
+
+
+def test_precomputed_scales_are_those_computed_when_gathering(pools):
+    def losses(**settings) -> list[dict]:
+        return pools[2].run(train_and_follow, Layout("", 2, {}, BF16, float8(**GATHERED | settings)))
+
+    with_scales, without = losses(), losses(precompute_float8_dynamic_scale_for_fsdp=False)
+    assert with_scales[0]["scaled"] and not without[0]["scaled"]
+    assert with_scales[0]["losses"] == without[0]["losses"]
+
+
+def train_and_follow(layout: Layout) -> dict:
+    """Case: losses of steps as `train.py` takes them; whether weights have scales that were computed beforehand."""
+    model, config = build_model(layout, "debug_gqa"), layout.config("debug_gqa")
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    model.follow(optimizer)
+    step, losses = make_step(model, config, max_norm=1.0), []
+    for number in range(3):
+        losses.append(step.compute_gradients(own_batch(model, number), stop_requested=False).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    wrapped = [p._local_tensor for p in model.named_parameters().values()]
+    scales = [tensor._precomputed_scale for tensor in wrapped if hasattr(tensor, "_precomputed_scale")]
+    assert len(scales) == 7 * 4 + 1  # of four layers, and of the output
+    return {"losses": losses, "scaled": all(scale is not None for scale in scales)}
+
+
+@pytest.fixture(scope="module")
+def whole(pools, tmp_path_factory):
+    """Data, and the folder of a run in float8 that was never stopped."""
+    folder = tmp_path_factory.mktemp("float8")
+    data = runs.make_data(folder)
+    config = run_config(data, folder / "whole", **float8(**GATHERED))
+    config = replace(config, model=replace(config.model, print_after_conversion=True))
+    (error, talk), (_, silence) = pools[2].run(runs.run_and_hear, config)
+    assert not error
+    assert "Float8Linear(" in talk and "Float8Linear(" not in silence
+    return data, folder / "whole"
+
+
+def run_config(data, dump, **sections) -> Config:
+    training = {"local_batch_size": 2, "mixed_precision_param": "bfloat16"}
+    return runs.make_config(data, dump, training=training, **sections)
+
+
+def test_a_checkpoint_holds_plain_weights_and_goes_on_with_or_without_float8(pools, whole, tmp_path):
+    data, dump = whole
+    last = "checkpoint/step-4"
+    plain = run_config(data, dump)
+    catalog = open_checkpoint(dump / last)
+    parameters = get_family("llama3").parameters(args_of("debug_gqa"))
+    assert {fqn: catalog.tensors[fqn].dtype for fqn in (p.fqn for p in parameters)} == {
+        p.fqn: "float32" for p in parameters
+    }
+    assert not any(b"torchao" in file.read_bytes() for file in (dump / last).rglob("*") if file.is_file())
+
+    pools[2].run(runs.copy_step, plain, dump / last, tmp_path / "copied")
+    assert not runs.differences(dump / last, tmp_path / "copied")
+    pools[2].run(runs.copy_step, run_config(data, dump, **float8(**GATHERED)), tmp_path / "copied", tmp_path / "back")
+    assert not runs.differences(dump / last, tmp_path / "back")
+
+    runs.begin_from(tmp_path / "again", dump, 2)
+    assert pools[2].run(runs.run, run_config(data, tmp_path / "again", **float8(**GATHERED))) == ["", ""]
+    assert not runs.differences(dump / last, tmp_path / "again" / last)
+    runs.begin_from(tmp_path / "without", dump, 2)
+    assert pools[2].run(runs.run, run_config(data, tmp_path / "without")) == ["", ""]
+    expected, told = runs.read_losses(dump), runs.read_losses(tmp_path / "without")
+    assert [told[step] for step in (3, 4)] == pytest.approx([expected[step] for step in (3, 4)], abs=0.02, rel=0)
+
+
+def test_weights_of_any_wrapping_are_saved_as_safetensors(pools):
+    assert pools[2].run(saved_as_safetensors, LAYOUTS["fsdp 2, float8 all-gather"]) == [[], []]
+
+
+def saved_as_safetensors(layout: Layout) -> list[str]:
+    """Case: parameters that safetensors reads back otherwise."""
+    state = build_model(layout, "debug_gqa").state_dict()
+    shards = {fqn: tensor.to_local().contiguous() for fqn, tensor in state.items()}
+    again = safetensors.torch.load(safetensors.torch.save(shards))
+    return [fqn for fqn in shards if type(shards[fqn]) is not torch.Tensor or not again[fqn].equal(shards[fqn])]
