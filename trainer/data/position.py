@@ -6,6 +6,7 @@ from typing import Any
 from converters.errors import DataError
 
 STATE_VERSION = 1
+STREAMS = " streams"  # after their number, at the end of a stream's fingerprint; that of an index ends in its seq_len
 START_ANEW = "--checkpoint.exclude_from_loading dataloader"  # weights go on, the data begins again
 
 
@@ -27,8 +28,14 @@ def refuse_other_position(state: Mapping[str, Any], expected: Mapping[str, Any])
 def _refuse_other_data(theirs: str, ours: str) -> None:
     if theirs == ours:
         return
-    if theirs.rpartition("/")[0] == ours.rpartition("/")[0] != "":
-        was, now = theirs.rpartition("/")[2], ours.rpartition("/")[2]
+    (head, _, now), (their_head, _, was) = ours.rpartition("/"), theirs.rpartition("/")
+    if head and head == their_head and now.endswith(STREAMS):
+        raise DataError(
+            f"the run was begun with {was}, and is to be resumed with {now}",
+            hint="each stream has a part of the text to itself, and its own position in it",
+            tries=[f"--training.dataset_streams {was.removesuffix(STREAMS)}", START_ANEW],
+        )
+    if head and head == their_head:
         raise DataError(
             f"the run was begun with seq_len {was}, and is to be resumed with {now}",
             hint="samples are cut by seq_len, so the position in the old samples says nothing about the new ones",

@@ -13,7 +13,7 @@ from typing import Any
 
 from converters.errors import DataError
 from trainer.data.batch import Batch, batch_of
-from trainer.data.position import START_ANEW, STATE_VERSION, refuse_other_position
+from trainer.data.position import START_ANEW, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
 
@@ -42,7 +42,7 @@ class StreamLoader:
     ):
         assert num_streams % dp_degree == global_batch_size % dp_degree == 0, (num_streams, global_batch_size)
         self._text, self._tokenizer = text, tokenizer
-        self._fingerprint = f"{fingerprint} in {num_streams} streams"
+        self._fingerprint = f"{fingerprint}/{num_streams}{STREAMS}"
         self._num_streams, self._seed, self._seq_len = num_streams, seed, seq_len
         self._on_each, self._pin_memory = on_each, pin_memory
         num_groups = math.gcd(global_batch_size, num_streams)  # of places in a batch, each with streams of its own

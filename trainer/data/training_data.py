@@ -14,7 +14,7 @@ from trainer.data.index import TRAIN, digest_of
 from trainer.data.kinds import C4
 from trainer.data.loader import TokenLoader
 from trainer.data.stream_loader import StreamLoader
-from trainer.data.streamed_text import stream_c4
+from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
 from trainer.data.tokenizer import load_tokenizer
 
@@ -46,11 +46,20 @@ def open_training_data(
     return TokenLoader(source, TRAIN, seq_len=settings.seq_len, **batches)
 
 
-def _open_stream(settings: Training, preparation: Preparation, *, vocab_size: int, **rest: Any) -> StreamLoader:
+def _open_stream(
+    settings: Training,
+    preparation: Preparation,
+    *,
+    vocab_size: int,
+    on_each: Callable[[Callable[[], Any]], list[Any]],
+    **batches: Any,
+) -> StreamLoader:
     refuse_no_tokenizer(settings.dataset, preparation.tokenizer)
     tokenizer = load_tokenizer(preparation.tokenizer)
     refuse_large_vocabulary(tokenizer.vocab_size, vocab_size, str(preparation.tokenizer))
-    text = stream_c4(TRAIN, settings.dataset_path)
+    opened: list[StreamedText] = []
+    on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or none goes on
+    text = opened[0]
     assets = sorted((name, digest_of(path)) for name, path in find_assets(preparation.tokenizer).items())
     return StreamLoader(
         text,
@@ -58,5 +67,6 @@ def _open_stream(settings: Training, preparation: Preparation, *, vocab_size: in
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps([text.identity, assets]).encode()),
         num_streams=settings.dataset_streams,
         seq_len=settings.seq_len,
-        **rest,
+        on_each=on_each,
+        **batches,
     )

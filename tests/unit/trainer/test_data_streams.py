@@ -188,8 +188,8 @@ def test_seeds_give_other_orders_and_another_seed_is_refused_with_both_named(man
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"fingerprint": "beef in 8 streams"}, "fingerprint f00d in 8 streams now, beef in 8 streams then"),
-        ({"fingerprint": "f00d in 64 streams"}, "f00d in 8 streams now, f00d in 64 streams then"),
+        ({"fingerprint": "beef/8 streams"}, "fingerprint f00d/8 streams now, beef/8 streams then"),
+        ({"fingerprint": "f00d/64 streams"}, "begun with 64 streams, and is to be resumed with 8 streams"),
         ({"positions": []}, "damaged"),
         ({"positions": [[0, 0, 0, 0]] * 8}, "damaged"),
         ({"positions": [[0, 0, 0, 0, -1]] * 8}, "damaged"),
@@ -201,7 +201,7 @@ def test_a_state_of_another_run_is_refused(many_files, tokenizer, change, told):
     _, states = read(many_files, tokenizer, 1, 1)
     with pytest.raises(DataError, match=told) as caught:
         read(many_files, tokenizer, 1, 1, state=states[0] | change)
-    assert caught.value.tries == ("--checkpoint.exclude_from_loading dataloader",)
+    assert caught.value.tries[-1] == "--checkpoint.exclude_from_loading dataloader"
 
 
 def test_a_stream_without_documents_stops_all_ranks_at_once(tmp_path, tokenizer):
