@@ -145,6 +145,13 @@ def _signals_passed_on(agent: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_WHY_ENDED = {
+    signal.SIGKILL: "SIGKILL is what the kernel sends when memory runs out",
+    signal.SIGABRT: "SIGABRT is how NCCL's watchdog ends a rank whose collective timed out; it has named it above, and"
+    " each rank's record lies in comm.save_traces_folder",
+}
+
+
 def _tell_first_failure(failures: dict[int, Any]) -> int:
     """Raise the failure that the others followed from; an exit code without a word is returned.
 
@@ -154,11 +161,11 @@ def _tell_first_failure(failures: dict[int, Any]) -> int:
     told = {rank: f.error_file_data["titan"] for rank, f in failures.items() if "titan" in f.error_file_data}
     first = min(told, key=lambda rank: told[rank]["secs"], default=None)
     ended = {rank: signal.Signals(-f.exitcode) for rank, f in failures.items() if f.exitcode < 0}
-    for rank, number in sorted(ended.items()):
+    # A rank that hung is killed by the agent in the end; the one that gave it up, and was aborted for it, is the news
+    for rank, number in sorted(ended.items(), key=lambda item: (item[1] == signal.SIGKILL, item)):
         by_agent = first is not None and failures[rank].timestamp - told[first]["secs"] > _AGENT_PATIENCE_SECS
         if number not in (signal.SIGTERM, signal.SIGUSR1) and not by_agent:
-            hint = "SIGKILL is what the kernel sends when memory runs out" if number == signal.SIGKILL else ""
-            raise RankFailure(f"rank {rank} was ended by {number.name}", exit_code=3, hint=hint)
+            raise RankFailure(f"rank {rank} was ended by {number.name}", exit_code=3, hint=_WHY_ENDED.get(number, ""))
     if first is not None:
         error = told[first]
         if error["traceback"]:

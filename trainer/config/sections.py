@@ -35,7 +35,7 @@ class Job:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiling:
     enable_profiling: bool = False
-    """Write a trace of torch's profiler from every rank, every `profile_freq` steps."""
+    """Write a trace of torch's profiler from every rank, every `profile_freq` steps: `iteration_N/rankR_trace.json`."""
     save_traces_folder: Folder = "profile_traces"
     """Folder of the traces, under job.dump_folder."""
     profile_freq: Positive = 10
@@ -61,7 +61,7 @@ class Metrics:
     disable_color_printing: bool = False
     """Plain log lines also on a terminal."""
     save_for_all_ranks: bool = False
-    """Every rank writes TensorBoard scalars, into a folder of its own."""
+    """With enable_tensorboard: every rank writes scalars, each into a folder `rank_N` of save_tb_folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class Training:
     """`chunked`: output projection and loss in `loss_chunks` pieces, so that whole logits never exist; `plain`; or the
     name that a module in experimental.custom_import registers. No key of torchtitan's, which has `plain`."""
     loss_chunks: Positive = 8
-    """Pieces of a sequence, under `chunked`."""
+    """Pieces that the tokens of a forward pass are cut in, under `chunked`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient leads to: stop before the update with exit code 4, or leave the update
     out, say so and count it. No key of torchtitan's."""

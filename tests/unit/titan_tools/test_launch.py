@@ -7,12 +7,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titan_tools import launch
-from titan_tools.launch import RankFailure, count_gpus, run_ranks
+from titan_tools.launch import RankFailure, _tell_first_failure, count_gpus, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -30,6 +31,7 @@ except KeyboardInterrupt:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from converters.errors import CheckpointError, NumericalFault
 from titan_tools.launch import inside_launch, rank_errors
 RANK, FOLDER = int(os.environ["RANK"]), Path(__file__).parent
@@ -130,6 +132,15 @@ def test_a_killed_rank_is_named_with_its_signal(run, capfd):
         run("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     assert failure.value.exit_code == 3
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_gave_up_is_named_before_the_one_it_waited_for():
+    """Under NCCL: the watchdog aborts the first, the agent kills the other, which did not hear of SIGTERM."""
+    ended = {0: SimpleNamespace(exitcode=-signal.SIGKILL, error_file_data={}, timestamp=1)}
+    ended |= {1: SimpleNamespace(exitcode=-signal.SIGABRT, error_file_data={}, timestamp=1)}
+    with pytest.raises(RankFailure, match="rank 1 was ended by SIGABRT") as failure:
+        _tell_first_failure(ended)
+    assert "NCCL's watchdog" in failure.value.hint and failure.value.exit_code == 3
 
 
 WAITING = """
