@@ -186,7 +186,7 @@ class InProcess:
             memory=self.memory.descriptor,
         )
         home = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (home, *sys.path)))  # where custom_import found a family, too
         # It has no use for a GPU, and must not take cores from the training
         environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", *PROGRAM, *place.arguments()]

@@ -4,9 +4,11 @@ import io
 import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+import trainer.train
 from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.errors import TitanError
@@ -331,6 +334,28 @@ def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
 def run_beside(config: Config, how: str = "") -> tuple[str, str]:
     """Case: a run that saves beside the training; its error and its talk."""
     return _on_such_a_disk(how, run_and_hear, config)
+
+
+def run_beside_with_numbers_from_outside(config: Config, how: str, folder: Path) -> tuple[str, str]:
+    """Case: the same where the model's numbers are of a class that a file in `folder` defines, as custom ones are."""
+    module, name = trainer.train, "chosen_model"
+    kept, path = getattr(module, name), list(sys.path)
+    (folder / "numbers_from_outside.py").write_text(
+        "from converters.families.base import ModelArgs\nclass OutsideArgs(ModelArgs):\n    pass\n"
+    )
+    sys.path.append(str(folder))
+
+    def chosen(*args):
+        info = kept(*args)
+        numbers = {field.name: getattr(info.args, field.name) for field in fields(info.args)}
+        return replace(info, args=import_module("numbers_from_outside").OutsideArgs(**numbers))
+
+    setattr(module, name, chosen)
+    try:
+        return run_beside(config, how)
+    finally:
+        setattr(module, name, kept)
+        sys.path[:] = path
 
 
 def run_into_a_nan_beside(config: Config) -> str:
