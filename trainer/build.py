@@ -23,6 +23,7 @@ from trainer.mesh import Meshes
 from trainer.metrics import note
 from trainer.models.registry import TrainerFamily, get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
+from trainer.parallel.async_tensor import enable_async_tp
 from trainer.parallel.compile import apply_compile, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
@@ -58,6 +59,8 @@ def build(
     split = split_model(config.parallelism, args.num_layers, dims.pp)
     pp_rank = meshes["pp"].get_local_rank()
     set_memory_budget(config.activation_checkpoint, Path(config.job.dump_folder))
+    if config.parallelism.enable_async_tensor_parallel and memory is None:
+        enable_async_tp(meshes["tp"].get_group())
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(config, family, args, parameters, split.modules[stage])

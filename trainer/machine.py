@@ -8,6 +8,7 @@ from converters.errors import UnsupportedError, list_offenders
 from trainer.checkpoint_problems import checkpoint_machine_problems
 from trainer.config.sections import Config
 from trainer.data.batch import pinning_machine_problems
+from trainer.parallel.async_tensor import async_tensor_machine_problems
 from trainer.parallel.compile import compile_machine_problems
 from trainer.parallel.float8 import float8_machine_problems
 from trainer.profiling import profiling_machine_problems
@@ -18,6 +19,7 @@ _CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (
     profiling_machine_problems,
     schedule_machine_problems,
     compile_machine_problems,
+    async_tensor_machine_problems,
     float8_machine_problems,
     checkpoint_machine_problems,
     pinning_machine_problems,

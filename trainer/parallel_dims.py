@@ -13,6 +13,7 @@ from trainer.config.sections import Config, Parallelism
 from trainer.data.kinds import data_problems
 from trainer.loss_registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
+from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems
 from trainer.parallel.float8 import float8_problems
 from trainer.parallel.fsdp import offload_problems
@@ -110,6 +111,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *(stage_problems(config.parallelism, config.training, args.num_layers, dims.pp) if dims.pp > 1 else ()),
         *activation_checkpoint_problems(config, args, dims),
         *compile_problems(config, args, dims),
+        *async_tensor_problems(config, args, dims),
     ]
 
 

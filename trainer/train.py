@@ -27,6 +27,7 @@ from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import Meshes, make_meshes
 from trainer.metrics import note
 from trainer.optim import build_optimizer
+from trainer.parallel.attention_backend import attention_backends
 from trainer.parallel_dims import resolve
 from trainer.profiling import profiled
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
@@ -66,6 +67,7 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     with failures_told(recorder, progress), ExitStack() as held:  # the lock: by rank 0, for all
         if is_saving(settings):
             on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
+        held.enter_context(attention_backends(ranks.device))
         train_alone(config, ranks, stop, progress, held)
 
 

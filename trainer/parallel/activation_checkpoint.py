@@ -56,6 +56,8 @@ def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None
     """Tell the compiler how much of what backward needs it may keep; for this whole process, until told otherwise."""
     import torch._functorch.config as functorch
 
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        functorch.unsafe_treat_script_objects_as_zero_size = True  # under TP a DeviceMesh, which is no memory
     is_budget = settings.mode == "memory_budget"
     functorch.activation_memory_budget = settings.memory_budget if is_budget else 1.0
     functorch.visualize_memory_budget_pareto = is_budget and settings.visualize_memory_budget_pareto

@@ -42,8 +42,29 @@ def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
     known = torch.compiler.list_backends(exclude_tags=None)
     if backend not in known:
         return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(known))}"]
-    reason = _why_inductor_cannot(device) if backend == "inductor" else None
-    return [f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager"] if reason else []
+    problems = []
+    if backend == "inductor" and (reason := _why_inductor_cannot(device)):
+        problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
+    if _mixes_up_what_is_saved(config, device):
+        problems.append(
+            "activation_checkpoint of whole layers, compile and tensor parallelism: this torch, on a CPU, mixes up what"
+            " a layer keeps for backward; nearest: selective_ac_option = op, or mode = memory_budget"
+        )
+    return problems
+
+
+def _mixes_up_what_is_saved(config: Config, device: torch.device) -> bool:
+    """torch 2.13 keeps DTensors' mesh at the end of what backward gets, and then puts a CPU's random state behind it.
+
+    A GPU's random state goes another way, and earlier torch keeps no mesh.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    recompute = config.activation_checkpoint
+    is_whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
+    is_tp = config.parallelism.tensor_parallel_degree > 1
+    keeps_mesh = any("Opaque" in base.__name__ for base in DeviceMesh.__mro__)
+    return device.type == "cpu" and is_tp and is_whole and compiles(config.compile, "model") and keeps_mesh
 
 
 def _why_inductor_cannot(device: torch.device) -> str | None:

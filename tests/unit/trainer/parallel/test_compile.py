@@ -1,0 +1,153 @@
+"""Compiled blocks: the same numbers, one graph for all layers and steps, and what is refused with its reason."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
+
+from converters.families.llama3 import FLAVORS
+from converters.layout import MeshShape
+from trainer.config.load import load_config
+from trainer.config.sections import ActivationCheckpoint, Compile, Config
+from trainer.models.registry import get_trainer_family
+from trainer.parallel import compile as feature
+from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
+from trainer.parallel.compile import apply_compile, compile_machine_problems, compile_problems
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ARGS = replace(FLAVORS["debug_gqa"], num_layers=2)
+MODES = {
+    "none": ActivationCheckpoint(mode="none"),
+    "full": ActivationCheckpoint(mode="full"),
+    "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    "every 2nd": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "memory budget": ActivationCheckpoint(mode="memory_budget", memory_budget=0.2),
+}
+
+
+def configure(*words: str) -> Config:
+    return load_config("debug", list(words))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(tmp_path):
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    set_memory_budget(ActivationCheckpoint(mode="none"), tmp_path)
+
+
+def build(family: str = "llama3", mode: str = "none", backend: str | None = None) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = get_trainer_family(family).build_model(ARGS)
+    apply_activation_checkpoint(model, MODES[mode])
+    if backend:
+        apply_compile(model, Compile(enable=True, backend=backend))
+    return model
+
+
+def gradients(model: torch.nn.Module, seq_len: int = 16) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(torch.arange(2 * seq_len).reshape(2, -1)).logsumexp(-1).sum().backward()
+    return {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama3", mode) for mode in MODES] + [("qwen3", "none"), ("qwen3", "op")]
+)
+def test_gradients_are_those_of_the_eager_model(family, mode, tmp_path):
+    set_memory_budget(MODES[mode], tmp_path)
+    expected, found = gradients(build(family)), gradients(build(family, mode, "aot_eager"))
+    assert found.keys() == expected.keys()
+    for fqn, gradient in expected.items():
+        assert (found[fqn] - gradient).norm() <= 1e-5 * gradient.norm(), fqn
+    assert counters["stats"]["unique_graphs"] == (2 if mode == "every 2nd" else 1)
+
+
+def test_layers_and_steps_share_one_graph_and_validation_has_one_more():
+    model = build(backend="aot_eager")
+    for _ in range(3):
+        gradients(model)
+    assert counters["stats"]["unique_graphs"] == 1
+    for _ in range(2):
+        with torch.no_grad():
+            model.eval()(torch.arange(96).reshape(4, 24))  # other batch, other length
+        gradients(model.train())
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_a_layer_that_falls_in_pieces_is_an_error():
+    model = build()
+    model.layers["1"].feed_forward.forward = lambda x: (torch._dynamo.graph_break(), x)[1]
+    apply_compile(model, Compile(enable=True, backend="aot_eager"))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        gradients(model)
+
+
+def test_names_stay_and_hooks_stay_outside():
+    model = build(backend="aot_eager")
+    assert list(model.state_dict()) == list(build().state_dict())
+    is_traced = []
+    model.layers["0"].register_forward_hook(lambda *_: is_traced.append(torch.compiler.is_compiling()))
+    gradients(model)
+    assert is_traced == [False]
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_a_split_backward_is_refused_with_what_would_do(schedule):
+    words = [f"--parallelism.pipeline_parallel_schedule={schedule}", "--compile.enable"]
+    (problem,) = compile_problems(configure(*words), ARGS, MeshShape(pp=2))
+    assert schedule in problem and "161904" in problem and "Interleaved1F1B" in problem
+    assert compile_problems(configure(*words), ARGS, MeshShape()) == []
+    assert compile_problems(configure(*words, "--compile.components=loss"), ARGS, MeshShape(pp=2)) == []
+    assert compile_problems(configure(words[0]), ARGS, MeshShape(pp=2)) == []
+
+
+def test_an_unknown_backend_is_refused_with_the_list():
+    (problem,) = compile_machine_problems(configure("--compile.enable", "--compile.backend=indcutor"), CPU)
+    assert "'indcutor'" in problem and "aot_eager" in problem and "inductor" in problem
+    assert compile_machine_problems(configure("--compile.backend=indcutor"), CPU) == []  # not in use
+
+
+def test_inductor_without_a_compiler_is_refused_with_what_would_do(monkeypatch):
+    def none_found():
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    (problem,) = compile_machine_problems(configure("--compile.enable"), CPU)
+    assert "no C++ compiler" in problem and "aot_eager" in problem
+    assert compile_machine_problems(configure("--compile.enable", "--compile.backend=aot_eager"), CPU) == []
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    (problem,) = compile_machine_problems(configure("--compile.enable"), CUDA)
+    assert "triton" in problem
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    assert compile_machine_problems(configure("--compile.enable"), CUDA) == []
+
+
+def test_whole_layers_again_under_tensor_parallelism_are_refused_where_torch_fails():
+    keeps_mesh = torch.__version__ >= "2.13"
+    words = ["--compile.enable", "--compile.backend=aot_eager", "--parallelism.tensor_parallel_degree=2"]
+    full = [*words, "--activation_checkpoint.mode=full"]
+    assert any("mixes up" in p for p in compile_machine_problems(configure(*full), CPU)) == keeps_mesh
+    assert feature._mixes_up_what_is_saved(configure(*full), CUDA) is False
+    assert compile_machine_problems(configure(*words, "--activation_checkpoint.selective_ac_option=op"), CPU) == []
+
+
+def has_compiler() -> bool:
+    return feature._why_inductor_cannot(CPU) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_inductor_gives_the_same_gradients(family):
+    if not has_compiler():  # then it is refused, which the other test is about
+        assert compile_machine_problems(configure("--compile.enable"), CPU)
+        return
+    expected, found = gradients(build(family)), gradients(build(family, backend="inductor"))
+    for fqn, gradient in expected.items():
+        assert (found[fqn] - gradient).norm() <= 1e-5 * gradient.norm(), fqn
