@@ -11,16 +11,13 @@ from converters.errors import UnsupportedError
 from trainer.config.sections import Compile, Config
 from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
 from trainer.loss_chunked import ChunkedOutput, LossSum
-from trainer.loss_registry import CHUNKED, PLAIN, get_loss, is_loss_parallel
+from trainer.loss_registry import ALL_FORWARD_FIRST, CHUNKED, PLAIN, get_loss, is_loss_parallel
 from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from trainer.mesh import Meshes
-
-# Schedules that send all microbatches forward before the first one goes back
-_ALL_FORWARD_FIRST = ("GPipe", "LoopedBFS")
 
 
 def leaves_columns(config: Config, meshes: "Meshes") -> bool:
@@ -42,7 +39,7 @@ def install_loss(part: nn.Module, config: Config, meshes: "Meshes") -> None:
             part.output,
             _of_output(choose_loss(config, meshes), config, meshes),
             num_chunks=config.training.loss_chunks,
-            in_backward=pipelined and config.parallelism.pipeline_parallel_schedule in _ALL_FORWARD_FIRST,
+            in_backward=pipelined and config.parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
         )
         part.output.forward = chunked
         part.forward = partial(_loss_of_output, part.forward, chunked)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNKED, PLAIN = "chunked", "plain"
+# Schedules that send all microbatches forward before the first one goes back: there the pieces wait for backward
+ALL_FORWARD_FIRST = ("GPipe", "LoopedBFS")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ class TrainerFamily:
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
     stage may take out, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
+    Forward ends with a call of `output`, if there is one, and that treats each token by itself: a chunked loss computes
+    it in pieces.
     """
 
     build_model: "Callable[[ModelArgs], nn.Module]"

@@ -211,6 +211,20 @@ def test_pieces_take_less_than_whole_logits():
     assert more < pieces
 
 
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+def test_the_loss_in_pieces_does_not_grow_with_the_microbatches_in_flight(schedule):
+    def loss_bytes(num_samples, loss):
+        words = f"--parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule={schedule}".split()
+        words += [f"--training.local_batch_size={num_samples}", f"--training.loss={loss}"]
+        shape = run_shape(load_config("llama3_8b", words), world_size=8)
+        moments = instants(shape, pp_rank=1, gpu=GPUS["h200"], steady=True)
+        return max(moment.parts.get("logits_and_loss", 0) for moment in moments)
+
+    assert loss_bytes(4, "chunked") == loss_bytes(8, "chunked") < loss_bytes(4, "plain")
+    grown = loss_bytes(8, "plain") - loss_bytes(4, "plain")
+    assert grown == (4 * 8192 * 128256 * 4 if schedule == "GPipe" else 0)
+
+
 # --- refusals
 
 
