@@ -10,7 +10,7 @@ import torch.distributed as dist
 from converters.catalog import TensorInfo
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders
-from converters.names import RNG, section_of
+from converters.names import OPTIMIZER, RNG, section_of
 from trainer.agree import on_each
 from trainer.checkpoint_io import dtype_name
 
@@ -46,9 +46,11 @@ def refuse_misfits(
     left_over = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
     problems = sorted(set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in left_over})
     if problems:
+        is_of_moments = any(p.startswith(f"{OPTIMIZER}.") and ": dtype " in p for p in problems)
         raise CheckpointError(
             f"{path} does not fit the config's model:" + list_offenders(problems),
-            hint="nothing was loaded; sections can be left out with checkpoint.exclude_from_loading",
+            hint="nothing was loaded; sections can be left out with checkpoint.exclude_from_loading"
+            + ("; moments are not cast: optimizer.state_dtype says theirs" if is_of_moments else ""),
         )
 
 

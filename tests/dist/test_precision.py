@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from converters.open import open_checkpoint
+from tests.dist import runs
 from tests.dist.training import Layout, build_model, global_batch, own_batch, train
 
 BF16 = {"mixed_precision_param": "bfloat16"}
@@ -12,6 +15,9 @@ LAYOUTS = [
     Layout("tp 2", 2, {"tensor_parallel_degree": 2}, BF16),
     Layout("pp 2", 2, {"pipeline_parallel_degree": 2}, BF16),
     Layout("cp 2", 2, {"context_parallel_degree": 2}, BF16),
+    Layout("ddp 2", 2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, BF16),
+    Layout("hsdp 2 × 2", 4, {"data_parallel_replicate_degree": 2}, BF16),
+    Layout("offloaded", 2, {}, BF16 | {"enable_cpu_offload": True}),
 ]
 
 
@@ -57,3 +63,49 @@ def test_weights_kept_in_bf16(pools):
     seen = pools[2].run(dtypes, layout)[0]
     assert seen["weights"] == seen["gradients"] == seen["hidden"] == {torch.bfloat16}
     assert seen["angles"] == {torch.float32}
+
+
+class _OnTheWay(TorchDispatchMode):
+    """What FSDP's collectives carry."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {"_allgather_base_": set(), "_reduce_scatter_base_": set()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        if name in self.dtypes:
+            self.dtypes[name].add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def dtypes_on_the_way(layout: Layout) -> list[set[torch.dtype]]:
+    """Case: dtypes that FSDP gathers parameters in, and that it reduces gradients in."""
+    model = build_model(layout, "debug_gqa")
+    with _OnTheWay() as seen:
+        model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
+    return list(seen.dtypes.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_fp32(pools, dtype):
+    told = pools[2].run(dtypes_on_the_way, Layout("fsdp 2", 2, {}, BF16 | {"dtype": dtype}))
+    assert told == [[{torch.bfloat16}, {torch.float32}]] * 2
+
+
+def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_path):
+    data, last = runs.make_data(tmp_path), "checkpoint/step-4"
+    keys = {"training": {"local_batch_size": 2}, "optimizer": {"state_dtype": "bfloat16"}}
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path / "whole", **keys)) == ["", ""]
+    tensors = open_checkpoint(tmp_path / "whole" / last).tensors
+    dtypes = {(fqn.rpartition(".")[2], tensor.dtype) for fqn, tensor in tensors.items() if ".state." in fqn}
+    assert dtypes == {("step", "float32"), ("exp_avg", "bfloat16"), ("exp_avg_sq", "bfloat16")}
+
+    runs.begin_from(tmp_path / "again", tmp_path / "whole", 2)
+    assert pools[2].run(runs.run, runs.make_config(data, tmp_path / "again", **keys)) == ["", ""]
+    assert not runs.differences(tmp_path / "whole" / last, tmp_path / "again" / last)
+
+    runs.begin_from(tmp_path / "other", tmp_path / "whole", 2)
+    (told, same) = pools[2].run(runs.run, runs.make_config(data, tmp_path / "other", training=keys["training"]))
+    assert told == same and "dtype bfloat16 in the checkpoint, float32 in the model" in told
+    assert "moments are not cast: optimizer.state_dtype says theirs" in told
