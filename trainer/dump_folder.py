@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from converters.errors import ConfigError
@@ -41,5 +42,6 @@ def save_config(config: Config) -> None:
         temporary.write_text(json.dumps(as_json(config), indent=2, ensure_ascii=False) + "\n", "utf-8")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise ConfigError(f"job.save_config_file = {name!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Train, for those who type torchtitan's script of this name. Arguments go to `titan train`, --section.key VALUE.
+#   NGPU=8 CONFIG_FILE=./llama3_8b.toml ./scripts/run_train.sh --training.steps 100
+# Reads CONFIG_FILE (a TOML file or a preset; default debug), NGPU (ranks to start here; default: all GPUs, or what the
+# degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). A `titan` on PATH is used as it is.
+set -euo pipefail
+if [ -n "${TITAN_ENVIRONMENT:-}" ] || ! command -v titan > /dev/null; then
+    started_in=$PWD
+    source "$(dirname "$0")/setup.sh"
+    cd "$started_in"
+fi
+
+options=()
+case "${COMM_MODE:-}" in
+    fake_backend) options+=(--dry-run); [ -z "${NGPU:-}" ] || options+=(--world-size "$NGPU") ;;
+    "") [ -z "${NGPU:-}" ] || options+=(--nproc "$NGPU") ;;
+    *) echo "error: COMM_MODE=$COMM_MODE is not covered; fake_backend is: a dry run" >&2; exit 2 ;;
+esac
+exec titan train "${CONFIG_FILE:-debug}" "${options[@]}" "$@"

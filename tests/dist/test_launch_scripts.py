@@ -1,0 +1,129 @@
+"""The scripts for those who type them: run_train.sh as it is, the Slurm one with stand-ins for Slurm's commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.runs import make_data, read_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+RUN_TRAIN, SLURM = SCRIPTS / "run_train.sh", SCRIPTS / "multinode_trainer.slurm"
+
+# Runs the command for each task, as srun does, and gives the highest exit code; or the one that STAND_IN_CODE says.
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+command = sys.argv[1:]
+assert command.pop(0) == "--kill-on-bad-exit=1"
+tasks = int(os.environ["SLURM_NTASKS"])
+if code := os.environ.get("STAND_IN_CODE"):
+    sys.exit(int(code))
+places = [{{"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}} for n in range(tasks)]
+ranks = [subprocess.Popen(command, env=os.environ | place) for place in places]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1" in
+    show) echo 127.0.0.1 ;;
+    requeue) echo "$2" >> "$REQUEUED" ;;
+esac
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a script in a folder of its own, with Slurm's commands from here and titan from the tested environment."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def script(path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        paths = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        added = {"PATH": paths, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TITAN_ENVIRONMENT": sys.prefix}
+        return subprocess.run(
+            ["bash", path, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=clean | added | environment,
+            timeout=240,
+        )
+
+    return script
+
+
+def few_steps(data: Path, dump: Path) -> list[str]:
+    degrees = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+    return [
+        *(f"--parallelism.{name}_degree={degree}" for name, degree in zip(degrees, (2, 1, 1), strict=True)),
+        *("--training.steps=3", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.log_freq=1"),
+        *("--validation.no_enable", "--metrics.no_enable_tensorboard", "--checkpoint.no_enable"),
+        *(f"--training.dataset_path={data}", f"--job.dump_folder={dump}", "--job.save_config_file=config.json"),
+    ]
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS.glob("*.sh"), SLURM], ids=lambda path: path.name)
+def test_bash_reads_it(script):
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_run_train_trains_on_as_many_ranks_as_it_is_told(run, data, tmp_path):
+    (tmp_path / "mine.toml").write_bytes((ROOT / "trainer/config/presets/debug.toml").read_bytes())
+    done = run(RUN_TRAIN, *few_steps(data, tmp_path / "run"), CONFIG_FILE="./mine.toml", NGPU="2")
+    assert done.returncode == 0, done.stderr
+    assert "llama3 debug_gqa on 2 ranks" in done.stderr
+    assert len(read_losses(tmp_path / "run")) == 3
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["origins"]["training.steps"] == "command line"
+    assert saved["origins"]["optimizer.lr"].startswith("mine.toml:")
+
+
+def test_run_train_gives_titans_exit_code_and_knows_torchtitans_dry_run(run):
+    assert run(RUN_TRAIN, "--training.stepz", "3").returncode == 2
+    assert run(RUN_TRAIN, COMM_MODE="local_tensor").returncode == 2
+    done = run(RUN_TRAIN, "--rank", "5", COMM_MODE="fake_backend", NGPU="8")
+    assert done.returncode == 0 and "on 8 ranks" in done.stdout and "rank 5" in done.stdout
+
+
+def slurm_of(tmp_path: Path, **more: str) -> dict[str, str]:
+    job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "MASTER_PORT": "29731"}
+    return job | {"REQUEUED": str(tmp_path / "requeued")} | more
+
+
+def test_a_slurm_job_trains_with_a_rank_for_each_task(run, data, tmp_path):
+    done = run(SLURM, "debug", *few_steps(data, tmp_path / "run"), **slurm_of(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "on 2 ranks" in done.stderr and len(read_losses(tmp_path / "run")) == 3
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(75, "123\n"), (4, None), (0, None)])
+def test_a_slurm_job_that_saved_on_request_queues_again(run, tmp_path, code, requeued):
+    done = run(SLURM, **slurm_of(tmp_path, STAND_IN_CODE=str(code), CONFIG_FILE="debug"))
+    assert done.returncode == code
+    told = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else None
+    assert told == requeued
+
+
+def test_a_slurm_job_without_a_config_says_so(run, tmp_path):
+    done = run(SLURM, **slurm_of(tmp_path))
+    assert done.returncode != 0 and "CONFIG_FILE" in done.stderr
+
+
+def test_the_signal_reaches_the_ranks_in_time():
+    """--signal without B: goes to the steps' tasks, not to the batch shell; and srun's tasks are titan itself."""
+    text = SLURM.read_text()
+    assert "#SBATCH --signal=USR1@180\n" in text and "#SBATCH --requeue\n" in text
+    assert "exec titan train" in text
