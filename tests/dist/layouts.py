@@ -21,6 +21,11 @@ OP, FULL, EVERY_2ND = (
     {"mode": "selective", "selective_ac_option": "2"},
 )
 AOT_EAGER = {"enable": True, "backend": "aot_eager"}
+# the backend that cuts graphs as inductor does, by the budget
+BUDGET = {
+    "compile": {"enable": True, "backend": "aot_eager_decomp_partition"},
+    "activation_checkpoint": {"mode": "memory_budget", "memory_budget": 0.3},
+}
 
 
 def _pipe(name: str, ranks: int = 2, **keys) -> Layout:
@@ -90,6 +95,11 @@ CASES = [
     (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
     # compiled
     (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
+    (Layout("compiled, tp 2", 2, {TP: 2}, sections={"compile": AOT_EAGER}), GQA),
+    (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), TIED),
+    (_pipe("compiled, pp 2", sections={"compile": AOT_EAGER}), GQA),
+    (Layout("compiled, operations kept", 2, sections={"compile": AOT_EAGER, "activation_checkpoint": OP}), GQA),
+    (Layout("compiled, memory budget", 2, sections=BUDGET), TIED),
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
     (Layout("fsdp 2", 2), QWEN_GQA),
     (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),

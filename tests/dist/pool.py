@@ -6,6 +6,7 @@ that has imported everything once; each case gets a fresh default process group.
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -96,6 +97,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             dist.barrier()
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # what DTensor remembers of a mesh names its groups, which are gone now
+            if "torch._dynamo" in sys.modules:
+                sys.modules["torch._dynamo"].reset()  # code compiled for other cases counts against a limit
             pipe.send((False, result))
         except BaseException:  # the session that asked must hear of it, whatever it is
             pipe.send((True, traceback.format_exc()))
