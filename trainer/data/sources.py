@@ -139,6 +139,7 @@ def _documents_of(path: Path, text_key: str, skipped: Skipped | None) -> Iterato
             yield Document(read(piece, text_key, where), where)
         except DataError as error:
             if skipped is None:
+                error.tries = (*error.tries, "titan data prepare … --skip-bad")
                 raise
             skipped.add(error)
 
@@ -210,7 +211,7 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
         keys = ", ".join(map(repr, list(record)[:10])) or "no key at all"
         raise DataError(
             f"{where}: no text under {text_key!r}; the line has {keys}",
-            tries=["titan data prepare … --text-key KEY", "titan data prepare … --skip-bad"],
+            tries=["titan data prepare … --text-key KEY"],
         )
     try:
         text.encode("utf-8")
@@ -221,7 +222,7 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
 
 def _text_of_value(value: bytes | None, text_key: str, where: str) -> str:
     if value is None:
-        raise DataError(f"{where}: no text under {text_key!r}", tries=["titan data prepare … --skip-bad"])
+        raise DataError(f"{where}: no text under {text_key!r}")
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -17,6 +17,8 @@ from trainer.data.position import START_ANEW, STATE_VERSION, STREAMS, refuse_oth
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
 
+_OPENED_AT_ONCE = 16
+
 
 class StreamLoader:
     """One rank's batches [global_batch_size / dp_degree, seq_len]: endless, resumable with any batch size and seq_len.
@@ -61,7 +63,7 @@ class StreamLoader:
         with ThreadPoolExecutor(1, "data") as thread:
             while True:
                 streams = {number: self._open(number, position) for number, position in self._positions.items()}
-                num_loads, ahead = self._num_loads, thread.submit(self._read, streams)
+                num_loads, ahead = self._num_loads, thread.submit(self._begin, streams)
                 self._on_each(partial(_wait_for, ahead))
                 while num_loads == self._num_loads:  # else load_state_dict came in between
                     batch, self._positions = ahead.result()
@@ -92,6 +94,11 @@ class StreamLoader:
 
     def _open(self, number: int, position: Position) -> VirtualStream:
         return VirtualStream(self._text, self._tokenizer, number, self._num_streams, seed=self._seed, position=position)
+
+    def _begin(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
+        with ThreadPoolExecutor(min(len(streams), _OPENED_AT_ONCE)) as threads:
+            list(threads.map(VirtualStream.open, streams.values()))
+        return self._read(streams)
 
     def _read(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
         """This rank's next batch, and where its streams stand after it."""

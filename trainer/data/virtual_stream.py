@@ -45,6 +45,10 @@ class VirtualStream:
         self._documents = self._read(position)
         self.position = position
 
+    def open(self) -> None:
+        """Fetch the first document. Far inside a file that takes seconds, so streams are opened side by side."""
+        self._pending.append(next(self._documents))
+
     def take(self, seq_len: int) -> np.ndarray:
         """The next seq_len tokens and the one after them, which stays."""
         while sum(len(ids) for _, ids in self._pending) <= seq_len:
