@@ -187,11 +187,11 @@ class Parallelism:
     pipeline_parallel_last_stage_less_layers: Count = 1
     """Layers that the last stage gets less, for its norm and output."""
     pipeline_parallel_layers_per_stage: Positive | None = None
-    """Layers per stage; unset = one stage per rank, two for interleaved schedules."""
+    """Layers per stage; unset = one stage per rank, two for Interleaved…, LoopedBFS and ZBVZeroBubble."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Order of the microbatches."""
+    """Order of the microbatches; …ZeroBubble compute gradients of weights apart, where a rank would wait."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Samples per microbatch; divides training.local_batch_size."""
     context_parallel_degree: Positive = 1
