@@ -44,6 +44,7 @@ from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.lr_schedule import LRSchedule
 from trainer.mesh import make_meshes
+from trainer.models.registry import get_trainer_family
 from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
@@ -284,12 +285,14 @@ def held_out_loss(config: Config, num_samples: int) -> float:
     """Case, one rank: the mean loss of the first held-out samples, one by one, by torch's own cross-entropy."""
     state, _ = _run_state(config, _ranks())
     state.model.initialize(0)
+    model = get_trainer_family(config.model.name).build_model(state.model.args)
+    model.load_state_dict(state.model.state_dict())
     index = open_index(config.training.dataset_path)
     keys = {"seq_len": SEQ_LEN, "global_batch_size": 1, "dp_rank": 0, "dp_degree": 1}
     losses = []
     for batch in islice(TokenLoader(index, HELD_OUT, seed=None, **keys), num_samples):
         with torch.no_grad():
-            logits = state.model.parts[0](batch.tokens, torch.arange(SEQ_LEN))
+            logits = model(batch.tokens, torch.arange(SEQ_LEN))
         losses.append(torch.nn.functional.cross_entropy(logits[0], batch.targets[0]).item())
     return sum(losses) / num_samples
 
