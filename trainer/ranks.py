@@ -32,8 +32,10 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
     if torch.cuda.is_available():
         device = own_gpu()
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if has_cpu_tensors else "nccl"
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        if has_cpu_tensors:  # bound to no device: meshes split a bound group, and NCCL's part of it only
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+        else:
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)

@@ -15,9 +15,11 @@ from trainer.parallel import fsdp
 
 DDP = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}
 BF16 = {"mixed_precision_param": "bfloat16", "loss": "plain"}  # chunks are added up in the parameter's dtype
+COMPILED = {"enable": True, "backend": "aot_eager", "components": ("model",)}
 LAYOUTS = {
     "fp32": Layout("ddp", 2, DDP),
     "mixed, recomputed": Layout("ddp", 2, DDP, BF16, {"activation_checkpoint": {"mode": "full"}}),
+    "mixed, compiled": Layout("ddp", 2, DDP, BF16, {"compile": COMPILED}),
     "bf16 throughout": Layout("ddp", 2, DDP, BF16 | {"dtype": "bfloat16"}),
 }
 
