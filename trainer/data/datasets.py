@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-from converters.errors import DataError, UnsupportedError
+from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data.index import open_index
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS
 from trainer.data.samples import TokenSource, Weighted
@@ -16,6 +16,7 @@ _ENDINGS = {"c4_test": JSON_LINES, "jsonl": JSON_LINES, "text": TEXT, "parquet":
 assert _ENDINGS.keys() == set(TEXT_KINDS)
 
 _OPENERS: dict[str, Callable[[str], TokenSource]] = {TOKENS: open_index}
+_BUILT_IN = (TOKENS, *TEXT_KINDS, C4, C4_VALIDATION)
 
 
 def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> None:
@@ -23,6 +24,8 @@ def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> No
 
     `open_source` gets `dataset_path` and is called on every rank. What it returns is all that training needs.
     """
+    if name in _BUILT_IN:
+        raise ConfigError(f"a kind of data called {name!r} is built in", hint="give yours another name")
     _OPENERS[name] = open_source
 
 
@@ -63,11 +66,13 @@ def open_mixture(
         Weighted(path, open_dataset(name, path, vocab_size=vocab_size, preparation=preparation), weight)
         for path, weight in mix
     ]
-    tokenizers = {part.name: _tokenizer_of(part.source) for part in opened}
-    if len({digest for digest in tokenizers.values() if digest}) > 1:
+    first = next((part for part in opened if _tokenizer_of(part.source)), opened[0])
+    digests = {part.name: _tokenizer_of(part.source) for part in opened}
+    other = [name for name, found in digests.items() if found and not found & digests[first.name]]
+    if other:
         raise DataError(
-            f"{', '.join(tokenizers)} were made with different tokenizers, so their ids mean different text",
-            tries=[f"titan data prepare … --tokenizer {opened[0].name}"],
+            f"{first.name} and {', '.join(other)} were made with different tokenizers: an id would mean several texts",
+            tries=[f"titan data prepare … --tokenizer {first.name}"],
         )
     return opened
 
@@ -115,9 +120,9 @@ def _open_beginning_of_c4(
     )
 
 
-def _tokenizer_of(source: TokenSource) -> str | None:
-    """A digest of the tokenizer that an index carries; None for data that carries none, such as a user's own."""
-    return getattr(source, "tokenizer_digest", None)
+def _tokenizer_of(source: TokenSource) -> frozenset[str]:
+    """Digests of the tokenizer that an index carries; none for data that carries none, such as a user's own."""
+    return getattr(source, "tokenizer_digests", frozenset())
 
 
 def _no_path(name: str) -> DataError:

@@ -50,10 +50,10 @@ class TokenIndex:
         return self.summary.get("unigram", {}).get("unigram_entropy")
 
     @property
-    def tokenizer_digest(self) -> str | None:
-        """Of the file that says which text an id stands for."""
+    def tokenizer_digests(self) -> frozenset[str]:
+        """Of the files that say which text an id stands for, one of which is enough."""
         files = self.summary["files"]
-        return next((files[name]["xxh3_128"] for name in (TIKTOKEN_MODEL, TOKENIZER_JSON) if name in files), None)
+        return frozenset(files[name]["xxh3_128"] for name in (TIKTOKEN_MODEL, TOKENIZER_JSON) if name in files)
 
     def tokens(self, split: str) -> np.ndarray:
         """All token ids of a split, memory-mapped."""

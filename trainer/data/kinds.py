@@ -34,7 +34,8 @@ def data_problems(config: Config, dims: MeshShape) -> list[str]:
 def _source_problems(section: str, settings) -> list[str]:
     problems = []
     if settings.dataset_mix and settings.dataset_path:
-        problems.append(f"{section}.dataset_path and {section}.dataset_mix are both set: give one of them")
+        both = f"{section}.dataset_path and {section}.dataset_mix"
+        problems.append(f"{both} are both set: give one of them; a path may be `none`")
     if settings.dataset_mix and settings.dataset in _STREAMED:
         problems.append(
             f"{section}.dataset_mix mixes what can be read at any place, and {settings.dataset} is streamed;"

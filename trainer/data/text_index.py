@@ -53,8 +53,8 @@ class WholeText:
         return self.index.unigram_entropy
 
     @property
-    def tokenizer_digest(self) -> str | None:
-        return self.index.tokenizer_digest
+    def tokenizer_digests(self) -> frozenset[str]:
+        return self.index.tokenizer_digests
 
     def tokens(self, split: str) -> np.ndarray:
         return self.index.tokens(TRAIN)

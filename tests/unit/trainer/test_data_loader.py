@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from converters.errors import DataError, UnsupportedError
+from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data import datasets
 from trainer.data.datasets import open_dataset, register_dataset
 from trainer.data.loader import TokenLoader
@@ -208,6 +208,9 @@ def test_a_dataset_of_the_users_own_is_opened_by_its_name(monkeypatch):
     monkeypatch.setattr(datasets, "_OPENERS", dict(datasets._OPENERS))
     register_dataset("mine", lambda path: Tokens(fingerprint=path))
     assert open_dataset("mine", "somewhere", vocab_size=1000).fingerprint == "somewhere"
+    for name in ("tokens", "jsonl", "c4"):
+        with pytest.raises(ConfigError, match=f"{name!r} is built in"):
+            register_dataset(name, lambda path: Tokens())
 
 
 def test_grain_is_imported_without_its_warning_about_jax_and_logging_is_left_alone():
