@@ -50,7 +50,7 @@ class DryRun:
     steps: int
     samples_per_step: int
     tokens_per_step: int
-    num_accumulated: int  # forward and backward passes of a step; one was traced
+    num_accumulated: int  # forward and backward passes of a step; two of them were traced at most
     num_microbatches: int  # of each, through the pipeline
     left_out: tuple[str, ...]
 
@@ -170,17 +170,23 @@ def _one_step(
     *,
     num_accumulated: int,
 ) -> None:
-    """One optimizer step with one forward and backward, which stands for all that are accumulated."""
+    """One optimizer step. Of many accumulated passes the last is traced, and one that stands for all before it."""
     training = config.training
     step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+    model.follow(optimizer)
+    with count.repeated(0):
+        optimizer.step()  # without gradients: only what follows an update, as before any step but the first
     once = model.forward_backward
 
-    def stands_for_all(batch: Batch, num_valid_tokens: float) -> torch.Tensor:
-        with count.repeated(num_accumulated):
+    stands_for = [num_accumulated - 1, 1] if num_accumulated > 1 else [1]
+    num_traced = len(stands_for)
+
+    def stands_for_many(batch: Batch, num_valid_tokens: float) -> torch.Tensor:
+        with count.repeated(stands_for.pop(0)):
             return once(batch, num_valid_tokens)
 
-    model.forward_backward = stands_for_all
-    tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    model.forward_backward = stands_for_many
+    tokens = torch.zeros(num_traced * training.local_batch_size, training.seq_len, dtype=torch.int64)
     step.compute_gradients(Batch(tokens=tokens, targets=tokens), stop_requested=False)
     optimizer.step()
 
