@@ -95,7 +95,8 @@ class Optimizer:
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Which of torch's kernels takes the step; the numbers are the same up to rounding."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the moments; unset = that of the parameters. No key of torchtitan's."""
+    """Dtype of the moments; unset = that of the parameters. Another one is updated in float32 and rounded. No key of
+    torchtitan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ class Training:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters, gradients and optimizer states."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype in every layout: FSDP casts, also where it has nothing to shard."""
+    """Compute dtype in every layout: FSDP casts, also where it has nothing to shard; under DDP each module does."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype in which FSDP reduces gradients."""
     enable_cpu_offload: bool = False
@@ -167,7 +168,7 @@ class Dataloader:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
     data_parallel_replicate_degree: Positive = 1
-    """Ranks that hold the same shards (HSDP)."""
+    """Ranks that hold the same shards (HSDP); where no other degree is above 1, whole copies (DDP)."""
     data_parallel_shard_degree: AllOr = -1
     """Ranks that parameters are sharded over (FSDP); -1 = all ranks that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
