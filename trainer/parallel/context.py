@@ -74,18 +74,24 @@ class ContextParallelAttention(nn.Module):
 def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     """Causal attention of C queries that are the last C of the E tokens whose keys are given."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
-    if q_BCNH.is_cuda:
+    q_BNCH, k_BKEH, v_BKEH = q_BCNH.transpose(1, 2), k_BEKH.transpose(1, 2), v_BEKH.transpose(1, 2)
+    is_compiling = torch.compiler.is_compiling()
+    if q_BCNH.is_cuda and is_compiling and _flash_takes(q_BCNH):
+        # What the description below leads to; itself, a compiler cannot trace it. Causal means lower right here.
+        out_BNCH = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
+        return out_BNCH.transpose(1, 2)
+    if q_BCNH.is_cuda and not is_compiling:
         mask_CE = causal_lower_right(num_queries, num_keys)  # a description: flash attention needs no C × E mask
     else:
-        mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    out_BNCH = F.scaled_dot_product_attention(
-        q_BCNH.transpose(1, 2),
-        k_BEKH.transpose(1, 2),
-        v_BEKH.transpose(1, 2),
-        attn_mask=mask_CE,
-        enable_gqa=q_BCNH.shape[2] != k_BEKH.shape[2],
-    )
+        mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device)
+        mask_CE = mask_CE.tril(num_keys - num_queries)
+    grouped = q_BCNH.shape[2] != k_BEKH.shape[2]
+    out_BNCH = F.scaled_dot_product_attention(q_BNCH, k_BKEH, v_BKEH, attn_mask=mask_CE, enable_gqa=grouped)
     return out_BNCH.transpose(1, 2)
+
+
+def _flash_takes(q_BCNH: Tensor) -> bool:
+    return q_BCNH.dtype in (torch.bfloat16, torch.float16) and q_BCNH.shape[-1] % 8 == 0
 
 
 def apply_cp(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from trainer.parallel.context import attend_to_prefix, head_tail_positions
 
@@ -24,3 +25,21 @@ def test_queries_see_the_keys_up_to_their_own(start):
     ).transpose(1, 2)
     part = attend_to_prefix(q[:, start : start + 8], k[:, : start + 8], v[:, : start + 8])
     assert torch.allclose(part, whole[:, start : start + 8], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiler_traces_the_attention_of_a_gpu_in_one_piece(dtype):
+    """torch's description of the mask is a class that cannot be traced. Of the GPU there are shapes only."""
+    called = []
+
+    def look(graph, inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        q_BCNH, k_BEKH, v_BEKH = (torch.empty(1, n, 4, 16, dtype=dtype, device="cuda") for n in (8, 32, 32))
+        out = torch.compile(attend_to_prefix, backend=look, fullgraph=True)(q_BCNH, k_BEKH, v_BEKH)
+    assert out.shape == q_BCNH.shape
+    assert any("scaled_dot_product" in name for name in called)
+    assert any("flash" in name for name in called) == (dtype is torch.bfloat16)  # which knows no fp32
