@@ -68,16 +68,21 @@ def plain(traffic):
     return {key: (found.calls, found.bytes) for key, found in traffic.items()}
 
 
+SLOW = [
+    degrees(fsdp=2, tp=2),
+    [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
+    [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+]
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        degrees(fsdp=2, tp=2),
         [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
-        [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
-        [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
         [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
-        [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+        [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
+        *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
     ids=lambda words: " ".join(w.split(".")[-1] for w in words if not w.endswith("=1")),
 )

@@ -102,6 +102,7 @@ def slurm_of(tmp_path: Path, **more: str) -> dict[str, str]:
     return job | {"REQUEUED": str(tmp_path / "requeued")} | more
 
 
+@pytest.mark.slow
 def test_a_slurm_job_trains_with_a_rank_for_each_task(run, data, tmp_path):
     done = run(SLURM, "debug", *few_steps(data, tmp_path / "run"), **slurm_of(tmp_path))
     assert done.returncode == 0, done.stderr
