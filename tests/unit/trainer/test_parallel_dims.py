@@ -94,7 +94,7 @@ def test_microbatches():
     assert problems(gpipe, world_size=2, training={"local_batch_size": 1}) == []
     interleaved = pipelined | {"pipeline_parallel_schedule": "Interleaved1F1B"}
     (problem,) = problems(interleaved, world_size=2, training={"local_batch_size": 5})
-    assert "take 4 or 6 microbatches" in problem
+    assert "training.local_batch_size = 4 or 6" in problem
     # without a pipeline there are no microbatches to be wrong
     assert problems({"pipeline_parallel_microbatch_size": 3}, world_size=2) == []
 
