@@ -18,7 +18,7 @@ from typing import Any
 CASE_SECS = 120
 _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.pipelining", "torchao.float8", "trainer.build", "trainer.optim"]
+    ["torch", "torch.distributed.pipelining", "torchao.float8", "grain", "trainer.train"]
 )
 
 
