@@ -6,6 +6,7 @@ all ranks have voted, before a weight is touched.
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from trainer.checkpoint_load import changed_files, load_state, load_weights, ref
 from trainer.checkpoint_problems import idle_export_dtype
 from trainer.checkpoint_write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
+from trainer.failed_saves import FailedSaves, SaveFailed
 from trainer.metrics import note
+from trainer.run_lock import only_run
 from trainer.run_state import RunState
 from trainer.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
 from trainer.train_model import TrainModel
@@ -44,12 +47,17 @@ class Checkpoints:
         self._group = group
         self._damaged: set[int] = set()
         self._saver = make_saver(settings.async_mode, group=group, on_committed=self._is_committed)
+        self._failed = FailedSaves(folder, at_most=settings.max_failed_saves, say=note)
+        self._needed_bytes = 0  # by the save that was begun last
+        self._is_final = False  # that one: the run ends with it
+        self._held = ExitStack()  # the lock of a folder that was made anew
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        self._saver.close(at_once=kind is not None)
+        with self._held:
+            self._saver.close(at_once=kind is not None)
 
     def find(self) -> Path | None:
         """The step to resume from: `load_step`, else the newest whole one; None where the run has none yet.
@@ -114,28 +122,67 @@ class Checkpoints:
         self.require_room(model)
         self._saver.open()
 
-    def save(self, step: int, state: RunState, *, model_only: bool = False) -> None:
-        """Write a step, whole or not at all, then let go of those beyond keep_latest_k.
+    def save(self, step: int, state: RunState, *, model_only: bool = False, is_final: bool = False) -> None:
+        """Write a step, whole or not at all, then let go of those beyond keep_latest_k. `is_final`: the run's last.
 
-        Beside the training it is copied now and written later, once the save before it is done. Raises what went wrong
-        with that one.
+        Beside the training it is copied now and written later, once the save before it is done. What went wrong, with
+        either, is told, and raised where it is one failure too many; in a final one, any is.
         """
         self.finish()
-        self.require_room(state.model, model_only=model_only)
+        self._needed_bytes = self.bytes_of_step(state.model, model_only=model_only)
+        self._is_final = is_final
         weights = state.model.state_dict()
         nested = self._cast(weights) if model_only else dict(weights) | state.sections()
         damaged = frozenset(self._damaged - {step})
         keep = self._settings.keep_latest_k
-        self._saver.save(StepToSave(step, self.folder, self._info, keep=keep, damaged=damaged), nested)
+        try:
+            self._have_folder(state.model, model_only=model_only)
+            self._saver.save(StepToSave(step, self.folder, self._info, keep=keep, damaged=damaged), nested)
+        except SaveFailed as error:
+            self._settle(error)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a save beside the training has come to nothing, as far as this rank knows; the next call raises."""
-        return self._saver.has_failed
+    def must_stop(self) -> bool:
+        """Whether a save beside the training has come to nothing that none may, as far as this rank knows.
+
+        The next call raises, on all ranks.
+        """
+        error = self._saver.error
+        return error is not None and self._failed.is_fatal(error)
 
     def finish(self) -> None:
-        """Wait for the save under way. Raises what went wrong with it."""
-        self._saver.wait()
+        """Wait for the save under way. What went wrong with it is told, or raised, on all ranks."""
+        error = self._saver.wait()
+        is_common = error is None or isinstance(error, SaveFailed)
+        troubles = [told for told in on_each(self._group, lambda: None if is_common else str(error)) if told]
+        if troubles and is_common:  # this rank's writer has done its part, but another rank has none any more
+            error = CheckpointError(troubles[0])
+        if error is not None:
+            self._settle(error)
+
+    def _settle(self, error: BaseException) -> None:
+        needed, good = self._needed_bytes, self.last_good_step
+        self._failed.settle(error, num_bytes=needed, last_good_step=good, is_final=self._is_final)
+
+    def _have_folder(self, model: TrainModel, *, model_only: bool) -> None:
+        """Raise SaveFailed where the disk has no room. A folder that was removed meanwhile is made anew, and told.
+
+        The state in memory may be the only one that is left then, so it is saved rather than lost.
+        """
+
+        def make_anew() -> bool:
+            if self.folder.is_dir():
+                return False
+            note(f"WARNING: {self.folder} is GONE, and what it held: it is made anew, and saved to from now on")
+            self._held.enter_context(only_run(self.folder))
+            return True
+
+        try:
+            if on_first(self._group, make_anew):
+                self.last_good_step = None
+            self.require_room(model, model_only=model_only)
+        except CheckpointError as error:
+            raise SaveFailed(error.message, hint=error.hint, tries=error.tries) from error
 
     def require_room(self, model: TrainModel, *, model_only: bool = False) -> None:
         """Raise CheckpointError where the disk has no room for a checkpoint."""
@@ -150,6 +197,7 @@ class Checkpoints:
 
     def _is_committed(self, step: int) -> None:
         self._damaged.discard(step)
+        self._failed.forget()
         self.last_good_step = step
         note(f"saved {step_folder(self.folder, step)}")
 

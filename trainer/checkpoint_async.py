@@ -35,10 +35,10 @@ class Saver(Protocol):
     """Writes steps, one at a time. Called by all ranks alike."""
 
     @property
-    def has_failed(self) -> bool: ...
+    def error(self) -> BaseException | None: ...
     def open(self) -> None: ...
     def save(self, todo: StepToSave, nested: Mapping[str, Any]) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self) -> BaseException | None: ...
     def close(self, *, at_once: bool) -> None: ...
 
 
@@ -53,7 +53,7 @@ def make_saver(async_mode: str, *, group: dist.ProcessGroup, on_committed: Calla
 class SaveAtOnce:
     """The training waits."""
 
-    has_failed = False
+    error = None
 
     def __init__(self, group: dist.ProcessGroup, on_committed: Callable[[int], None]):
         self._group, self._on_committed = group, on_committed
@@ -66,7 +66,7 @@ class SaveAtOnce:
         pass
 
     def wait(self) -> None:
-        pass
+        return None
 
     def close(self, *, at_once: bool) -> None:
         pass
@@ -94,8 +94,9 @@ class SaveBeside:
         self._error: BaseException | None = None
 
     @property
-    def has_failed(self) -> bool:
-        return self._error is not None
+    def error(self) -> BaseException | None:
+        """What has gone wrong, as far as this rank knows by now."""
+        return self._error
 
     def open(self) -> None:
         if not self._is_open:
@@ -103,8 +104,8 @@ class SaveBeside:
             self._is_open = True
 
     def save(self, todo: StepToSave, nested: Mapping[str, Any]) -> None:
+        assert self._thread is None and self._error is None, "one save at a time"
         self.open()
-        self.wait()
         snapshot = take_snapshot(nested, self._where.memory, is_coordinator=self._is_coordinator)
         if self._step == -1:
             size = tell_bytes(snapshot.num_bytes)
@@ -120,9 +121,10 @@ class SaveBeside:
             self._on_committed(todo.step)
         except BaseException as error:  # all of it is the training's to raise
             self._error = error
+            note(f"WARNING: the save of step {todo.step} failed: {error}")
 
-    def wait(self) -> None:
-        """Wait for the save under way. Raises what went wrong with it, or with one before."""
+    def wait(self) -> BaseException | None:
+        """Wait for the save under way; what went wrong with it, told once."""
         if self._thread is not None:
             if self._thread.is_alive():
                 note(f"waiting for step {self._step}, which is still being written")
@@ -130,8 +132,8 @@ class SaveBeside:
                 self._thread.join()
                 note(f"waited {time.monotonic() - started:.1f} s for step {self._step} to be written")
             self._thread = None
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        return error
 
     def close(self, *, at_once: bool) -> None:
         if self._is_open:

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from converters.assets import write_assets
-from converters.catalog import Box
+from converters.catalog import Box, Catalog
 from converters.commit import commit, new_staging
 from converters.dtypes import itemsize
 from converters.engine.digest import TensorDigest
 from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError
 from converters.layout import row_blocks
 from converters.manifest import TensorSum, write_manifest
 from converters.model_info import ModelInfo, write_model_info
@@ -29,6 +30,7 @@ from converters.names import ASSETS_FOLDER
 from converters.open import open_checkpoint
 from trainer.agree import on_each, on_first
 from trainer.checkpoint_io import CheckpointWriter, as_titan_error
+from trainer.failed_saves import SaveFailed
 from trainer.step_folders import retire, step_folder
 
 _READ_BACK_BYTES = 8 << 20
@@ -48,8 +50,14 @@ class StepToSave:
 def save_step(
     todo: StepToSave, nested: Mapping[str, Any], *, group: dist.ProcessGroup, planner: SavePlanner | None = None
 ) -> None:
-    """Write a step, whole or not at all, then let go of those beyond `keep`; all ranks of `group` together."""
-    write_step(step_folder(todo.folder, todo.step), nested, info=todo.info, group=group, planner=planner)
+    """Write a step, whole or not at all, then let go of those beyond `keep`; all ranks of `group` together.
+
+    Raises SaveFailed, on all of them, where the step was not written.
+    """
+    try:
+        write_step(step_folder(todo.folder, todo.step), nested, info=todo.info, group=group, planner=planner)
+    except CheckpointError as error:
+        raise SaveFailed(error.message, hint=error.hint, tries=error.tries) from error
     if todo.keep:
         on_first(group, lambda: retire(todo.folder, keep=todo.keep, newest=todo.step, damaged=todo.damaged))
 
@@ -95,7 +103,10 @@ def write_step(
 
 def _digest(staging: Path, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
     """Digests of all tensors: each rank's rows added up; where ranks split a tensor's rows, it is read back whole."""
-    catalog = open_checkpoint(staging)
+    opened: list[Catalog] = []
+    # Agreed, else a rank that cannot would leave the others waiting
+    on_each(group, lambda: opened.append(open_checkpoint(staging)))
+    (catalog,) = opened
     digests = {fqn: TensorDigest(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
     split = sorted(fqn for fqn, t in catalog.tensors.items() if any(c.box.sizes[1:] != t.shape[1:] for c in t.chunks))
 

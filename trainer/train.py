@@ -119,7 +119,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.has_failed)
+            result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.must_stop)
             if result.is_finite:
                 optimizer.step()
                 progress.ntokens_seen += result.num_valid_tokens
@@ -138,8 +138,10 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
             with report.paused():
                 if validation and (progress.step % config.validation.freq == 0 or is_last):
                     report.validation(progress.step, validation.run())
-                if is_saved(progress.step, settings, is_last=is_last or result.stop_requested):
-                    checkpoints.save(progress.step, state, model_only=is_last and settings.last_save_model_only)
+                is_final = is_last or result.stop_requested
+                if is_saved(progress.step, settings, is_last=is_final):
+                    model_only = is_last and settings.last_save_model_only
+                    checkpoints.save(progress.step, state, model_only=model_only, is_final=is_final)
                 profiler.step()
                 garbage.collect(progress.step)
             if result.stop_requested and not is_last:

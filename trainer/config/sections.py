@@ -231,6 +231,9 @@ class Checkpoint:
     """The same for torchtune, `export-torchtune`. No key of torchtitan's."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of these exports, and of a last step with last_save_model_only."""
+    max_failed_saves: Count = 1
+    """Saves in a row that may fail, told loudly, before the run ends with an error; the last one may not. No key of
+    torchtitan's."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write checkpoints beside the training: in a thread, or in a process of its own fed through pinned memory."""
 
