@@ -39,18 +39,17 @@ MAIN = (
     Layout("tp 2", 2, {TP: 2}),
     Layout("cp 2", 2, {CP: 2}),
     Layout("pp 2", 2, {PP: 2}),
-    Layout("fsdp 2 tp 2 pp 2", 8, {TP: 2, PP: 2, MICROBATCH: 2}),
 )
+FSDP_TP_PP = Layout("fsdp 2 tp 2 pp 2", 8, {TP: 2, PP: 2, MICROBATCH: 2})
 CASES = [
     *((layout, flavor) for layout in MAIN for flavor in (GQA, TIED)),
     # each axis; replicas alone are DDP
     (Layout("replicas 2", 2, {REPLICAS: 2}), TIED),
     (Layout("replicas 4", 4, {REPLICAS: 4}), GQA),
     (Layout("fsdp 4", 4), TIED),
-    (Layout("tp 4", 4, {TP: 4}), GQA),
     (Layout("cp 4", 4, {CP: 4}), GQA),
     (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),
-    # each pair of axes
+    # each pair of axes; TP in a pipeline is InterleavedZeroBubble's below
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
     (Layout("replicas 2 tp 2", 4, {REPLICAS: 2, TP: 2}), TIED),
     (Layout("replicas 2 cp 2", 4, {REPLICAS: 2, CP: 2}), GQA),
@@ -59,9 +58,9 @@ CASES = [
     (Layout("fsdp 2 cp 2", 4, {CP: 2}), TIED),
     (_pipe("fsdp 2 pp 2", 4), GQA),
     (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
-    (_pipe("tp 2 pp 2", 4, **{TP: 2}), TIED),
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
     # three
+    (FSDP_TP_PP, TIED),
     (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GQA),
     (Layout("hsdp 2x2 tp 2", 8, {REPLICAS: 2, TP: 2}), GQA),
     # each schedule; 1F1B is every other pipeline's
@@ -72,7 +71,6 @@ CASES = [
     (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2}), TIED),
     (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
     (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2}), GQA),
-    (_pipe("ZBVZeroBubble fsdp 2 tp 2", 8, **{SCHEDULE: "ZBVZeroBubble", TP: 2}), TIED),
     # stages of unequal depth
     (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
     (_pipe("a first stage of one layer", **{FIRST_LESS: 2, LAST_LESS: 0}), TIED),
@@ -105,9 +103,15 @@ CASES = [
     (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
     (_pipe("pp 2"), QWEN_TIED),
     (_pipe("ZBVZeroBubble fsdp 2", 4, **{SCHEDULE: "ZBVZeroBubble"}), QWEN_GQA),
-    (Layout("fsdp 2 tp 2", 4, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
+    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
 ]
+# More ranks, or one more of a kind that CASES has
 SLOW_CASES = [
+    (Layout("tp 4", 4, {TP: 4}), GQA),
+    (_pipe("tp 2 pp 2", 4, **{TP: 2}), TIED),
+    (FSDP_TP_PP, GQA),
+    (_pipe("ZBVZeroBubble fsdp 2 tp 2", 8, **{SCHEDULE: "ZBVZeroBubble", TP: 2}), TIED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA),
     (Layout("fsdp 2 tp 2 pp 2 cp 2, V", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2, SCHEDULE: "ZBVZeroBubble"}), TIED),
 ]

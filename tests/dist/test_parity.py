@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import runs
-from tests.dist.layouts import CASES, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
+from tests.dist.layouts import CASES, FSDP_TP_PP, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
 from tests.dist.training import Layout, compare, make_reference, train
 from trainer.config.sections import Config
 from trainer.seed import seed
@@ -70,13 +70,13 @@ def test_a_layout_equals_one_rank(one_rank, compared, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW_CASES, ids=names)
-def test_sixteen_ranks_equal_one(one_rank, compared, case):
+def test_a_slow_layout_equals_one_rank(one_rank, compared, case):
     layout, flavor = case
     assert_equal_to_one_rank(one_rank(flavor)[0], compared(layout, flavor), one_rank(flavor)[0]["fqns"])
 
 
 BY_NAME = {layout.name: layout for layout, _ in CASES}
-RERUN = [("fsdp 2 tp 2 pp 2", TIED), ("fsdp 2 tp 2 cp 2", GQA), ("ZBVZeroBubble fsdp 2 tp 2", TIED)]
+RERUN = [("fsdp 2 tp 2 pp 2", TIED), ("fsdp 2 tp 2 cp 2", GQA), ("ZBVZeroBubble cp 2", GQA)]
 
 
 @pytest.mark.parametrize(("name", "flavor"), RERUN)
@@ -87,14 +87,14 @@ def test_a_rerun_is_bit_equal(pools, compared, name, flavor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=names)
+@pytest.mark.parametrize("case", CASES + SLOW_CASES, ids=names)
 def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
     layout, flavor = case
     first, again = (pools[layout.world_size].run(train, layout, flavor, 5) for _ in range(2))
     assert first == again
 
 
-SEEDED = {layout.name: layout for layout in (ONE_RANK, *MAIN, BY_NAME["ZBVZeroBubble"])}
+SEEDED = {layout.name: layout for layout in (ONE_RANK, *MAIN, FSDP_TP_PP, BY_NAME["ZBVZeroBubble"])}
 
 
 @pytest.fixture(scope="module")
