@@ -86,7 +86,7 @@ def _token_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     size = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else config.training.local_batch_size
     num_tokens = size * config.training.seq_len // dims.cp
     if num_tokens % _MULTIPLE == 0:
-        return _chunk_problems(config, args, num_tokens)
+        return _chunk_problems(config, args, dims, num_tokens)
     return [
         f"float8 products take tokens by {_MULTIPLE}, and a pass of a rank has {num_tokens}"
         f" ({size} samples of {config.training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple of"
@@ -94,9 +94,10 @@ def _token_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     ]
 
 
-def _chunk_problems(config: Config, args: ModelArgs, num_tokens: int) -> list[str]:
+def _chunk_problems(config: Config, args: ModelArgs, dims: MeshShape, num_tokens: int) -> list[str]:
     """A chunked loss runs the output over a piece of the tokens at a time."""
-    is_converted = not args.tied and not any(part in "output" for part in config.float8.filter_fqns)
+    is_possible = args.dim % _MULTIPLE == 0 and args.vocab_size % (dims.tp * _MULTIPLE) == 0
+    is_converted = is_possible and not args.tied and not any(part in "output" for part in config.float8.filter_fqns)
     num_chunks = config.training.loss_chunks
     if config.training.loss != CHUNKED or not is_converted or ceil(num_tokens / num_chunks) % _MULTIPLE == 0:
         return []

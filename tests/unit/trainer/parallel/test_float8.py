@@ -217,6 +217,8 @@ def test_tokens_come_by_16():
     (problem,) = told(local_batch_size=1, seq_len=64)  # in eight pieces of 8
     assert "loss_chunks = 8 cuts 64 of them" in problem and "training.loss_chunks = 4" in problem
     assert not told(local_batch_size=1, seq_len=64, loss="plain")
+    odd = replace(get_family("llama3").flavors["debug_gqa"], vocab_size=2056)  # its output stays as it is
+    assert not float8_problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), odd, FSDP2)
     assert not problems(replace(config(emulate=True), training=Training(local_batch_size=1, seq_len=40)))
     pipelined = replace(
         config(), training=Training(local_batch_size=16, seq_len=8), parallelism=Parallelism(pipeline_parallel_degree=2)

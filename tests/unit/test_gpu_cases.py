@@ -1,0 +1,20 @@
+"""What tests/gpu and the benchmark ask for is no config error: without a GPU nobody would see it."""
+
+import pytest
+
+from converters.families.registry import get_family
+from tests.gpu.running import write_job
+from tests.gpu.test_training import CASES
+from trainer.config.load import load_config
+from trainer.parallel_dims import fit_layout
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    return write_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.parametrize("options", [options for options, _ in CASES], ids=" ".join)
+def test_the_options_of_a_gpu_test_fit_its_job(job, options):
+    config = load_config(job, options)
+    assert fit_layout(config, get_family("llama3").flavors[config.model.flavor], 1).world_size == 1
