@@ -27,7 +27,11 @@ FP32, BF16 = torch.float32, torch.bfloat16
 def _torchs_own(name, implementation, parameters):
     kernels = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     cls = getattr(torch.optim, name)
-    return cls(parameters, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.2, **kernels)
+    return cls(parameters, lr=0.1, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.2, **kernels)
+
+
+# none of them the default
+SETTINGS = {"lr": 0.1, "beta1": 0.8, "beta2": 0.7, "eps": 1e-3, "weight_decay": 0.2}
 
 
 def _steps(optimizer, model, *, gradients=None, after=lambda: None):
@@ -44,7 +48,7 @@ def _steps(optimizer, model, *, gradients=None, after=lambda: None):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_steps_are_torchs_own(name, implementation, dtype):
-    settings = OptimizerSection(name=name, lr=0.1, weight_decay=0.2, implementation=implementation)
+    settings = OptimizerSection(name=name, **SETTINGS, implementation=implementation)
     ours, theirs = _model().to(dtype), _model().to(dtype)
     _steps(build_optimizer(dict(ours.named_parameters()), settings), ours)
     _steps(_torchs_own(name, implementation, theirs.parameters()), theirs)
@@ -57,7 +61,7 @@ def test_steps_are_torchs_own(name, implementation, dtype):
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(FP32, BF16), (BF16, FP32)])
 def test_moments_of_another_dtype_are_torchs_in_fp32_rounded(name, implementation, dtype, state_dtype):
     told = str(state_dtype).removeprefix("torch.")
-    settings = OptimizerSection(name=name, lr=0.1, weight_decay=0.2, implementation=implementation, state_dtype=told)
+    settings = OptimizerSection(name=name, **SETTINGS, implementation=implementation, state_dtype=told)
     ours, theirs = _model().to(dtype), _model().to(dtype).float()
     optimizer = build_optimizer(dict(ours.named_parameters()), settings)
     expected = _torchs_own(name, implementation, theirs.parameters())

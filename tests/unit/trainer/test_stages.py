@@ -42,6 +42,17 @@ def test_layers_per_stage_counts_embedding_and_output_as_layers():
     assert sizes == [4] * 31 + [5]  # the first has 3 layers and the embedding, the last 3 and norm and output
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"), [(1, 1, [4, 4]), (0, 0, [4, 4]), (3, 0, [3, 5]), (0, 3, [6, 2]), (5, 0, [2, 6])]
+)
+def test_the_first_and_the_last_stage_get_as_many_layers_less_as_asked(first, last, sizes):
+    parallelism = Parallelism(
+        pipeline_parallel_first_stage_less_layers=first, pipeline_parallel_last_stage_less_layers=last
+    )
+    stages = split_model(parallelism, 8, 2).modules
+    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == sizes
+
+
 def test_without_a_pipeline_everything_is_one_stage():
     assert split_model(Parallelism(), 2, 1).modules == (("tok_embeddings", "layers.0", "layers.1", "norm", "output"),)
 

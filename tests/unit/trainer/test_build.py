@@ -1,0 +1,105 @@
+"""What the build takes from the config and hands on, seen on a fake process group."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import trainer.build
+import trainer.train
+from converters.families.llama3 import FLAVORS
+from trainer.config.sections import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    Dataloader,
+    Metrics,
+    Model,
+    Parallelism,
+    Training,
+)
+from trainer.mesh import make_meshes
+from trainer.parallel.activation_checkpoint import set_memory_budget
+from trainer.parallel_dims import resolve
+from trainer.report import Report
+
+TP2 = Parallelism(tensor_parallel_degree=2)
+
+
+@contextmanager
+def fake_ranks(parallelism: Parallelism, num_ranks: int):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield make_meshes(resolve(parallelism, num_ranks), "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def build(config: Config, meshes):
+    return trainer.build.build(config, FLAVORS["debug_gqa"], meshes.dims, meshes, torch.device("cpu"))
+
+
+def config_of(**sections) -> Config:
+    keys = {"mixed_precision_param": "float32", "seq_len": 32}
+    return replace(Config(model=Model(flavor="debug_gqa"), training=Training(**keys)), **sections)
+
+
+def test_asynchronous_tensor_parallelism_is_switched_on_for_its_group(monkeypatch):
+    told = []
+    monkeypatch.setattr(trainer.build, "refuse_what_cannot_run", lambda config, device: None)
+    monkeypatch.setattr(trainer.build, "enable_async_tp", told.append)
+    with fake_ranks(TP2, 2) as meshes:
+        asked = replace(TP2, enable_async_tensor_parallel=True)
+        build(config_of(parallelism=asked, compile=Compile(enable=True)), meshes)
+        assert told == [meshes["tp"].get_group()]
+        build(config_of(parallelism=TP2, compile=Compile(enable=True)), meshes)
+        assert len(told) == 1
+
+
+def test_the_compiler_is_told_its_budget(tmp_path):
+    settings = ActivationCheckpoint(mode="memory_budget", memory_budget=0.25)
+    try:
+        with fake_ranks(Parallelism(), 1) as meshes:
+            compiled = Compile(enable=True, backend="aot_eager")
+            build(config_of(activation_checkpoint=settings, compile=compiled), meshes)
+            assert torch._functorch.config.activation_memory_budget == 0.25
+            build(config_of(compile=compiled), meshes)
+            assert torch._functorch.config.activation_memory_budget == 1.0
+    finally:
+        set_memory_budget(ActivationCheckpoint(mode="none"), tmp_path)
+
+
+def test_what_float8_puts_in_place_of_tensor_parallel_styles_is_applied(monkeypatch):
+    styles, told = {"layers.0.attention.wq": object()}, []
+    monkeypatch.setattr(trainer.build, "float8_styles", lambda *args, device_type, **keys: styles)
+    monkeypatch.setattr(trainer.build, "apply_tp", lambda *args, converted, **keys: told.append(converted))
+    float8 = replace(Config().float8, emulate=True)
+    with fake_ranks(TP2, 2) as meshes:
+        converters = Model(flavor="debug_gqa", converters=("quantize.linear.float8",))
+        build(config_of(parallelism=TP2, model=converters, float8=float8), meshes)
+        build(config_of(parallelism=TP2), meshes)
+    assert told == [styles, None]
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_training_data_is_pinned_if_asked(monkeypatch, pins):
+    monkeypatch.setattr(trainer.train, "open_training_data", lambda *args, pin_memory, **keys: pin_memory)
+    with fake_ranks(Parallelism(), 1) as meshes:
+        config = config_of(dataloader=Dataloader(pin_memory=pins))
+        assert trainer.train.train_loader(config, meshes, None, vocab_size=1, group=None) is pins
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_lines_are_colored_unless_asked_not_to(monkeypatch, tmp_path, plain):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("trainer.report.MetricsLog", lambda *args, color, **keys: SimpleNamespace(color=color))
+    config = replace(config_of(), metrics=Metrics(disable_color_printing=plain))
+    info = SimpleNamespace(family="llama3", args=FLAVORS["debug_gqa"])
+    with fake_ranks(Parallelism(), 1):
+        report = Report(config, info, num_samples=1, device=torch.device("cpu"), rank=0)
+    assert report._log.color is not plain
