@@ -68,9 +68,9 @@ CASES = [
     (_pipe("Interleaved1F1B fsdp 2", 4, **{SCHEDULE: "Interleaved1F1B"}), TIED),
     (_pipe("LoopedBFS, a layer per stage", **{SCHEDULE: "LoopedBFS", LAYERS_PER_STAGE: 1} | EVEN), GQA),
     (_pipe("InterleavedZeroBubble fsdp 2", 4, **{SCHEDULE: "InterleavedZeroBubble"}), GQA),
-    (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2}), TIED),
+    (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2, MICROBATCH: 4}), TIED),
     (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
-    (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2}), GQA),
+    (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2, MICROBATCH: 4}), GQA),
     # stages of unequal depth
     (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
     (_pipe("a first stage of one layer", **{FIRST_LESS: 2, LAST_LESS: 0}), TIED),
