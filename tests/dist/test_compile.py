@@ -35,15 +35,15 @@ def compiled(name: str, world_size: int = 1, parallelism: dict | None = None, **
 
 CASES = [
     (compiled("one rank"), GQA),
-    (compiled("fsdp 2", 2), TIED),
-    (compiled("tp 2", 2, {TP: 2}), TIED),
     (compiled("fsdp 2 tp 2", 4, {TP: 2}), GQA),
-    (compiled("cp 2", 2, {CP: 2}), GQA),
     (compiled("pp 2", 2, {PP: 2, MICROBATCH: 2}), TIED),
     (compiled("cp 2, operations kept", 2, {CP: 2}, activation_checkpoint=OP), GQA),
     (compiled("tp 2, operations kept", 2, {TP: 2}, activation_checkpoint=OP), QWEN_GQA),
 ]
 SLOW_CASES = [
+    (compiled("fsdp 2", 2), TIED),
+    (compiled("tp 2", 2, {TP: 2}), TIED),
+    (compiled("cp 2", 2, {CP: 2}), GQA),
     (compiled("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
     (compiled("interleaved", 2, {PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"} | EVEN), TIED),
     (compiled("fsdp 2, full", 2, activation_checkpoint=FULL), TIED),
