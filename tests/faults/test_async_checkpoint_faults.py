@@ -65,9 +65,9 @@ def _writers_of(process_ids):
     ("mode", "how", "victim"),
     [
         ("async", "stuck_in_commit", 1),
-        ("async", "stuck_in_data", 0),
-        ("async_with_pinned_mem", "stuck_in_commit", 0),
-        ("async_with_pinned_mem", "stuck_in_data", 1),
+        ("async_with_pinned_mem", "stuck_in_data", 0),
+        pytest.param("async", "stuck_in_data", 0, marks=pytest.mark.slow),
+        pytest.param("async_with_pinned_mem", "stuck_in_commit", 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_step_before_stays_and_the_next_start_is_bit_equal(data, whole, tmp_path, mode, how, victim):
