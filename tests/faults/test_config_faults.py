@@ -4,12 +4,14 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from converters.errors import ConfigError
 from converters.families.registry import get_family
+from tests.dist.processes import ranks
 from trainer.config.load import load_config, origins
 from trainer.parallel_dims import fit_layout, required_world_size
 
@@ -266,6 +268,9 @@ def test_f5_the_last_of_two_on_the_command_line_counts_and_the_environment_does_
 
 # --- F6: paths
 
+ONE_RANK = [f"--parallelism.{name}_parallel_degree=1" for name in ("tensor", "pipeline")]
+ONE_RANK += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enable"]
+
 
 @pytest.mark.parametrize(
     ("words", "told"),
@@ -275,22 +280,44 @@ def test_f5_the_last_of_two_on_the_command_line_counts_and_the_environment_does_
         (("folder",), "is a folder, not a config file"),
         (("--training.steps", "debug"), "the config comes before the overrides"),
         (("debug", "--training.dataset_path", "nowhere"), "nowhere"),
-        (("debug", "--training.dataset_path", "file"), "file"),
-        (("debug", "--training.dataset_path", "folder"), "folder"),
-        (("debug", "--model.hf_assets_path", "nowhere"), "is no folder"),
-        (("debug", "--job.dump_folder", "file/run"), "job.dump_folder"),
         (("debug", "--job.dump_folder", ""), "a folder, not an empty string"),
         (("debug", "--experimental.custom_import", "./nowhere.py"), "there is no such file or folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(tmp_path, words, told):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "run.toml").write_text("")
-    (tmp_path / "file").write_text("")
-    one_rank = [f"--parallelism.{name}_parallel_degree=1" for name in ("tensor", "pipeline")]
-    one_rank += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enable"]
-    done = titan("train", *words, *(one_rank if words[0] == "debug" else ()), cwd=tmp_path)
+    _make_places(tmp_path)
+    done = titan("train", *words, *(ONE_RANK if words[0] == "debug" else ()), cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     told_as_error = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "try: ", "hint: "))]
     assert told in "\n".join(told_as_error) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--training.dataset_path", "file"), "file"),
+        (("--training.dataset_path", "folder"), "folder"),
+        (("--model.hf_assets_path", "nowhere"), "is no folder"),
+        (("--job.dump_folder", "file/run"), "job.dump_folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_f6_a_rank_tells_a_wrong_path_to_its_launcher(tmp_path, words, told):
+    """What the command above prints; a rank that is forked has nothing to import."""
+    _make_places(tmp_path)
+    config = load_config("debug", [*words, *ONE_RANK])
+    with ranks(config, 1, tmp_path, partial(_stand_in, tmp_path)) as running:
+        ended = running.wait()[0]
+    assert ended.exit_code == 2 and ended.told["traceback"] == "", ended.told
+    assert told in "\n".join((ended.told["message"], ended.told["hint"] or "", *ended.told["tries"]))
+
+
+def _make_places(folder):
+    (folder / "folder").mkdir()
+    (folder / "folder" / "run.toml").write_text("")
+    (folder / "file").write_text("")
+
+
+def _stand_in(folder, rank):
+    os.chdir(folder)
