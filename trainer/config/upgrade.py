@@ -214,8 +214,9 @@ def _model_parts(value: Any, values: Mapping[str, Any]) -> list[list[str]] | Non
 
 
 def _schedule(value: Any, values: Mapping[str, Any]) -> Any:
-    lower = value.lower() if isinstance(value, str) else value
-    return RENAMED_VALUES.get((_PARALLELISM + "pipeline_parallel_schedule", lower), value)
+    if not isinstance(value, str):
+        return value  # which is told once it is read
+    return RENAMED_VALUES.get((_PARALLELISM + "pipeline_parallel_schedule", value.lower()), value)
 
 
 _TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import ConfigError, TitanError
@@ -143,6 +143,42 @@ def test_values_that_change_with_their_key(tmp_path, old, new):
 
 
 @pytest.mark.parametrize(
+    ("old", "now"),
+    [
+        ("[training]\ndata_parallel_shard_degree = 4", "parallelism.data_parallel_shard_degree"),
+        ("[training]\ndata_parallel_replicate_degree = 2", "parallelism.data_parallel_replicate_degree"),
+        ("[training]\ndisable_loss_parallel = true", "parallelism.disable_loss_parallel"),
+        ("[training]\nenable_async_tensor_parallel = true", "parallelism.enable_async_tensor_parallel"),
+        ("[experimental]\nenable_async_tensor_parallel = true", "parallelism.enable_async_tensor_parallel"),
+        ("[experimental]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree"),
+        ("[experimental]\ncontext_parallel_rotate_method = 'allgather'", "parallelism.context_parallel_rotate_method"),
+        ("[experimental]\npipeline_parallel_schedule_csv = ''", "parallelism.pipeline_parallel_schedule_csv"),
+        ("[experimental]\ncustom_args_module = ''", "job.custom_config_module"),
+        ("[mx]\nrecipe_name = 'mxfp8_cublas'", "quantize.linear.mx.recipe_name"),
+        ("[mx]\nfilter_fqns = ['output']", "quantize.linear.mx.filter_fqns"),
+    ],
+)
+def test_keys_that_only_moved_keep_their_values(tmp_path, old, now):
+    found = of(tmp_path, old)
+    (before,) = values(old).values()
+    assert found.problems == [] and values(found.text) == {now: before}
+
+
+def test_float8_was_a_switch_of_its_section(tmp_path):
+    found = of(tmp_path, "[float8]\nenable_float8_linear = true")
+    assert found.problems == [] and values(found.text) == {"model.converters": ["quantize.linear.float8"]}
+
+
+def test_stages_and_microbatches_of_both_sections(tmp_path):
+    for section in ("experimental", "parallelism"):
+        keys = "pipeline_parallel_split_points = ['layers.2']\npipeline_parallel_microbatches = 2"
+        found = of(tmp_path, f"[training]\nlocal_batch_size = 8\n[{section}]\n{keys}")
+        new = values(found.text)
+        assert found.problems == [] and new["parallelism.pipeline_parallel_microbatch_size"] == 4
+        assert new["parallelism.module_fqns_per_model_part"][1][0] == "layers.2"
+
+
+@pytest.mark.parametrize(
     ("old", "told"),
     [
         ("[model]\nnorm_type = 'np_layernorm'", "there is RMSNorm"),
@@ -200,6 +236,7 @@ _COMMENTS = st.sampled_from(["", "  # why", "\n# between\n"])
 
 @settings(deadline=None)  # a busy machine is no fault
 @given(st.dictionaries(_KEYS, st.tuples(_VALUES, _COMMENTS), max_size=12))
+@example({"experimental.pipeline_parallel_schedule": ('["float8"]', "")})
 def test_an_upgraded_file_loads_or_says_what_is_in_the_way(tmp_path_factory, given_keys):
     folder = tmp_path_factory.mktemp("upgrade")
     text = "# head\n"
