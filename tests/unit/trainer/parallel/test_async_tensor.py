@@ -52,8 +52,7 @@ def test_the_pass_is_switched_on_for_the_group_without_a_warning(monkeypatch):
         announced.append(name)
 
     monkeypatch.setattr(symmetric, "enable_symm_mem_for_group", announce)
-    monkeypatch.setattr(inductor, "_micro_pipeline_tp", False)
-    with warnings.catch_warnings():
+    with inductor.patch(_micro_pipeline_tp=False), warnings.catch_warnings():
         warnings.simplefilter("error")
         enable_async_tp(SimpleNamespace(group_name="tp"))
-    assert inductor._micro_pipeline_tp and announced == ["tp"]
+        assert inductor._micro_pipeline_tp and announced == ["tp"]

@@ -111,15 +111,16 @@ def test_recipes_are_torchaos(recipe, emulate):
     assert model.layers["0"].attention.wq.config == expected
 
 
-def test_rowwise_compiled_keeps_the_precision_of_scales(monkeypatch):
+def test_rowwise_compiled_keeps_the_precision_of_scales():
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor, "emulate_precision_casts", False)
-    converted_model(config(recipe_name="rowwise"))
-    converted_model(replace(config(), compile=Compile(enable=True)))
+    with inductor.patch(emulate_precision_casts=False):  # not pytest's monkeypatch, which would hide it afterwards
+        converted_model(config(recipe_name="rowwise"))
+        converted_model(replace(config(), compile=Compile(enable=True)))
+        assert not inductor.emulate_precision_casts
+        converted_model(replace(config(recipe_name="rowwise"), compile=Compile(enable=True)))
+        assert inductor.emulate_precision_casts
     assert not inductor.emulate_precision_casts
-    converted_model(replace(config(recipe_name="rowwise"), compile=Compile(enable=True)))
-    assert inductor.emulate_precision_casts
 
 
 @pytest.fixture
