@@ -70,7 +70,7 @@ class FlightRecorder:
             return
         try:
             self.file(rank).unlink(missing_ok=True)
-            if dist.get_backend() == "nccl":
+            if _has_nccl():
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # a run need not fail, and be told, for what only a failure wants
             print(f"WARNING: rank {rank}: no record of collectives can be written: {error}", file=sys.stderr)
@@ -168,7 +168,11 @@ def _record() -> bytes:
     return pickle.dumps(record)
 
 
+def _has_nccl() -> bool:
+    return "nccl" in dist.get_backend()  # under CPU offload "cpu:gloo,cuda:nccl"
+
+
 def _dump(what: str) -> Any:
     """torch's record as bytes: `trace` (a pickle, for torchfrtrace) or `trace_json`."""
-    backend = "nccl" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "fr"
+    backend = "nccl" if torch.cuda.is_available() and _has_nccl() else "fr"
     return getattr(c10d, f"_dump_{backend}_{what}")()

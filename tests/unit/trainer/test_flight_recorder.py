@@ -43,7 +43,8 @@ def test_torch_is_told_size_and_place_by_names_that_it_does_not_warn_of(tmp_path
     assert environment()[0] == environment()[2] == "0"
 
 
-def test_folders_of_runs_before_are_cleared_and_made_only_for_nccl(tmp_path, group, monkeypatch):
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_folders_of_runs_before_are_cleared_and_made_only_for_nccl(tmp_path, group, monkeypatch, backend):
     recorder = FlightRecorder.of(Comm(), tmp_path)
     recorder.clear(0)
     assert not recorder.folder.exists()
@@ -54,7 +55,7 @@ def test_folders_of_runs_before_are_cleared_and_made_only_for_nccl(tmp_path, gro
     assert [path.name for path in recorder.folder.iterdir()] == ["rank_1"]
     recorder.file(1).unlink()
     recorder.folder.rmdir()
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
     recorder.clear(0)  # its watchdog makes no folder
     assert recorder.folder.is_dir()
 
