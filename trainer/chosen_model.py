@@ -13,9 +13,7 @@ from trainer.data.kinds import TOKENS
 from trainer.data.tokenizer import load_tokenizer
 
 # Files of one tokenizer differ in form and in what stands around it, so what two of them make of a text is compared
-_PROBE = (
-    "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
-)
+_PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
 NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
 
 

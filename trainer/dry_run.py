@@ -24,6 +24,8 @@ from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes, make_meshes
 from trainer.optim import build_optimizer
+from trainer.parallel.float8 import is_float8
+from trainer.parallel_dims import samples_per_step
 from trainer.stages import split_model
 from trainer.step import TrainStep
 from trainer.traced_step import CollectiveCount, TracedTensors, Traffic
@@ -62,8 +64,8 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
     """
     traced, left_out = _without_what_only_speeds(config)
     training = config.training
-    total = training.local_batch_size * dims.batch
-    samples = total if training.global_batch_size == -1 else training.global_batch_size
+    samples = samples_per_step(training, dims.batch)
+    num_accumulated = samples // (training.local_batch_size * dims.batch)
     count = CollectiveCount()
     with _fake_ranks(dims.world_size, rank), collector_paused():
         meshes = make_meshes(dims, "cpu")
@@ -72,7 +74,7 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
         model = build(traced, args, dims, meshes, torch.device("cpu"), memory=tensors)
         with tensors, _connections_not_counted(count):
             optimizer = build_optimizer(model.named_parameters(), traced.optimizer)
-            _one_step(model, optimizer, traced, meshes, count, num_accumulated=samples // total)
+            _one_step(model, optimizer, traced, meshes, count, num_accumulated=num_accumulated)
         held = [p for fqn, p in model.named_parameters().items()]
         parameters = [_local(p) for p in held]
         gradients = [_local(p.grad) for p in held if p.grad is not None]
@@ -95,7 +97,7 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
             steps=training.steps,
             samples_per_step=samples,
             tokens_per_step=samples * training.seq_len,
-            num_accumulated=samples // total,
+            num_accumulated=num_accumulated,
             num_microbatches=_num_microbatches(config, dims),
             left_out=tuple(left_out),
         )
@@ -116,7 +118,7 @@ def _without_what_only_speeds(config: Config) -> tuple[Config, list[str]]:
     if config.training.enable_cpu_offload:
         left_out.append("CPU offload: the bytes told lie in host memory")
         config = replace(config, training=replace(config.training, enable_cpu_offload=False))
-    if "quantize.linear.float8" in config.model.converters and not config.float8.emulate:
+    if is_float8(config) and not config.float8.emulate:
         config = replace(config, float8=replace(config.float8, emulate=True))  # the same tensors, on any device
     return config, left_out
 

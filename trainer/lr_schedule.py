@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import torch
 
+from trainer.config.sections import LRScheduler
+from trainer.metrics import note
+
 DecayType = Literal["linear", "sqrt", "cosine"]
 
 
@@ -48,6 +51,21 @@ class Curve:
             "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
         }[self.decay_type]
         return self.min_lr_factor + (1.0 - self.min_lr_factor) * shape
+
+
+def lr_curve(settings: LRScheduler, num_steps: int) -> Curve:
+    """The curve that a config asks for, in a run of `num_steps`. Says so where the warm-up is longer than all of it."""
+    total_steps = settings.total_steps or num_steps
+    curve = Curve.of(
+        total_steps,
+        warmup_steps=settings.warmup_steps,
+        decay_ratio=settings.decay_ratio,
+        decay_type=settings.decay_type,
+        min_lr_factor=settings.min_lr_factor,
+    )
+    if curve.warmup_steps < settings.warmup_steps:
+        note(f"lr_scheduler.warmup_steps = {settings.warmup_steps} is cut to the {total_steps} steps of the curve")
+    return curve
 
 
 class LRSchedule:

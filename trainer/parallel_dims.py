@@ -9,7 +9,7 @@ from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
 from trainer.checkpoint_problems import checkpoint_problems
-from trainer.config.sections import Config, Parallelism
+from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
 from trainer.loss_registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
@@ -31,8 +31,8 @@ def required_world_size(parallelism: Parallelism) -> int:
     return _fixed_degrees(parallelism) * max(parallelism.data_parallel_shard_degree, 1)
 
 
-def resolve(parallelism: Parallelism, world_size: int) -> MeshShape:
-    """The degrees for `world_size` ranks. Raises ConfigError where their product cannot be that number."""
+def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc") -> MeshShape:
+    """The degrees for `world_size` ranks, which `option` sets. Raises ConfigError where their product is another number."""
     fixed = _fixed_degrees(parallelism)
     dp_shard = parallelism.data_parallel_shard_degree
     if dp_shard == -1:
@@ -58,7 +58,7 @@ def resolve(parallelism: Parallelism, world_size: int) -> MeshShape:
             hint=f"parallelism.data_parallel_shard_degree = {world_size // fixed} would fit, or -1: all that are left"
             if shareable
             else "",
-            tries=[f"--nproc {dims.world_size}"],
+            tries=[f"{option} {dims.world_size}"],
         )
     return dims
 
@@ -72,11 +72,11 @@ def _fixed_degrees(parallelism: Parallelism) -> int:
     )
 
 
-def fit_layout(config: Config, args: ModelArgs, world_size: int) -> MeshShape:
+def fit_layout(config: Config, args: ModelArgs, world_size: int, *, option: str = "--world-size") -> MeshShape:
     """The degrees on `world_size` ranks. Raises ConfigError with every problem of their product and of the layout."""
     parallelism = config.parallelism
     try:
-        dims = resolve(parallelism, world_size)
+        dims = resolve(parallelism, world_size, option=option)
     except ConfigError as error:
         named = resolve(parallelism, required_world_size(parallelism))
         more = layout_problems(config, args, named)
@@ -141,6 +141,12 @@ def _batch_problems(config: Config, dims: MeshShape) -> list[str]:
         f"training.global_batch_size = {total} is not a multiple of {step}"
         f" (local_batch_size × data-parallel degree {dims.batch}); nearest: {nearest_multiples(total, step)}"
     ]
+
+
+def samples_per_step(training: Training, dp_degree: int) -> int:
+    """Samples of one step over all ranks; beyond one pass of each rank they are accumulated."""
+    size = training.global_batch_size
+    return training.local_batch_size * dp_degree if size == -1 else size
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

@@ -42,16 +42,17 @@ from trainer.data.batch import IGNORED, Batch
 from trainer.data.index import HELD_OUT, open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
-from trainer.lr_schedule import LRSchedule
+from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
 from trainer.models.registry import get_trainer_family
 from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
+from trainer.run_data import text_preparation, train_loader
 from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
-from trainer.train import lr_curve, text_preparation, train, train_loader
+from trainer.train import train
 from trainer.train_model import TrainModel
 from trainer.validate import Validation
 
@@ -189,7 +190,8 @@ def _run_state(config: Config, ranks: Ranks) -> tuple[RunState, Checkpoints]:
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     text = text_preparation(config, ranks.agreement)
     loader = train_loader(config, meshes, text, vocab_size=info.args.vocab_size, group=ranks.agreement)
-    state = RunState(model, optimizer, LRSchedule(optimizer, lr_curve(config)), loader, Progress())
+    schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, config.training.steps))
+    state = RunState(model, optimizer, schedule, loader, Progress())
     return state, Checkpoints(Path(config.job.dump_folder), config.checkpoint, info, group=ranks.agreement)
 
 

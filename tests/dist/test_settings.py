@@ -13,7 +13,7 @@ import torch.distributed as dist
 import trainer.train
 from tests.dist import runs
 from trainer.config.sections import Comm, Config, LRScheduler, Training
-from trainer.lr_schedule import Curve
+from trainer.lr_schedule import Curve, lr_curve
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
@@ -192,4 +192,4 @@ def test_ranks_are_given_the_time_to_join_that_is_asked_for(monkeypatch):
 
 def test_a_curve_without_a_length_is_that_of_the_run():
     config = Config(training=Training(steps=50), lr_scheduler=LRScheduler(warmup_steps=5))
-    assert trainer.train.lr_curve(config) == Curve.of(50, warmup_steps=5, decay_ratio=None)
+    assert lr_curve(config.lr_scheduler, config.training.steps) == Curve.of(50, warmup_steps=5, decay_ratio=None)
