@@ -136,6 +136,7 @@ def test_the_config_is_told_and_kept_as_asked(looked):
     assert "all settings act: llama3 debug_gqa on 1 rank" in found["talk"]
     assert "  training.max_norm = 0.01  (default)" in found["talk"]  # the origin is that of a file, and there is none
     assert json.loads((dump / "config.json").read_text())
+    assert not (dump / "tb").exists()  # unless it is asked for
 
 
 def test_the_seed_is_that_of_the_weights_and_of_the_data(pools, tmp_path):
@@ -147,9 +148,10 @@ def test_the_seed_is_that_of_the_weights_and_of_the_data(pools, tmp_path):
         return runs.read_losses(tmp_path / name)[1]
 
     first = first_of("first", 1)
-    weights = {"enable": False, "initial_load_path": str(tmp_path / "first" / "checkpoint" / "step-1")}
+    weights = {"load_only": True, "initial_load_path": str(tmp_path / "first" / "checkpoint" / "step-1")}
     assert first_of("again", 1, enable=False) == first != first_of("other", 2, enable=False)
     assert first_of("a", 1, **weights) != first_of("b", 2, **weights)  # the same weights, other samples
+    assert not list(tmp_path.glob("[ab]/checkpoint/*"))  # neither may save
 
 
 def test_determinism_is_set_before_anything_is_built(pools, tmp_path):
