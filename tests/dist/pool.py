@@ -6,6 +6,7 @@ that has imported everything once; each case gets a fresh default process group.
 
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -24,6 +25,13 @@ _FORK_SERVER.set_forkserver_preload(
 
 class RankFailure(AssertionError):
     """A rank raised; the message holds its traceback."""
+
+
+class SplitBackwardRefused(RankFailure):
+    """A case's schedule splits backward, which this torch is too old for; see conftest.py."""
+
+
+_REFUSAL = re.compile(r"schedule (InterleavedZeroBubble|ZBVZeroBubble) needs torch 2\.13, here is")
 
 
 class Pool:
@@ -55,6 +63,9 @@ class Pool:
                         self._fail(f"rank {rank} died")
                     if failed:
                         self._fail(f"rank {rank}:\n{results[rank]}")
+        for told in results.values():
+            if isinstance(told, str) and _REFUSAL.search(told):  # a case that returns the error of its run
+                raise SplitBackwardRefused(told)
         return [results[rank] for rank in range(self.size)]
 
     def stop(self) -> None:
@@ -65,7 +76,7 @@ class Pool:
 
     def _fail(self, message: str) -> None:
         self.stop()
-        raise RankFailure(message)
+        raise (SplitBackwardRefused if _REFUSAL.search(message) else RankFailure)(message)
 
     def _start(self) -> None:
         for rank in range(self.size):
