@@ -45,7 +45,8 @@ def upgrade(path: Path) -> Upgrade:
     """What the file is in today's vocabulary. Raises ConfigError where it cannot be read as TOML at all."""
     read_toml(path)  # syntax, told with line and column
     text = read_text(path)
-    lines = read_lines(text)
+    has_end = text.endswith("\n")
+    lines = read_lines(text if has_end else text + "\n")  # lines are known by identity: none is to be ended later
     changes: list[str] = []
     problems: list[str] = []
     values = {key: value for line in lines for key, value in line.values.items()}
@@ -66,6 +67,7 @@ def upgrade(path: Path) -> Upgrade:
         touched.add(line.section)
         changes.append(f"{where}: {told}")
     upgraded = "".join(line.text for line in without_empty_sections(lines, touched)) if changes else text
+    upgraded = upgraded if has_end or not changes else upgraded.removesuffix("\n")
     notes, refused = [], []
     if not problems:
         problems, refused = _what_is_left(upgraded, path)
