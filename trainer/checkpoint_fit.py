@@ -44,14 +44,31 @@ def refuse_misfits(
     asked_for = set().union(*(keys for keys, _ in found))
     sections = {section_of(key) for key in asked_for}
     left_over = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
-    problems = sorted(set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in left_over})
+    problems = sorted(
+        set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in left_over},
+        key=lambda problem: (section_of(problem.partition(":")[0]) != "model", problem),  # moments repeat their weights
+    )
     if problems:
         is_of_moments = any(p.startswith(f"{OPTIMIZER}.") and ": dtype " in p for p in problems)
         raise CheckpointError(
-            f"{path} does not fit the config's model:" + list_offenders(problems),
+            f"{path} does not fit the config's model ({_counted(problems)}):" + list_offenders(problems),
             hint="nothing was loaded; sections can be left out with checkpoint.exclude_from_loading"
             + ("; moments are not cast: optimizer.state_dtype says theirs" if is_of_moments else ""),
         )
+
+
+def _counted(problems: list[str]) -> str:
+    """How many problems there are of each kind: a long list is cut off."""
+    kinds = {
+        "missing": "missing",
+        "the model has no such tensor": "left over",
+        "shape ": "of another shape",
+        "dtype ": "of another dtype",
+        "the checkpoint has no such section": "sections missing",
+    }
+    details = [problem.partition(": ")[2] for problem in problems]
+    counts = {told: sum(detail.startswith(kind) for detail in details) for kind, told in kinds.items()}
+    return ", ".join(f"{count} {told}" for told, count in counts.items() if count)
 
 
 def _misfit(value: Any, saved: TensorInfo | None, is_blob: bool, *, may_cast: bool) -> str:

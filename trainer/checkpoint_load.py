@@ -16,7 +16,7 @@ from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info, says_model
-from converters.names import DATALOADER, OPTIMIZER, RNG, TRAIN_STATE, section_of
+from converters.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, TRAIN_STATE, section_of
 from converters.open import open_checkpoint
 from converters.training.values import is_number
 from converters.weights import naming_of, open_native
@@ -129,6 +129,16 @@ def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelI
         raise CheckpointError(
             f"{path} holds weights only ({catalog.container}), and the run's whole state was asked for",
             tries=["--checkpoint.initial_load_model_only"],
+        )
+    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
+    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
+        raise CheckpointError(
+            f"{path} holds weights only, and a run cannot go on from it: nothing of {', '.join(asked)} is there",
+            hint="checkpoint.last_save_model_only = true leaves the last step so; a run that is done needs no restart",
+            tries=[
+                "--checkpoint.load_step EARLIER, to go on from a step before it",
+                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start anew with its weights",
+            ],
         )
     naming = naming_of(catalog, get_family(info.family))
     if any(rule.foreign != rule.native for rule in naming.rules):
