@@ -25,6 +25,7 @@ from trainer.checkpoint_problems import idle_export_dtype
 from trainer.checkpoint_write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
 from trainer.failed_saves import FailedSaves, SaveFailed
+from trainer.mesh import local_part
 from trainer.metrics import note
 from trainer.run_lock import only_run
 from trainer.run_state import RunState
@@ -216,5 +217,4 @@ class Checkpoints:
 
 
 def _has_more_infinities(cast: torch.Tensor, tensor: torch.Tensor) -> bool:
-    local = [t.to_local() if hasattr(t, "to_local") else t for t in (cast, tensor)]
-    return bool((local[0].isinf() & ~local[1].isinf()).any())
+    return bool((local_part(cast).isinf() & ~local_part(tensor).isinf()).any())

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from converters.collector import collector_paused
@@ -22,7 +21,7 @@ from converters.layout import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.mesh import Meshes, make_meshes
+from trainer.mesh import Meshes, local_part, make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel.float8 import is_float8
 from trainer.parallel_dims import samples_per_step
@@ -76,9 +75,9 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
             optimizer = build_optimizer(model.named_parameters(), traced.optimizer)
             _one_step(model, optimizer, traced, meshes, count, num_accumulated=num_accumulated)
         held = [p for fqn, p in model.named_parameters().items()]
-        parameters = [_local(p) for p in held]
-        gradients = [_local(p.grad) for p in held if p.grad is not None]
-        states = [_local(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        parameters = [local_part(p) for p in held]
+        gradients = [local_part(p.grad) for p in held if p.grad is not None]
+        states = [local_part(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         copies = {id(p) for p in model.tied_copies()}
         split = split_model(config.parallelism, args.num_layers, dims.pp)
         coordinates = dims.coordinates(rank)
@@ -89,7 +88,7 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
             stages={stage: split.modules[stage] for stage in split.stages_of(coordinates.pp)},
             num_stages=split.num_stages,
             model_parameters=get_family(config.model.name).num_parameters(args),
-            rank_parameters=sum(_local(p).numel() for p in held if id(p) not in copies),
+            rank_parameters=sum(local_part(p).numel() for p in held if id(p) not in copies),
             parameter_bytes=_bytes(parameters),
             gradient_bytes=_bytes(gradients),
             optimizer_bytes=_bytes(states),
@@ -223,10 +222,6 @@ def _size_of(group_name: str) -> int:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(group_name).size()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -7,7 +7,9 @@ axis of its own grid, because torch is giving up slicing of flattened axes.
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from converters.layout import MeshShape
 
@@ -50,3 +52,8 @@ def make_meshes(dims: MeshShape, device_type: str) -> Meshes:
         data=grid(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp),
         losses=grid(pp=dims.pp, loss=dims.batch * dims.cp, tp=dims.tp),
     )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; all of it where no mesh is involved."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
+
+from trainer.mesh import local_part
 
 # Elements that fp32 copies are made of at once: 256 MiB for each of parameter, gradient and moments.
 _COPIED_ELEMENTS = 1 << 26
@@ -31,7 +32,7 @@ class AdamOfOtherMoments(torch.optim.Adam):
     def _update(self, group: dict, parameters: Sequence[Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         own = [
-            list(map(_local, tensors))
+            list(map(local_part, tensors))
             for tensors in (
                 parameters,
                 [p.grad for p in parameters],
@@ -43,7 +44,7 @@ class AdamOfOtherMoments(torch.optim.Adam):
         adam(
             *wide,
             [],
-            [_local(s["step"]) for s in states],
+            [local_part(s["step"]) for s in states],
             foreach=group["foreach"],
             fused=group["fused"],
             decoupled_weight_decay=group["decoupled_weight_decay"],
@@ -65,7 +66,7 @@ def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of parameters that come to no more than _COPIED_ELEMENTS here, or of one."""
     batch, num_elements = [], 0
     for parameter in parameters:
-        size = _local(parameter).numel()
+        size = local_part(parameter).numel()
         if batch and num_elements + size > _COPIED_ELEMENTS:
             yield batch
             batch, num_elements = [], 0
@@ -73,7 +74,3 @@ def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         num_elements += size
     if batch:
         yield batch
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

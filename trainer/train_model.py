@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
@@ -15,7 +14,7 @@ from converters.layout import local_box
 from converters.model_info import ModelInfo
 from trainer.data.batch import Batch
 from trainer.init import InitialWeights
-from trainer.mesh import Meshes
+from trainer.mesh import Meshes, local_part
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
 from trainer.runner import Runner
@@ -94,12 +93,11 @@ class TrainModel:
         native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
         for fqn, parameter in self._parameters.items():
             box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
-            plain = without_float8(parameter)
-            local = plain.to_local() if isinstance(plain, DTensor) else plain
-            assert tuple(local.shape) == (box.sizes if box else (0, *local.shape[1:])), (fqn, local.shape, box)
+            held = local_part(without_float8(parameter))
+            assert tuple(held.shape) == (box.sizes if box else (0, *held.shape[1:])), (fqn, held.shape, box)
             if box is not None:
                 for part, values in weights.blocks(fqn, box):
-                    local[part.slices_within(box)] = torch.from_numpy(values).to(local)
+                    held[part.slices_within(box)] = torch.from_numpy(values).to(held)
 
 
 def _native_name(module_name: str, args: ModelArgs) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from converters.families.base import ModelArgs
-from trainer.mesh import Meshes
+from trainer.mesh import Meshes, local_part
 from trainer.optim import local_gradient
 
 
@@ -39,7 +38,7 @@ class TiedCopies:
     def refresh(self) -> None:
         """Give a follower the values that the optimizer, a checkpoint or the first weights have set."""
         for follower in self.followers:
-            _local(follower).copy_(_local(self._shared[0]))
+            local_part(follower).copy_(local_part(self._shared[0]))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -50,10 +49,6 @@ class TiedCopies:
         if self._group is not None:
             for parameter in self._shared:
                 dist.all_reduce(local_gradient(parameter), group=self._group)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _group_of_ends(meshes: Meshes) -> dist.ProcessGroup:
