@@ -138,7 +138,7 @@ class Training:
     steps: Positive = 10000
     """Steps of the run."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states."""
+    """Dtype of parameters and gradients, and of optimizer states where optimizer.state_dtype is unset."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype in every layout: FSDP casts, also where it has nothing to shard; under DDP each module does."""
     mixed_precision_reduce: Literal["float32"] = "float32"
