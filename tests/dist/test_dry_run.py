@@ -18,6 +18,8 @@ from trainer.traced_step import CollectiveCount
 
 WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
 
+MICROBATCHES = ["--parallelism.pipeline_parallel_microbatch_size=2", "--activation_checkpoint.mode=none"]
+
 
 def config_of(words):
     config = load_config("debug", [*WORDS, *words])
@@ -112,3 +114,23 @@ def num_tensors(found, args):
     """One step counter for each."""
     modules = {module for stage in found.stages.values() for module in stage}
     return sum(any(p.fqn.startswith(f"{module}.") for module in modules) for p in get_family("llama3").parameters(args))
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "calls"),
+    [
+        # embedding, four layers, and norm with output, which backward needs at once
+        (degrees(fsdp=4), "never", 6),
+        (degrees(fsdp=4), "default", 6 + 5),
+        (degrees(fsdp=4), "always", 6 + 6),
+        # embedding and two layers; freed, two forwards gather them and the first of the backwards
+        (degrees(fsdp=2, pp=2), "never", 3),
+        (degrees(fsdp=2, pp=2), "default", 3),
+        (degrees(fsdp=2, pp=2), "always", 3 * 3),
+    ],
+)
+def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, policy, calls):
+    config, args = config_of([*layout, f"--parallelism.fsdp_reshard_after_forward={policy}", *MICROBATCHES])
+    found = dry_run(config, args, resolve(config.parallelism, 4), rank=0)
+    (gathered,) = [traffic.calls for (axis, kind), traffic in found.collectives.items() if kind == "all-gather"]
+    assert gathered == calls
