@@ -33,6 +33,7 @@ class TrainStep:
         parameters, dims = model.named_parameters().values(), meshes.dims
         self._model = model
         self._device = next(iter(parameters)).device
+        self._inputs_on = meshes.device_type  # CPU offload keeps parameters elsewhere
         self._batch_group = meshes["batch"].get_group()
         self._tp = dims.tp
         self._local_batch_size = local_batch_size
@@ -45,7 +46,9 @@ class TrainStep:
         """Forward and backward of all microbatches, then clipping. Nothing is updated yet."""
         # Known before the first backward: dividing by it later would clip gradients that are thousands of times too
         # large, and a mean of microbatch means would weigh their tokens unequally.
-        num_valid = torch.tensor(samples.num_valid_tokens, device=self._device)
+        # On a GPU the host waits twice in a step, here and for the verdict, however many microbatches there are: `full`
+        # fills in place, where a copy from the host would wait.
+        num_valid = torch.full((), samples.num_valid_tokens, device=self._device)
         dist.all_reduce(num_valid, group=self._batch_group)
         num_valid_tokens = int(num_valid)
         *most, last = self._microbatches(samples)
@@ -56,12 +59,14 @@ class TrainStep:
         grad_norm = self._clip()
         # One sum tells all ranks the loss, and whether any was asked to stop. tp ranks hold the same share of the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # which CPU offload leaves on the CPU
-        verdict = torch.stack([share, grad_norm.new_tensor(float(stop_requested))])
+        verdict = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
         dist.all_reduce(verdict)
-        loss, num_stop_requests = verdict.tolist()
-        return StepResult(loss / self._tp, grad_norm.item(), num_valid_tokens, num_stop_requests > 0)
+        loss, num_stop_requests, norm = torch.stack([*verdict, grad_norm]).tolist()
+        return StepResult(loss / self._tp, norm, num_valid_tokens, num_stop_requests > 0)
 
     def _microbatches(self, samples: Batch) -> list[Batch]:
         size = self._local_batch_size
-        pairs = zip(samples.tokens.split(size), samples.targets.split(size), strict=True)
+        # All of them now, while nothing is queued there: from memory that is not pinned a copy waits for its turn.
+        tokens, targets = (ids.to(self._inputs_on, non_blocking=True) for ids in (samples.tokens, samples.targets))
+        pairs = zip(tokens.split(size), targets.split(size), strict=True)
         return [Batch(tokens, targets) for tokens, targets in pairs]
