@@ -50,7 +50,9 @@ REFUSED: dict[str, Refused] = {
     "checkpoint.initial_load_in_hf_quantized": _only(False, "quantized weights are not covered yet"),
     "checkpoint.create_seed_checkpoint": _only(False, "run `titan seed CONFIG OUT`"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Refused(
-        tuple[str, ...], ((), ("moe.router.gate",)), _NO_EXPERTS
+        tuple[str, ...],
+        ((), ("moe.router.gate",)),
+        "which products `op` recomputes cannot be chosen: every second one is kept",
     ),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": _unread(str, _MX),
     "quantize.linear.mx.recipe_name": _unread(str, _MX),

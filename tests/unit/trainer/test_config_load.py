@@ -113,6 +113,10 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[activation_checkpoint]\nselective_ac_option = '0'", "every n-th layer"),
         ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "made for experts"),
         ("[parallelism]\nexpert_parallel_degree = 2", "mixture-of-experts models are not covered yet"),
+        (
+            "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['attention.wo']",
+            "which products `op` recomputes cannot be chosen",
+        ),
         ("[model]\nconverters = ['float8']", "model.converters = ['float8']: is called `quantize.linear.float8` now"),
         ("[model]\nconverters = ['quantize.linear.mx']", "a list, each item quantize.linear.float8"),
         ("[parallelism]\nenable_compiled_autograd = false", "no such key any more: compiled autograd was removed"),
