@@ -64,7 +64,7 @@ def train(
             ],
         )
     args = get_family(settings.model.name).flavors[settings.model.flavor]
-    fit_layout(settings, args, num_ranks)
+    fit_layout(settings, args, num_ranks, option="--nproc")
     exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
     if exit_code:
         raise typer.Exit(exit_code)

@@ -24,9 +24,11 @@ def import_custom(name: str, *, told: str = "experimental.custom_import = {name!
     module = path.resolve().stem if is_path else name
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # the user's code may raise anything, and all of it is theirs to read
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and all of it is theirs to read
         where = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{said} cannot be imported: {where}") from error
+        beside = f"{name.replace('.', '/')}.py"  # the working folder is not on the import path
+        hint = f"a file of this folder is named by its path: {beside}" if not is_path and Path(beside).is_file() else ""
+        raise ConfigError(f"{said} cannot be imported: {where}", hint=hint) from error
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
         raise ConfigError(

@@ -32,9 +32,14 @@ class Number:
 
     def __str__(self) -> str:
         limits = (("≥", self.low), (">", self.above), ("≤", self.high), ("<", self.below))
-        text = " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
-        text += "".join(f", not {value:g}" for value in self.without)
-        return text + "".join(f", or {value:g}" for value in self.also)
+        text = " and ".join(f"{sign} {_plain(limit)}" for sign, limit in limits if limit is not None)
+        text += "".join(f", not {_plain(value)}" for value in self.without)
+        return text + "".join(f", or {_plain(value)}" for value in self.also)
+
+
+def _plain(number: float) -> str:
+    """Whole numbers to the last digit: what is written is what is allowed."""
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,14 @@ from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Model, Parallelism, Training, Validation
-from trainer.parallel_dims import check_layout, layout_problems, required_world_size, resolve, sequence_divisor
+from trainer.parallel_dims import (
+    check_layout,
+    fit_layout,
+    layout_problems,
+    required_world_size,
+    resolve,
+    sequence_divisor,
+)
 
 GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048
 
@@ -46,6 +53,10 @@ def test_a_product_that_is_not_the_world_size():
     with pytest.raises(ConfigError, match=r"needs 6 ranks \(dp_shard 3 × tp 2\), but there are 8") as raised:
         resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 8)
     assert raised.value.tries == ("--nproc 6",)
+    six = Config(parallelism=Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2))
+    with pytest.raises(ConfigError) as checked:  # a check and a dry run have no --nproc
+        fit_layout(six, FLAVORS["debug_gqa"], 8)
+    assert checked.value.tries == ("--world-size 6",)
     assert "data_parallel_shard_degree = 4 would fit" in raised.value.hint
     with pytest.raises(ConfigError) as raised:
         resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 7)
