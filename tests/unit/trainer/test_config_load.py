@@ -345,3 +345,8 @@ def test_only_titan_errors_leave_whatever_is_typed(words):
         assert isinstance(load_config("debug", words), Config)
     except TitanError as error:
         assert error.message
+
+
+def test_a_limit_is_told_to_the_last_digit():
+    with pytest.raises(ConfigError, match="≤ 134,217,728"):
+        load_config("debug", ["--training.seq_len", str(2**27 + 1)])
