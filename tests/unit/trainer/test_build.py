@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.build
-import trainer.train
 from converters.families.llama3 import FLAVORS
 from trainer.config.sections import (
     ActivationCheckpoint,
@@ -27,6 +26,7 @@ from trainer.mesh import make_meshes
 from trainer.parallel.activation_checkpoint import set_memory_budget
 from trainer.parallel_dims import resolve
 from trainer.report import Report
+from trainer.run_data import train_loader
 
 TP2 = Parallelism(tensor_parallel_degree=2)
 
@@ -88,10 +88,10 @@ def test_what_float8_puts_in_place_of_tensor_parallel_styles_is_applied(monkeypa
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_training_data_is_pinned_if_asked(monkeypatch, pins):
-    monkeypatch.setattr(trainer.train, "open_training_data", lambda *args, pin_memory, **keys: pin_memory)
+    monkeypatch.setattr("trainer.run_data.open_training_data", lambda *args, pin_memory, **keys: pin_memory)
     with fake_ranks(Parallelism(), 1) as meshes:
         config = config_of(dataloader=Dataloader(pin_memory=pins))
-        assert trainer.train.train_loader(config, meshes, None, vocab_size=1, group=None) is pins
+        assert train_loader(config, meshes, None, vocab_size=1, group=None) is pins
 
 
 @pytest.mark.parametrize("plain", [True, False])
