@@ -39,9 +39,9 @@ def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
     import torch
 
     backend = config.compile.backend
-    known = torch.compiler.list_backends(exclude_tags=None)
-    if backend not in known:
-        return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(known))}"]
+    if backend not in torch.compiler.list_backends(exclude_tags=None):
+        useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for those who debug torch
+        return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(useful))}"]
     problems = []
     if backend == "inductor" and (reason := _why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
