@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from converters.errors import ConfigError
+from trainer.gloo import use_one_worker
 from trainer.mesh import Meshes
 
 # Writing a large checkpoint, or waiting for its slowest rank, takes longer than any step.
@@ -28,6 +29,7 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
 
     `has_cpu_tensors`: gloo beside NCCL, for gradients that CPU offload keeps in host memory.
     """
+    use_one_worker()
     timeout = timedelta(seconds=init_timeout_secs)
     if torch.cuda.is_available():
         device = own_gpu()
