@@ -93,7 +93,7 @@ def check_layout(config: Config, args: ModelArgs, dims: MeshShape) -> None:
     """Raise ConfigError with every problem of the layout."""
     problems = layout_problems(config, args, dims)
     if problems:
-        raise ConfigError(f"this layout cannot run {config.model.flavor!r}:" + list_offenders(problems))
+        raise ConfigError(f"this layout cannot run {config.model.flavor!r}:" + list_offenders(problems, most=50))
 
 
 def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:

@@ -60,7 +60,7 @@ REFUSED: dict[str, Refused] = {
     "quantize.grouped_mm.float8.fqns": _unread(tuple[str, ...], _MX),
     "quantize.grouped_mm.mx.recipe_name": _unread(str, _MX),
     "quantize.grouped_mm.mx.fqns": _unread(tuple[str, ...], _MX),
-    "comm.mode": _only("default", "run `titan train CONFIG --dry-run`, one rank on a fake process group"),
+    "comm.mode": _only("default", "for a rank on a fake process group run `titan train CONFIG --dry-run`"),
     "memory_estimation.enable": _only(False, "run `titan estimate-memory CONFIG`"),
     "memory_estimation.disable_fake_mode": _unread(bool, "memory_estimation.enable"),
     "fault_tolerance.enable": _only(False, "TorchFT replica groups are not covered"),

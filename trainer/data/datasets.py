@@ -6,7 +6,7 @@ from pathlib import Path
 
 from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data.index import open_index
-from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS
+from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
 from trainer.data.samples import TokenSource, Weighted
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
 from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, stream_c4
@@ -26,6 +26,8 @@ def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> No
     """
     if name in _BUILT_IN:
         raise ConfigError(f"a kind of data called {name!r} is built in", hint="give yours another name")
+    if name not in known_kinds:
+        known_kinds.append(name)
     _OPENERS[name] = open_source
 
 
@@ -45,7 +47,7 @@ def open_dataset(
         source = _open_beginning_of_c4(name, path, preparation, most_tokens)
     elif name not in _OPENERS and name not in TEXT_KINDS:
         raise UnsupportedError(
-            f"dataset = {name!r}: there is no such kind of data; there is {', '.join(known_kinds())}",
+            f"dataset = {name!r}: there is no such kind of data; there is {', '.join(known_kinds)}",
             hint="a module named in experimental.custom_import can register more",
         )
     elif not path:
@@ -75,10 +77,6 @@ def open_mixture(
             tries=[f"titan data prepare … --tokenizer {first.name}"],
         )
     return opened
-
-
-def known_kinds() -> list[str]:
-    return [*_OPENERS, *TEXT_KINDS, C4, C4_VALIDATION]
 
 
 def refuse_large_vocabulary(data_vocab: int, model_vocab: int, where: str) -> None:

@@ -1,5 +1,7 @@
 """What a config says about its data that cannot be: told with the layout's problems, before anything is opened."""
 
+from math import ceil
+
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 
@@ -7,6 +9,7 @@ TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
 C4, C4_VALIDATION = "c4", "c4_validation"
 _STREAMED = (C4, C4_VALIDATION)
+known_kinds = [TOKENS, *TEXT_KINDS, C4, C4_VALIDATION]  # those that come with titan, then those that are registered
 
 
 def data_problems(config: Config, dims: MeshShape) -> list[str]:
@@ -16,7 +19,8 @@ def data_problems(config: Config, dims: MeshShape) -> list[str]:
     if training.dataset == C4 and training.dataset_streams % dims.batch:
         problems.append(
             f"training.dataset_streams = {training.dataset_streams} cannot be dealt to a data-parallel degree of"
-            f" {dims.batch}; degrees that divide it: {', '.join(map(str, _divisors(training.dataset_streams)))}"
+            f" {dims.batch}; degrees that divide it: {', '.join(map(str, _divisors(training.dataset_streams)))};"
+            f" a new run may take training.dataset_streams = {ceil(training.dataset_streams / dims.batch) * dims.batch}"
         )
     if validation.enable:
         problems += _source_problems("validation", validation)
@@ -33,6 +37,8 @@ def data_problems(config: Config, dims: MeshShape) -> list[str]:
 
 def _source_problems(section: str, settings) -> list[str]:
     problems = []
+    if settings.dataset not in known_kinds:
+        problems.append(f"{section}.dataset = {settings.dataset!r}: there is {', '.join(known_kinds)}")
     if settings.dataset_mix and settings.dataset_path:
         both = f"{section}.dataset_path and {section}.dataset_mix"
         problems.append(f"{both} are both set: give one of them; a path may be `none`")

@@ -12,7 +12,7 @@ _ELSEWHERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 def attention_backends(device: torch.device) -> AbstractContextManager:
     """The order for all attention inside: cuDNN's first on Hopper, where it is the fastest; a CPU has no choice.
 
-    Not on Blackwell, where cuDNN's may return wrong values for fewer than 8 KV heads (pytorch#193893), as TP makes them.
+    Not on Blackwell, where cuDNN's may be wrong for fewer than 8 KV heads (pytorch#193893), which TP makes of more.
 
     Backward must be inside too: what is computed again there must be computed alike. A context rank's attention asks in
     the same order, but for queries that are fewer than their keys torch goes to flash itself: cuDNN has no such mask.

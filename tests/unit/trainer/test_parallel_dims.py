@@ -136,3 +136,15 @@ def test_all_problems_at_once():
     with pytest.raises(ConfigError) as raised:
         check_layout(config, GQA, resolve(degrees, 16))
     assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
+
+
+def test_a_kind_of_data_that_nobody_knows_is_told_with_those_that_are_known():
+    config = Config(training=Training(dataset="wikipedia"))
+    (problem,) = layout_problems(config, GQA, MeshShape())
+    assert "'wikipedia': there is tokens" in problem
+
+
+def test_streams_that_cannot_be_dealt_are_told_with_a_number_that_can():
+    config = Config(training=Training(dataset="c4"))
+    (problem,) = layout_problems(config, GQA, MeshShape(dp_shard=96))
+    assert "dataset_streams = 96" in problem
