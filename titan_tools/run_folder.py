@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE
-from trainer.step_folders import list_steps, size_problem, step_folder
+from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,9 @@ from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.loss_build import install_loss, leaves_columns
+from trainer.loss.install import install_loss, leaves_columns
 from trainer.machine import refuse_what_cannot_run
 from trainer.mesh import Meshes
-from trainer.metrics import note
 from trainer.models.registry import TrainerFamily, get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.async_tensor import enable_async_tp
@@ -35,6 +34,7 @@ from trainer.parallel_dims import check_layout
 from trainer.runner import Runner, WholeModel
 from trainer.stages import split_model
 from trainer.train_model import TrainModel
+from trainer.watching.metrics import note
 
 
 def build(

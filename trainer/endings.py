@@ -3,10 +3,10 @@
 from typing import Literal
 
 from converters.errors import NumericalFault, Preempted, TitanError
-from trainer.checkpoint import Checkpoints
-from trainer.metrics import note
-from trainer.run_state import Progress
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.run_state import Progress
 from trainer.step import StepResult
+from trainer.watching.metrics import note
 
 
 def leave_out_update(

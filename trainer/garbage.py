@@ -2,7 +2,7 @@
 
 import gc
 
-from trainer.metrics import note
+from trainer.watching.metrics import note
 
 
 class GarbageCollection:

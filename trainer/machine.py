@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 
 from converters.errors import UnsupportedError, list_offenders
-from trainer.checkpoint_problems import checkpoint_machine_problems
+from trainer.checkpoints.problems import checkpoint_machine_problems
 from trainer.config.sections import Config
 from trainer.data.batch import pinning_machine_problems
 from trainer.parallel.async_tensor import async_tensor_machine_problems
 from trainer.parallel.compile import compile_machine_problems
 from trainer.parallel.float8 import float8_machine_problems
-from trainer.profiling import profiling_machine_problems
 from trainer.stages import schedule_machine_problems
+from trainer.watching.profiling import profiling_machine_problems
 
 # Each stands in its feature's own file: (config, device) → problems
 _CHECKS: tuple[Callable[[Config, torch.device], list[str]], ...] = (

@@ -8,17 +8,17 @@ from dataclasses import asdict
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
-from trainer.checkpoint_problems import checkpoint_problems
+from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
-from trainer.loss_registry import loss_problems
+from trainer.loss.registry import loss_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems
 from trainer.parallel.float8 import float8_problems
 from trainer.parallel.fsdp import offload_problems
-from trainer.profiling import profiling_problems
 from trainer.stages import stage_problems
+from trainer.watching.profiling import profiling_problems
 
 
 def sequence_divisor(dims: MeshShape) -> int:

@@ -12,10 +12,10 @@ from trainer.config.sections import Config
 from trainer.data.text_index import Preparation
 from trainer.data.training_data import Loader, open_training_data
 from trainer.mesh import Meshes
-from trainer.metrics import note
 from trainer.parallel_dims import samples_per_step
 from trainer.train_model import TrainModel
 from trainer.validate import Validation
+from trainer.watching.metrics import note
 
 
 def text_preparation(config: Config, group: dist.ProcessGroup) -> Preparation:

@@ -1,6 +1,6 @@
 """How tokens go through a rank's parts of the model: in one piece here, or as a pipeline (`parallel/pipeline.py`).
 
-A part is `part(tokens or hidden states, positions, targets)`; the last one returns the summed loss (`loss_build.py`).
+A part is `part(tokens or hidden states, positions, targets)`; the last one returns the summed loss (`loss/install.py`).
 """
 
 from typing import Protocol

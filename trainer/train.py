@@ -7,32 +7,32 @@ import torch.distributed as dist
 
 from trainer.agree import on_first
 from trainer.build import build
-from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_problems import initial_path, is_saving
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.export import Exports
+from trainer.checkpoints.problems import initial_path, is_saving
+from trainer.checkpoints.run_lock import only_run
+from trainer.checkpoints.run_state import Progress, RunState
+from trainer.checkpoints.step_folders import step_folder
 from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config, Validation
 from trainer.determinism import set_determinism
 from trainer.dump_folder import make_dump_folder, save_config
 from trainer.endings import leave_out_update, preempted
-from trainer.export import Exports
-from trainer.flight_recorder import FlightRecorder, failures_told
 from trainer.garbage import GarbageCollection
 from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
-from trainer.metrics import note
 from trainer.optim import build_optimizer
 from trainer.parallel.attention_backend import attention_backends
 from trainer.parallel_dims import resolve, samples_per_step
-from trainer.profiling import profiled
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
-from trainer.report import Report
 from trainer.run_data import held_out, text_preparation, train_loader
-from trainer.run_lock import only_run
-from trainer.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
-from trainer.step_folders import step_folder
+from trainer.watching.flight_recorder import FlightRecorder, failures_told
+from trainer.watching.metrics import note
+from trainer.watching.profiling import profiled
+from trainer.watching.report import Report
 
 
 def main(config: Config) -> None:

@@ -4,7 +4,9 @@ import os
 import sys
 import time
 
-from trainer import checkpoint_io, checkpoint_process, checkpoint_write
+from trainer.checkpoints import io as checkpoint_io
+from trainer.checkpoints import process as checkpoint_process
+from trainer.checkpoints import write as checkpoint_write
 
 
 class Slow:

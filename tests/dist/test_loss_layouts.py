@@ -7,10 +7,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout, build_model, global_batch, own_batch, whole_loss
-from trainer import loss_registry
+from trainer.loss import registry as loss_registry
 from trainer.data.batch import IGNORED, Batch
-from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
-from trainer.loss_registry import register_loss
+from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.loss.registry import register_loss
 from trainer.step import TrainStep
 
 TP, PP, CP = "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree"

@@ -101,7 +101,7 @@ def test_a_checkpoint_that_does_not_count_skipped_steps_is_taken(pools, data, tm
 
 def run_as_before_skipping(config):
     """Case: a run whose checkpoints hold no `train_state.skipped_steps`."""
-    from trainer.run_state import RunState
+    from trainer.checkpoints.run_state import RunState
 
     whole = RunState.sections
 

@@ -6,7 +6,7 @@ import pytest
 
 from converters.names import RUN_LOCK
 from tests.dist import runs
-from trainer.run_lock import only_run
+from trainer.checkpoints.run_lock import only_run
 from trainer.seed import seed
 
 FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}

@@ -28,7 +28,9 @@ def is_committed(phase: str, victim: int) -> bool:
 def kill_in(phase: str, victim: int, folder: Path, nth: int, rank: int) -> None:
     """Kill rank `victim` in a phase of the nth save; `rank` is this one. Files in `folder` tell ranks' process ids."""
     (folder / f"rank_{rank}.pid").write_text(str(os.getpid()))
-    from trainer import checkpoint_io, checkpoint_write, step_folders
+    from trainer.checkpoints import io as checkpoint_io
+    from trainer.checkpoints import step_folders
+    from trainer.checkpoints import write as checkpoint_write
 
     Writer = checkpoint_io.CheckpointWriter
     num_saves = 0

@@ -33,7 +33,7 @@ def _run_whole(config, dump):
 
 
 def _get_stuck(how, mode, rank):
-    from trainer import checkpoint_async
+    from trainer.checkpoints import background as checkpoint_async
 
     if mode == "async":
         getattr(slow_saver.Slow, how)()

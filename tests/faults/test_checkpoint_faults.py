@@ -21,10 +21,11 @@ from converters.manifest import check_files
 from converters.model_info import ModelInfo
 from converters.names import DCP_METADATA, MANIFEST, RUN_LOCK
 from tests.dist import runs
-from trainer import checkpoint_io, checkpoint_write
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoints import io as checkpoint_io
+from trainer.checkpoints import write as checkpoint_write
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.run_lock import only_run
 from trainer.config.sections import Checkpoint
-from trainer.run_lock import only_run
 
 INFO = ModelInfo("llama3", FLAVORS["debug_gqa"])
 DATA, BLOBS, MODEL = "__0_0.distcp", "__0_1.distcp", "titan_model.json"

@@ -14,7 +14,7 @@ from tests.dist import runs
 from tests.dist.pool import Pool
 from tests.dist.processes import ranks
 from tests.faults.saving import PHASES, is_committed, kill_in
-from trainer import checkpoint_io
+from trainer.checkpoints import io as checkpoint_io
 
 KEYS = {
     "parallelism": {"data_parallel_shard_degree": 2},

@@ -55,7 +55,7 @@ def _fault(phase, what, rank):
 
     from trainer import train
     from trainer.models.llama3.model import TransformerBlock
-    from trainer.report import Report
+    from trainer.watching.report import Report
 
     def before(owner, name, happen):
         original = getattr(owner, name)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from trainer.checkpoint_staging import HostMemory, SharedMemory, SnapshotPlanner, take_snapshot
+from trainer.checkpoints.staging import HostMemory, SharedMemory, SnapshotPlanner, take_snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from converters.errors import CheckpointError, list_offenders
 from converters.names import DCP_METADATA
 from titan_tools.console import note
+from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
-from trainer.step_folders import list_steps, size_problem, step_folder
 
 
 def find_checkpoint(path: Path) -> Path:

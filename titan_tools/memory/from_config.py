@@ -6,7 +6,7 @@ from converters.families.registry import get_family
 from converters.layout import MeshShape
 from titan_tools.memory.run_shape import Recompute, RunShape
 from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.loss_registry import CHUNKED, PLAIN, is_loss_parallel
+from trainer.loss.registry import CHUNKED, PLAIN, is_loss_parallel
 from trainer.parallel.ddp import is_ddp
 from trainer.parallel_dims import layout_problems, required_world_size, resolve
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES, split_model

@@ -24,7 +24,7 @@ class LossBytes:
 
 
 def loss_bytes(run: RunShape) -> LossBytes:
-    """What trainer/loss_build.py chooses: whole logits, or pieces that go forward and back at once or in backward."""
+    """What trainer/loss/install.py chooses: whole logits, or pieces that go forward and back at once or in backward."""
     if not run.loss_chunks:
         return _plain(run)
     pieces = _pieces_forward_and_back(run)
@@ -52,8 +52,8 @@ def loss_forward_bytes(run: RunShape) -> int:
 def loss_backward_bytes(run: RunShape) -> int:
     """Bytes per logit at the highest point of cross entropy's backward, above what is kept.
 
-    torch: the gradients of nll_loss and of log_softmax, fp32. trainer/loss.py's sharded loss: the gradient, its product
-    with the one that came in, and the result in the compute dtype. The logits are dead by then.
+    torch: the gradients of nll_loss and of log_softmax, fp32. The sharded loss of trainer/loss/cross_entropy.py: the
+    gradient, its product with the one that came in, and the result in the compute dtype. The logits are dead by then.
     """
     cast = 0 if run.compute_bytes == FP32 else run.compute_bytes
     return 2 * FP32 + (cast if run.loss_parallel else 0)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from converters.families.base import Family, ModelArgs
 from converters.layout import MeshShape
-from trainer.loss_registry import ALL_FORWARD_FIRST
+from trainer.loss.registry import ALL_FORWARD_FIRST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class RunShape:
 
     @property
     def loss_in_backward(self) -> bool:
-        """Pieces wait for backward where many microbatches go forward first: trainer/loss_build.py."""
+        """Pieces wait for backward where many microbatches go forward first: trainer/loss/install.py."""
         return self.uses_pipeline and self.schedule in ALL_FORWARD_FIRST
 
     @property

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from converters.families.base import ModelArgs, Parameter
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Float8
-from trainer.loss_registry import CHUNKED
+from trainer.loss.registry import CHUNKED
 from trainer.models.styles import TensorStyle
 from trainer.parallel.compile import compiles
 from trainer.parallel.ddp import is_ddp

@@ -17,8 +17,8 @@ from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.from_config import run_shape
-from trainer import loss_registry
 from trainer.config.load import load_config
+from trainer.loss import registry as loss_registry
 
 
 def titan(*words: str) -> subprocess.CompletedProcess:

@@ -24,7 +24,7 @@ from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Config, Training
 from trainer.data.batch import Batch
-from trainer.loss_build import install_loss
+from trainer.loss.install import install_loss
 from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family

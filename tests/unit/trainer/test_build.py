@@ -25,8 +25,8 @@ from trainer.config.sections import (
 from trainer.mesh import make_meshes
 from trainer.parallel.activation_checkpoint import set_memory_budget
 from trainer.parallel_dims import resolve
-from trainer.report import Report
 from trainer.run_data import train_loader
+from trainer.watching.report import Report
 
 TP2 = Parallelism(tensor_parallel_degree=2)
 
@@ -97,7 +97,7 @@ def test_training_data_is_pinned_if_asked(monkeypatch, pins):
 @pytest.mark.parametrize("plain", [True, False])
 def test_lines_are_colored_unless_asked_not_to(monkeypatch, tmp_path, plain):
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr("trainer.report.MetricsLog", lambda *args, color, **keys: SimpleNamespace(color=color))
+    monkeypatch.setattr("trainer.watching.report.MetricsLog", lambda *args, color, **keys: SimpleNamespace(color=color))
     config = replace(config_of(), metrics=Metrics(disable_color_printing=plain))
     info = SimpleNamespace(family="llama3", args=FLAVORS["debug_gqa"])
     with fake_ranks(Parallelism(), 1):

@@ -18,11 +18,11 @@ from converters.families.llama3 import FLAVORS
 from converters.manifest import check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info
 from converters.open import open_checkpoint
-from trainer import checkpoint_io
 from trainer.agree import on_each, on_first
-from trainer.checkpoint_fit import refuse_misfits
-from trainer.checkpoint_io import PlainPlanner, SourceReader
-from trainer.checkpoint_write import write_step
+from trainer.checkpoints import io as checkpoint_io
+from trainer.checkpoints.fit import refuse_misfits
+from trainer.checkpoints.io import PlainPlanner, SourceReader
+from trainer.checkpoints.write import write_step
 
 INFO = ModelInfo("llama3", FLAVORS["debug_gqa"])
 

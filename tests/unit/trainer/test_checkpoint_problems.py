@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer import checkpoint_problems as module
-from trainer.checkpoint_problems import (
+from trainer.checkpoints import problems as module
+from trainer.checkpoints.problems import (
     checkpoint_machine_problems,
     checkpoint_problems,
     idle_export_dtype,

@@ -11,12 +11,12 @@ from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
 from converters.manifest import check_files
 from converters.model_info import ModelInfo
-from trainer import checkpoint_staging
-from trainer.checkpoint import Checkpoints
-from trainer.checkpoint_staging import HostMemory, SharedMemory, SnapshotPlanner, take_snapshot
-from trainer.checkpoint_write import write_step
+from trainer.checkpoints import staging as checkpoint_staging
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.staging import HostMemory, SharedMemory, SnapshotPlanner, take_snapshot
+from trainer.checkpoints.step_folders import step_folder
+from trainer.checkpoints.write import write_step
 from trainer.config.sections import Checkpoint
-from trainer.step_folders import step_folder
 
 INFO = ModelInfo("llama3", FLAVORS["debug_gqa"])
 

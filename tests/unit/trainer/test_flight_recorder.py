@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from converters.errors import DataError
-from trainer import flight_recorder
+from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
-from trainer.flight_recorder import CollectiveFailure, FlightRecorder, failures_told
-from trainer.run_state import Progress
+from trainer.watching import flight_recorder
+from trainer.watching.flight_recorder import CollectiveFailure, FlightRecorder, failures_told
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trainer.data.batch import IGNORED
-from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.batch import IGNORED
-from trainer.loss import cross_entropy_sum
-from trainer.loss_build import install_loss
-from trainer.loss_chunked import ChunkedOutput
+from trainer.loss.chunked import ChunkedOutput
+from trainer.loss.cross_entropy import cross_entropy_sum
+from trainer.loss.install import install_loss
 from trainer.models.llama3.model import Transformer
 from trainer.runner import WholeModel
 

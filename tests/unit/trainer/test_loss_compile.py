@@ -7,9 +7,9 @@ from torch._dynamo.backends.registry import register_backend
 
 from trainer.config.sections import Compile, Config
 from trainer.data.batch import IGNORED
-from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
-from trainer.loss_build import maybe_compile_loss
-from trainer.loss_chunked import ChunkedOutput
+from trainer.loss.chunked import ChunkedOutput
+from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.loss.install import maybe_compile_loss
 from trainer.parallel.compile import compile_machine_problems
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import pytest
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
-from trainer import loss_registry
 from trainer.config.sections import Compile, Config, Parallelism, Training
-from trainer.loss_registry import loss_problems, register_loss
+from trainer.loss import registry as loss_registry
+from trainer.loss.registry import loss_problems, register_loss
 from trainer.parallel_dims import check_layout
 
 ARGS = FLAVORS["debug_gqa"]

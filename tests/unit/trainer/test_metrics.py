@@ -7,7 +7,15 @@ import torch
 
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
-from trainer.metrics import METRICS_FILE, MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory, step_line
+from trainer.watching.metrics import (
+    METRICS_FILE,
+    MetricsLog,
+    StepClock,
+    flops_per_token,
+    peak_flops,
+    peak_memory,
+    step_line,
+)
 
 
 @pytest.mark.parametrize(("flavor", "gflops"), [("8B", 57.91), ("70B", 481.4), ("405B", 2625)])
@@ -57,7 +65,7 @@ def test_peak_is_unknown_for_devices_that_are_not_listed():
 
 def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.watching.metrics.time.perf_counter", lambda: now[0])
     clock = StepClock(flops_per_token=10**9, num_ranks=2, peak=1e12)
     now[0] += 2.0
     clock.count_step(1000)

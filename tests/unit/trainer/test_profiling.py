@@ -11,7 +11,7 @@ from converters.layout import MeshShape
 from trainer.config.sections import Config, Profiling
 from trainer.machine import refuse_what_cannot_run
 from trainer.parallel_dims import check_layout
-from trainer.profiling import profiled
+from trainer.watching.profiling import profiled
 
 
 def _steps(settings, folder, *, num_done, num_steps):

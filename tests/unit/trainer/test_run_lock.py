@@ -11,13 +11,13 @@ import pytest
 
 from converters.errors import CheckpointError
 from converters.names import RUN_LOCK
-from trainer.run_lock import only_run
+from trainer.checkpoints.run_lock import only_run
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from trainer.run_lock import only_run
+from trainer.checkpoints.run_lock import only_run
 with only_run(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -7,7 +7,7 @@ import pytest
 from converters.errors import CheckpointError
 from converters.manifest import write_manifest
 from converters.names import RUN_LOCK
-from trainer.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
+from trainer.checkpoints.step_folders import list_steps, refuse_foreign, retire, size_problem, step_folder, sweep
 
 
 def _make_step(folder, step):

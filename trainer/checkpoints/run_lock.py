@@ -11,7 +11,7 @@ from pathlib import Path
 
 from converters.errors import CheckpointError
 from converters.names import RUN_LOCK
-from trainer.step_folders import refuse_foreign
+from trainer.checkpoints.step_folders import refuse_foreign
 
 _RETRY_SECS = 0.1
 

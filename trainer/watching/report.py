@@ -10,10 +10,18 @@ import torch.distributed as dist
 
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
+from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Config, Metrics
-from trainer.metrics import METRICS_FILE, MetricsLog, StepClock, flops_per_token, peak_flops, peak_memory, step_line
-from trainer.run_state import Progress
 from trainer.step import StepResult
+from trainer.watching.metrics import (
+    METRICS_FILE,
+    MetricsLog,
+    StepClock,
+    flops_per_token,
+    peak_flops,
+    peak_memory,
+    step_line,
+)
 
 
 class Report:

@@ -1,4 +1,4 @@
-"""The process that writes a rank's checkpoints beside its training: `python -m trainer.checkpoint_process …`.
+"""The process that writes a rank's checkpoints beside its training: `python -m trainer.checkpoints.process …`.
 
 It meets those of the other ranks in a gloo group, maps the memory that its rank copies into, and writes what it is told
 through a pipe until that is closed.
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from trainer.parent import die_with_parent
 
-PROGRAM = ["-m", "trainer.checkpoint_process"]
+PROGRAM = ["-m", "trainer.checkpoints.process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ def serve(place: Place, pipe: Connection) -> None:
     import torch.distributed as dist
 
     from converters.errors import TitanError
-    from trainer.checkpoint_staging import SharedMemory, SnapshotPlanner
-    from trainer.checkpoint_write import save_step
+    from trainer.checkpoints.staging import SharedMemory, SnapshotPlanner
+    from trainer.checkpoints.write import save_step
     from trainer.ranks import CHECKPOINT_TIMEOUT
 
     memory = SharedMemory(place.memory)

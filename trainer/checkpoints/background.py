@@ -1,6 +1,6 @@
 """Saves at once, or beside the training: in a thread, or in a process of each rank's own. Settled when a run begins.
 
-Beside the training a step is copied (`checkpoint_staging.py`) and written by the same code as at once, all ranks
+Beside the training a step is copied (`staging.py`) and written by the same code as at once, all ranks
 together in a group of their own. Stock `dcp.async_save` ends where our commit begins: the sums of files and tensors,
 the manifest, the rename and the retention window are agreed by all ranks after its last byte.
 """
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from converters.errors import CheckpointError, TitanError
 from converters.sizes import tell_bytes
 from trainer.agree import on_first
-from trainer.checkpoint_process import PROGRAM, Place
-from trainer.checkpoint_staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
-from trainer.checkpoint_write import StepToSave, save_step
-from trainer.metrics import note
+from trainer.checkpoints.process import PROGRAM, Place
+from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
+from trainer.checkpoints.write import StepToSave, save_step
 from trainer.ranks import CHECKPOINT_TIMEOUT
+from trainer.watching.metrics import note
 
 _PATIENCE_SECS = 20  # for a process that has nothing left to do
 

@@ -1,7 +1,7 @@
 """Save, find and load the checkpoints of a run, all ranks together, under stock DCP.
 
 A step is saved into a temporary sibling and renamed when every byte is on disk and the manifest, written last, agrees:
-at once, or beside the training (`checkpoint_async.py`). A step is loaded only after every file's CRC32 was compared and
+at once, or beside the training (`background.py`). A step is loaded only after every file's CRC32 was compared and
 all ranks have voted, before a weight is touched.
 """
 
@@ -19,18 +19,18 @@ from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
-from trainer.checkpoint_async import make_saver
-from trainer.checkpoint_load import changed_files, load_state, load_weights, refuse_damaged
-from trainer.checkpoint_problems import idle_export_dtype
-from trainer.checkpoint_write import StepToSave
+from trainer.checkpoints.background import make_saver
+from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
+from trainer.checkpoints.load import changed_files, load_state, load_weights, refuse_damaged
+from trainer.checkpoints.problems import idle_export_dtype
+from trainer.checkpoints.run_lock import only_run
+from trainer.checkpoints.run_state import RunState
+from trainer.checkpoints.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
+from trainer.checkpoints.write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
-from trainer.failed_saves import FailedSaves, SaveFailed
 from trainer.mesh import local_part
-from trainer.metrics import note
-from trainer.run_lock import only_run
-from trainer.run_state import RunState
-from trainer.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
 from trainer.train_model import TrainModel
+from trainer.watching.metrics import note
 
 
 class Checkpoints:

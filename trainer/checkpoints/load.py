@@ -21,10 +21,10 @@ from converters.open import open_checkpoint
 from converters.training.values import is_number
 from converters.weights import naming_of, open_native
 from trainer.agree import on_each, on_first
-from trainer.checkpoint_fit import refuse_misfits
-from trainer.checkpoint_io import PlainPlanner, SourceReader, as_titan_error
-from trainer.metrics import note
-from trainer.run_state import RunState
+from trainer.checkpoints.fit import refuse_misfits
+from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
+from trainer.checkpoints.run_state import RunState
+from trainer.watching.metrics import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank

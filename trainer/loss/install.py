@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from converters.errors import UnsupportedError
 from trainer.config.sections import Compile, Config
-from trainer.loss import cross_entropy_sum, sharded_cross_entropy_sum
-from trainer.loss_chunked import ChunkedOutput, LossSum
-from trainer.loss_registry import ALL_FORWARD_FIRST, CHUNKED, PLAIN, get_loss, is_loss_parallel
+from trainer.loss.chunked import ChunkedOutput, LossSum
+from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
+from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, PLAIN, get_loss, is_loss_parallel
 from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:

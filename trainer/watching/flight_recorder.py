@@ -22,8 +22,8 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from converters.errors import TitanError
+from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
-from trainer.run_state import Progress
 
 # What gloo, NCCL and the store say when a peer is slow, or gone
 _TIMED_OUT = ("Timed out", "timed out", "Timeout", "timeout")

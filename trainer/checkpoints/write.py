@@ -29,9 +29,9 @@ from converters.model_info import ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER
 from converters.open import open_checkpoint
 from trainer.agree import on_each, on_first
-from trainer.checkpoint_io import CheckpointWriter, as_titan_error
-from trainer.failed_saves import SaveFailed
-from trainer.step_folders import retire, step_folder
+from trainer.checkpoints.failed_saves import SaveFailed
+from trainer.checkpoints.io import CheckpointWriter, as_titan_error
+from trainer.checkpoints.step_folders import retire, step_folder
 
 _READ_BACK_BYTES = 8 << 20
 
