@@ -187,7 +187,7 @@ class InProcess:
             pipe=theirs.fileno(),
             memory=self.memory.descriptor,
         )
-        home = str(Path(__file__).resolve().parent.parent)
+        home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (home, *sys.path)))  # where custom_import found a family, too
         # It has no use for a GPU, and must not take cores from the training
         environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
