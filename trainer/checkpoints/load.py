@@ -130,16 +130,6 @@ def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelI
             f"{path} holds weights only ({catalog.container}), and the run's whole state was asked for",
             tries=["--checkpoint.initial_load_model_only"],
         )
-    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
-    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
-        raise CheckpointError(
-            f"{path} holds weights only, and a run cannot go on from it: nothing of {', '.join(asked)} is there",
-            hint="checkpoint.last_save_model_only = true leaves the last step so; a run that is done needs no restart",
-            tries=[
-                "--checkpoint.load_step EARLIER, to go on from a step before it",
-                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start anew with its weights",
-            ],
-        )
     naming = naming_of(catalog, get_family(info.family))
     if any(rule.foreign != rule.native for rule in naming.rules):
         raise CheckpointError(
@@ -148,6 +138,16 @@ def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelI
             tries=[
                 f"titan reshard {path} NATIVE_CHECKPOINT, which renames both",
                 "--checkpoint.initial_load_model_only",
+            ],
+        )
+    asked = [section for section in SECTIONS if section not in excluded and section != RNG]
+    if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
+        raise CheckpointError(
+            f"{path} holds weights only, and a run cannot go on from it: nothing of {', '.join(asked)} is there",
+            hint="checkpoint.last_save_model_only = true leaves the last step so; a run that is done needs no restart",
+            tries=[
+                "--checkpoint.load_step EARLIER, to go on from a step before it",
+                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start anew with its weights",
             ],
         )
     num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
