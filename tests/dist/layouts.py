@@ -67,9 +67,8 @@ CASES = [
     (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2, MICROBATCH: 4}), TIED),
     (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
     (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2, MICROBATCH: 4}), GQA),
-    # stages of unequal depth
+    # stages written out
     (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
-    (_pipe("a first stage of one layer", **{FIRST_LESS: 2, LAST_LESS: 0}), TIED),
     # each way to recompute
     (Layout("full recomputation", 2, sections={"activation_checkpoint": FULL}), TIED),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), GQA),
@@ -77,10 +76,7 @@ CASES = [
     # batch and loss
     (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
     (Layout("plain loss, tp 2", 2, {TP: 2}, training={"loss": "plain"}), TIED),
-    (Layout("whole logits in chunks, tp 2", 2, {TP: 2, "disable_loss_parallel": True}), TIED),
-    (_pipe("plain loss, pp 2", 2, sections={"training": {"loss": "plain"}}), TIED),
     # when FSDP frees what it has gathered
-    (Layout("fsdp 2, never resharded", 2, {"fsdp_reshard_after_forward": "never"}), GQA),
     (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
     (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
     # compiled
@@ -90,7 +86,6 @@ CASES = [
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
     (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
     (_pipe("pp 2"), QWEN_TIED),
-    (_pipe("ZBVZeroBubble fsdp 2", 4, **{SCHEDULE: "ZBVZeroBubble"}), QWEN_GQA),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
 ]
 # More ranks, or one more of a kind that CASES has
@@ -112,6 +107,11 @@ SLOW_CASES = [
     (Layout("compiled, cp 2", 2, {CP: 2}, sections={"compile": AOT_EAGER}), TIED),
     (Layout("compiled, operations kept", 2, sections={"compile": AOT_EAGER, "activation_checkpoint": OP}), GQA),
     (Layout("fsdp 2", 2), QWEN_GQA),
+    (_pipe("a first stage of one layer", **{FIRST_LESS: 2, LAST_LESS: 0}), TIED),
+    (Layout("whole logits in chunks, tp 2", 2, {TP: 2, "disable_loss_parallel": True}), TIED),
+    (_pipe("plain loss, pp 2", 2, sections={"training": {"loss": "plain"}}), TIED),
+    (Layout("fsdp 2, never resharded", 2, {"fsdp_reshard_after_forward": "never"}), GQA),
+    (_pipe("ZBVZeroBubble fsdp 2", 4, **{SCHEDULE: "ZBVZeroBubble"}), QWEN_GQA),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA),
     (Layout("fsdp 2 tp 2 pp 2 cp 2, V", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2, SCHEDULE: "ZBVZeroBubble"}), TIED),
 ]

@@ -22,6 +22,7 @@ from tests.dist.processes import ranks
 FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}  # accumulates twice
 STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
 PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
+SLOW = ("data", "forward")  # on either side of them a rank is killed in the normal set
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def _assert_whole_after_another_start(config, dump, whole):
     assert runs.differences(dump / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
 
-@pytest.mark.parametrize("phase", PER_STEP)
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW)) for p in PER_STEP])
 def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, whole, tmp_path, phase):
     config = runs.make_config(data, tmp_path, **FSDP2)
     with ranks(config, 2, tmp_path, partial(_fault, phase, _kill_oneself)) as running:
