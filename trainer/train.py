@@ -23,7 +23,7 @@ from trainer.garbage import GarbageCollection
 from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel.attention_backend import attention_backends
+from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.parallel_dims import resolve, samples_per_step
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.run_data import held_out, text_preparation, train_loader
@@ -77,6 +77,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
     dims = resolve(config.parallelism, dist.get_world_size())
     meshes = make_meshes(dims, ranks.device.type)
     model = build(config, info.args, dims, meshes, ranks.device)
+    widen_attention_on_cpu(model.parts, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))

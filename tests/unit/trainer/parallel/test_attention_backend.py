@@ -1,10 +1,15 @@
 """The order of attention kernels by GPU, seen from inside the context; a CPU is left alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from trainer.parallel.attention_backend import attention_backends
+from converters.families.llama3 import FLAVORS
+from trainer.config.sections import Config
+from trainer.models.llama3.model import Transformer
+from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -31,3 +36,45 @@ def test_a_cpu_keeps_what_it_has():
     before = _cur_sdpa_kernel_backends(with_priority=True)
     with attention_backends(torch.device("cpu")):
         assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def _gradients(model, tokens):
+    model.zero_grad()
+    model(tokens).float().logsumexp(-1).mean().backward()
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+
+def test_on_a_cpu_attention_in_bf16_is_computed_in_fp32():
+    torch.manual_seed(0)
+    model, tokens = Transformer(FLAVORS["debug_gqa"]).bfloat16(), torch.randint(2048, (2, 64))
+    names = [name for name, _ in model.named_parameters()]
+    narrow = _gradients(model, tokens)
+    seen = []
+    for layer in model.layers.values():
+        layer.attention.inner_attention.register_forward_hook(
+            lambda _, inputs, out: seen.append((inputs[0].dtype, out))
+        )
+    widen_attention_on_cpu([model], torch.device("cuda"))
+    model(tokens)
+    assert set(seen) == {torch.bfloat16}
+    seen.clear()
+    widen_attention_on_cpu([model], torch.device("cpu"))
+    wide = _gradients(model, tokens)
+    assert set(seen) == {torch.float32} and len(seen) == len(model.layers)
+    assert [name for name, _ in model.named_parameters()] == names
+    exact = _gradients(model.double(), tokens)
+    assert (wide - exact).norm() <= 1.05 * (narrow - exact).norm()
+
+
+def test_a_run_on_a_cpu_has_it(monkeypatch):
+    from trainer import train
+
+    told = []
+    monkeypatch.setattr(train, "widen_attention_on_cpu", lambda parts, device: told.append((parts, device)) or 1 / 0)
+    monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
+    monkeypatch.setattr(train, "make_meshes", lambda *args: None)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 1)
+    ranks = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        train.train_alone(Config(), ranks, None, None, None)
+    assert told == [(["a part"], ranks.device)]
