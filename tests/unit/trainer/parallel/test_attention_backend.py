@@ -51,9 +51,7 @@ def test_on_a_cpu_attention_in_bf16_is_computed_in_fp32():
     narrow = _gradients(model, tokens)
     seen = []
     for layer in model.layers.values():
-        layer.attention.inner_attention.register_forward_hook(
-            lambda _, inputs, out: seen.append((inputs[0].dtype, out))
-        )
+        layer.attention.inner_attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
     widen_attention_on_cpu([model], torch.device("cuda"))
     model(tokens)
     assert set(seen) == {torch.bfloat16}
