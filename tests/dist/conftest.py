@@ -31,3 +31,21 @@ def pools():
     yield pools
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A token index for tiny runs."""
+    from tests.dist import runs
+
+    return runs.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(pools, data, tmp_path_factory):
+    """The dump folder of an FSDP run of four steps that nothing happened to; saved at 2 and 4, which is waited for."""
+    from tests.dist import runs
+
+    dump = tmp_path_factory.mktemp("whole")
+    assert pools[2].run(runs.run, runs.make_config(data, dump, **runs.FSDP2)) == ["", ""]
+    return dump

@@ -58,6 +58,7 @@ from trainer.train_model import TrainModel
 from trainer.validate import Validation
 
 SEQ_LEN = 32
+FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
 T = TypeVar("T")
 
 

@@ -10,21 +10,8 @@ from converters.manifest import check_files
 from converters.names import RUN_LOCK
 from tests.dist import runs
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
+FSDP2 = runs.FSDP2
 MODES = ("async", "async_with_pinned_mem")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def whole(pools, data, tmp_path_factory):
-    """The dump folder of a run of four steps whose saves the training waited for."""
-    dump = tmp_path_factory.mktemp("whole")
-    assert pools[2].run(runs.run, runs.make_config(data, dump, **FSDP2)) == ["", ""]
-    return dump
 
 
 def _config(data, dump, mode, *, steps=4, interval=2, **checkpoint):

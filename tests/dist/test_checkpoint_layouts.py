@@ -42,11 +42,6 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def sources(pools, data, tmp_path_factory):
     """Flavor → a step that two FSDP ranks saved."""
     made = {}

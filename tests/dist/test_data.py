@@ -20,11 +20,6 @@ def write_lines(path, *, seed, count=200):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def kinds(data, tmp_path_factory):
     """What each kind of data is called in a config's training section."""
     folder = tmp_path_factory.mktemp("kinds")

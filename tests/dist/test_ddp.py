@@ -96,11 +96,6 @@ def test_gradients_that_were_summed_before_count_once(pools):
             assert (ours - one).norm() <= 1e-5 * one.norm()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
 def config(data, dump, degree: int, **sections) -> Config:
     parallelism = {"data_parallel_replicate_degree": degree, "data_parallel_shard_degree": 1}
     sections = {"parallelism": parallelism, "training": {"local_batch_size": 1, "global_batch_size": 8}} | sections

@@ -15,13 +15,8 @@ from tests.dist import runs
 from trainer.models.registry import get_trainer_family
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the stock reader, in this process
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
+FSDP2 = runs.FSDP2
 TOKENS = torch.arange(runs.SEQ_LEN)[None] * 7 % 290
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
 
 
 def _config(data, dump, *, steps=2, **checkpoint):

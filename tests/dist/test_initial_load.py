@@ -19,12 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 FLAVOR = "debug_gqa"
 INFO = ModelInfo("llama3", FLAVORS[FLAVOR])
 FSDP2_TP2 = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
+FSDP2 = runs.FSDP2
 
 
 def _newest(name):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.dist import runs
 from trainer.train_model import TrainModel
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
+FSDP2 = runs.FSDP2
 PP2 = {"parallelism": {"pipeline_parallel_degree": 2}}
 BAD_STEP = 3
 
@@ -39,11 +39,6 @@ def run_with_a_bad_step(config, kind):
         return runs.run(config)
     finally:
         TrainModel.forward_backward = whole
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
 
 
 def _records(dump):

@@ -17,7 +17,7 @@ from converters.names import RUN_LOCK
 from tests.dist import runs
 from trainer.seed import seed
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}  # accumulates twice
+FSDP2 = runs.FSDP2  # accumulates twice
 TP2 = {"parallelism": {"tensor_parallel_degree": 2}}
 PP2 = {"parallelism": {"pipeline_parallel_degree": 2}}
 CP2 = {"parallelism": {"context_parallel_degree": 2}}
@@ -25,11 +25,6 @@ CP2 = {"parallelism": {"context_parallel_degree": 2}}
 V2 = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}
 LAYOUTS = {"fsdp2": FSDP2, "tp2": TP2, "pp2": PP2, "v2": V2, "cp2": CP2}
 SAME = [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2"), ("debug_tied", "v2")]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

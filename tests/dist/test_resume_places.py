@@ -9,20 +9,7 @@ from tests.dist import runs
 from trainer.checkpoints.run_lock import only_run
 from trainer.seed import seed
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def whole(pools, data, tmp_path_factory):
-    """The dump folder of a run of four steps, saved at 2 and 4."""
-    dump = tmp_path_factory.mktemp("whole")
-    assert pools[2].run(runs.run, runs.make_config(data, dump, **FSDP2)) == ["", ""]
-    return dump
+FSDP2 = runs.FSDP2
 
 
 def _names(folder):

@@ -8,11 +8,6 @@ import torch
 from tests.dist import runs
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
 def test_accumulated_gradients_are_those_of_the_whole_batch(pools, data, tmp_path):
     (found,) = pools[1].run(runs.gradients_by_microbatch, runs.make_config(data, tmp_path))
     loss, norm, gradients = found[4]

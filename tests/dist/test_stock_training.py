@@ -176,11 +176,6 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
     return {"loaded": loaded, "moved": moved, "apart": differences()}
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 def test_the_trainer_goes_on_as_torch_does(source, data, pools, tmp_path):
     config = runs.make_config(

@@ -93,3 +93,23 @@ def change_tensors(file: Path, change) -> None:
 def shard_of(folder: Path, name: str) -> Path:
     """The safetensors file that holds `name`."""
     return next(file for file in sorted(folder.glob("*.safetensors")) if name in load_file(file))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A token index for tiny runs."""
+    from tests.dist import runs
+
+    return runs.make_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The dump folder of an FSDP run of two ranks that nothing happened to."""
+    from tests.dist import runs
+    from tests.dist.processes import ranks
+
+    dump = tmp_path_factory.mktemp("whole")
+    with ranks(runs.make_config(data, dump, **runs.FSDP2), 2, dump) as running:
+        assert [ended.exit_code for ended in running.wait().values()] == [0, 0]
+    return dump

@@ -11,20 +11,7 @@ from converters.names import MANIFEST
 from tests.dist import runs, slow_saver
 from tests.dist.processes import ranks
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """The dump folder of a run that nothing happened to."""
-    dump = tmp_path_factory.mktemp("whole")
-    _run_whole(runs.make_config(data, dump, **FSDP2), dump)
-    return dump
+FSDP2 = runs.FSDP2
 
 
 def _run_whole(config, dump):

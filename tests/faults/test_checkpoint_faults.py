@@ -39,11 +39,6 @@ def group(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def whole(group, data, tmp_path_factory):
     """The dump folder of a run that nothing happened to, with each of its four steps."""
     dump = tmp_path_factory.mktemp("whole")

@@ -31,11 +31,6 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def pool():
     pool = Pool(2)
     yield pool

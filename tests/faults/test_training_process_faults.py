@@ -19,24 +19,10 @@ import torch
 from tests.dist import runs
 from tests.dist.processes import ranks
 
-FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}  # accumulates twice
+FSDP2 = runs.FSDP2  # accumulates twice
 STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
 PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
 SLOW = ("data", "forward")  # on either side of them a rank is killed in the normal set
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return runs.make_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
-    """The dump folder of a run that nothing happened to."""
-    dump = tmp_path_factory.mktemp("whole")
-    with ranks(runs.make_config(data, dump, **FSDP2), 2, dump) as running:
-        assert [ended.exit_code for ended in running.wait().values()] == [0, 0]
-    return dump
 
 
 def _fault(phase, what, rank):
