@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from converters.weights import open_native
 from tests.tiny_families import write_tiny
+from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer.cache import attach_cache
-from titan_tools.infer.generate import complete, last_logits
-from titan_tools.infer.load import load_model
-from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.engine import Engine
 from titan_tools.infer.sampling import Sampling
 
 PROMPTS = [[BOS, 72, 101, 108], [BOS, *range(30, 80)]]
@@ -19,22 +16,13 @@ NUM_NEW = 24
 
 def say(folder, tp):
     """This rank's logits along the greedy path, and the tokens of each prompt and sampling."""
-    rank = torch.distributed.get_rank() if tp > 1 else 0
-    with open_native(folder) as weights:
-        model = load_model(
-            weights.source, weights.info, dtype=torch.float32, device=torch.device("cpu"), tp=tp, rank=rank
-        )
+    model = load(folder, tp=tp, rank=torch.distributed.get_rank() if tp > 1 else 0)
     tokens = [
-        complete(model, Prompt(str(i), "", prompt), max_new_tokens=NUM_NEW, sampling=sampling, stop_ids=()).tokens
-        for i, prompt in enumerate(PROMPTS)
+        [c.tokens for c in complete(model, PROMPTS, max_new_tokens=NUM_NEW, sampling=sampling)]
         for sampling in SAMPLINGS
     ]
-    logits = []
-    cache = attach_cache(model.body, room=len(PROMPTS[1]) + 8)
-    with torch.inference_mode():
-        logits.append(last_logits(model, cache, torch.tensor([PROMPTS[1]]))[0])
-        for token in range(8):
-            logits.append(last_logits(model, cache, torch.tensor([[token]]))[0])
+    engine = Engine(model, rows=1, room=len(PROMPTS[1]) + 8)
+    logits = [engine.prefill(0, PROMPTS[1]), *(engine.decode([token])[0] for token in range(8))]
     num_held = sum(p.numel() for p in model.body.parameters()) + model.head.weight.numel()
     return {"tokens": tokens, "logits": torch.stack(logits).tolist(), "num_held": num_held}
 

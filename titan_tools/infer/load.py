@@ -33,6 +33,9 @@ class SlicedModel:
     body: nn.Module
     head: nn.Module
     device: torch.device
+    dtype: torch.dtype
+    num_kv_heads: int  # that this rank holds
+    bytes_per_token: int  # of weights that one decode step of one sequence reads on this rank
 
 
 def load_model(
@@ -43,6 +46,7 @@ def load_model(
     device: torch.device,
     tp: int = 1,
     rank: int = 0,
+    quantize: str | None = None,
 ) -> SlicedModel:
     """Build and fill the model of `rank`. No other rank is spoken to yet; running it needs a group of `tp` ranks."""
     args, parameters = info.args, get_family(info.family).parameters(info.args)
@@ -59,7 +63,12 @@ def load_model(
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
     head, model.output = model.output, None
-    return SlicedModel(model.eval(), head, device)
+    weights = {w.data_ptr(): w for w in (*model.parameters(), *head.parameters())}
+    if not args.tied:
+        weights.pop(model.tok_embeddings.weight.data_ptr())
+    num_bytes = sum(w.numel() * w.element_size() for w in weights.values())
+    num_kv_heads = slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
+    return SlicedModel(model.eval(), head, device, dtype, num_kv_heads, num_bytes)
 
 
 def fill(tensors: dict[str, torch.Tensor], slices: dict[str, Box], source: TensorSource) -> None:

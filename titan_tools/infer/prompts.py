@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import ConfigError
+from titan_tools.infer.task import Work
 from titan_tools.launch import inside_launch
-from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
 
@@ -15,23 +15,26 @@ DEFAULT_NEW_TOKENS = 128
 class Prompt:
     """A prompt and its tokens, begin-of-text included. `id` names it in the output and in the noise."""
 
-    id: str
+    id: str | int
     text: str
     tokens: list[int]
 
 
-def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str:
-    """The prompt from the one place that was named, exactly as it is. Raises ConfigError where it is not text."""
+def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str | None:
+    """The prompt from the one place that was named, exactly as it is, or None where none was.
+
+    Raises ConfigError where it is not text, and for more than one place.
+    """
     if source not in (None, "-"):
         raise ConfigError(
             f"the second argument is {source!r}, and only - (standard input) can stand there",
             tries=[f'--prompt "{source}"', f"--prompt-file {source}"],
         )
-    if [text, file, source].count(None) != 2:
-        raise ConfigError(
-            "give one prompt: --prompt TEXT, --prompt-file FILE, or - for standard input",
-            tries=['titan infer CHECKPOINT --prompt "Once upon a time"'],
-        )
+    given = [place for place in (text, file, source) if place is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ConfigError("give one prompt: --prompt TEXT, --prompt-file FILE, or - for standard input")
     if text is not None:
         # The shell's bytes that are no UTF-8 arrive as lone surrogates; give them back to find the offset.
         return _decode(text.encode("utf-8", "surrogateescape"), "--prompt")
@@ -66,9 +69,10 @@ def _decode(data: bytes, where: str) -> str:
     return text
 
 
-def encode_prompt(text: str, tokenizer: Tokenizer) -> Prompt:
-    """Tokens of `text` behind the begin-of-text token, as the model saw documents in training."""
-    return Prompt("0", text, tokenizer.encode(text, bos=True, eos=False))
+def read_one(work: Work) -> Prompt:
+    """The one prompt of a request, as the model shall see it: behind the begin-of-text token, or in its template."""
+    text = work.request.text
+    return Prompt("0", text, work.vocabulary.tokenizer.encode(text, bos=True, eos=False))
 
 
 def new_tokens_that_fit(prompt: Prompt, *, max_new_tokens: int | None, context: int) -> int:

@@ -1,5 +1,6 @@
 """Choose the next token: greedy, temperature, top-k, top-p; noise that never depends on who computes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
@@ -11,12 +12,26 @@ from converters.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Temperature 0 is greedy; filters apply in the order temperature, top-k, top-p."""
+    """How tokens are chosen. Temperature 0 is greedy.
+
+    In this order: repetition penalty, temperature, top-k, top-p, min-p.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which token of which sequence is being chosen: what its noise is drawn from, beside the seed."""
+
+    prompt_id: str | int
+    sample: int
+    position: int  # counted from the prompt's start
 
 
 def check_sampling(sampling: Sampling, *, vocab_size: int | None = None) -> None:
@@ -45,21 +60,34 @@ def _filters(sampling: Sampling) -> list[tuple[str, float | None]]:
     return [("top-k", sampling.top_k), ("top-p", sampling.top_p)]
 
 
-def choose(logits_V: torch.Tensor, sampling: Sampling, *, prompt_id: str, position: int) -> int:
-    """The token at `position`, counted from the prompt's start. Raises CheckpointError where logits are not finite."""
-    if not bool(torch.isfinite(logits_V).all()):
-        raise CheckpointError(
-            f"the logits at position {position} of prompt {prompt_id!r} are not finite",
-            hint="the weights hold NaN or infinity, or overflow in this dtype",
-            tries=["--dtype float32"],
-        )
+def choose(
+    logits_BV: torch.Tensor, sampling: Sampling, seats: Sequence[Seat], *, seen_BV: torch.Tensor | None = None
+) -> list[int]:
+    """The next token of each sequence; `seen_BV` marks the tokens that a repetition penalty is for.
+
+    Raises CheckpointError where logits are not finite.
+    """
+    for seat, finite in zip(seats, torch.isfinite(logits_BV).all(-1).tolist(), strict=True):
+        if not finite:
+            raise CheckpointError(
+                f"the logits at position {seat.position} of prompt {seat.prompt_id!r} are not finite",
+                hint="the weights hold NaN or infinity, or overflow in this dtype",
+                tries=["--dtype float32"],
+            )
+    if seen_BV is not None:
+        penalty = sampling.repetition_penalty
+        penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
     if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    cumulative_V = likely(logits_V, sampling).cumsum(0)
-    # One number against the cumulative sum in token order: close ties between tokens cannot reorder anything, and a
-    # token of probability 0 is never the first to pass the mark.
-    mark = uniform(sampling.seed, prompt_id, position) * cumulative_V[-1]
-    return int(torch.searchsorted(cumulative_V, mark, right=True))
+        return logits_BV.argmax(-1).tolist()
+    tokens = []
+    for logits_V, seat in zip(logits_BV, seats, strict=True):
+        cumulative_V = likely(logits_V, sampling).cumsum(0)
+        # One number against the cumulative sum in token order: close ties between tokens cannot reorder anything, and a
+        # token of probability 0 is never the first to pass the mark.
+        mark = uniform(sampling.seed, seat) * cumulative_V[-1]
+        tokens.append(int(torch.searchsorted(cumulative_V, mark, right=True)))
+    return tokens
 
 
 def likely(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -79,8 +107,9 @@ def likely(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.zeros_like(probabilities_V).scatter_(0, order_V, kept_V)
 
 
-def uniform(seed: int, prompt_id: str, position: int) -> float:
-    """A number in [0, 1) from (seed, prompt id, position): the same on any rank, batch, device and torch version."""
-    digest = blake2b(f"{seed}\0{prompt_id}\0{position}".encode(), digest_size=8).digest()
+def uniform(seed: int, seat: Seat) -> float:
+    """A number in [0, 1) from seed and seat: the same on any rank, batch, device and torch version."""
+    sample = f"\0{seat.sample}" if seat.sample else ""
+    digest = blake2b(f"{seed}\0{seat.prompt_id}\0{seat.position}{sample}".encode(), digest_size=8).digest()
     # 52 bits, so that the product with a cumulative sum always stays below the sum
     return (int.from_bytes(digest, "little") >> 12) / 2**52

@@ -17,14 +17,13 @@ class Vocabulary:
 
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...] = ()
 
-    def text(self, tokens: list[int]) -> str:
-        """Text of generated tokens; the stop token that ends them is left out.
+    def decode(self, tokens: list[int]) -> str:
+        """Text of generated tokens.
 
         An embedding may have more rows than the tokenizer has tokens: an id it does not know shows as U+FFFD.
         """
-        if tokens and tokens[-1] in self.stop_ids:
-            tokens = tokens[:-1]
         known = {token: self._is_known(token) for token in set(tokens)}
         parts, run = [], []
         for token in tokens:

@@ -52,7 +52,7 @@ def test_json_is_one_object_with_results_and_stats(titan, hf):
     told = json.loads(out)
     assert code == 0
     (result,) = told["results"]
-    assert list(result) == ["id", "prompt", "text", "prompt_tokens", "tokens", "finish_reason"]
+    assert list(result) == ["id", "prompt", "text", "prompt_tokens", "tokens", "finish_reason", "logprobs"]
     assert (result["prompt"], result["finish_reason"], len(result["tokens"])) == (PROMPT, "length", 12)
     assert result["prompt_tokens"][0] == BOS and len(result["prompt_tokens"]) == 1 + len(PROMPT)
     stats = told["stats"]
@@ -145,7 +145,7 @@ def test_dtype_is_the_checkpoints_unless_said(titan, dcp, hf, tmp_path):
 
 
 REFUSED = {
-    "no prompt": ((), "give one prompt"),
+    "no prompt": ((), "give a prompt: --prompt TEXT"),
     "two prompts": (("--prompt", "a", "-"), "give one prompt"),
     "stray argument": (("hello",), "only - (standard input) can stand there"),
     "empty prompt": (("--prompt", ""), "is empty"),

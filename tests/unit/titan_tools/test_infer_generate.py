@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from converters.weights import open_native
+from tests.tiny_infer import CPU, complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer.cache import attach_cache
-from titan_tools.infer.generate import complete, last_logits
+from titan_tools.infer.engine import Engine
 from titan_tools.infer.load import load_model
-from titan_tools.infer.prompts import Prompt
 from titan_tools.infer.sampling import Sampling
 from trainer.models.registry import get_trainer_family
 
-CPU = torch.device("cpu")
 NUM_NEW = 64
 CLOSE_CALL = 1e-4  # a gap between the two likeliest tokens that rounding may turn over
 PROMPTS = [
@@ -35,14 +33,8 @@ def pair(request, tmp_path_factory):
     return reference, load(folder)
 
 
-def load(folder, dtype=torch.float32):
-    with open_native(folder) as weights:
-        return load_model(weights.source, weights.info, dtype=dtype, device=CPU)
-
-
-def generate(model, tokens, *, stop_ids=(), num_new=NUM_NEW, sampling=None):
-    prompt = Prompt("0", "", list(tokens))
-    return complete(model, prompt, max_new_tokens=num_new, sampling=sampling or Sampling(), stop_ids=stop_ids)
+def generate(model, tokens, *, num_new=NUM_NEW, **settings):
+    return complete(model, [tokens], max_new_tokens=num_new, **settings)[0]
 
 
 def test_greedy_tokens_equal_transformers(pair):
@@ -72,16 +64,15 @@ def test_greedy_tokens_equal_transformers(pair):
 def test_cached_logits_equal_the_full_forward(pair):
     """Prefill, one by one, and several at once behind a filled cache give what one pass over everything gives."""
     reference, model = pair
-    tokens = torch.tensor([PROMPTS[3]])
-    full = reference(tokens).logits.detach()[0]
-    cache = attach_cache(model.body, room=tokens.shape[1])
+    tokens = PROMPTS[3]
+    full = reference(torch.tensor([tokens])).logits.detach()[0]
+    engine = Engine(model, rows=1, room=len(tokens))
     at = 0
     for num_new in (100, 1, 1, 1, 40, 1, 1):
-        with torch.inference_mode():
-            logits = last_logits(model, cache, tokens[:, at : at + num_new])[0]
+        logits = engine.decode([tokens[at]])[0] if num_new == 1 else engine.prefill(0, tokens[: at + num_new], keep=at)
         at += num_new
         assert (logits - full[at - 1]).abs().max() < 1e-4
-    assert cache.length == at
+    assert engine.lengths == [at]
     assert full.std() > 0.5  # the bound above means something
 
 
@@ -93,9 +84,9 @@ def test_ours_equals_our_training_model_in_one_pass(tmp_path):
         model = load_model(weights.source, weights.info, dtype=torch.float32, device=CPU)
     whole.load_state_dict({**model.body.state_dict(), "output.weight": model.head.weight})
     tokens = torch.tensor([PROMPTS[2]])
-    cache = attach_cache(model.body, room=64)
+    ours = Engine(model, rows=1, room=64).prefill(0, PROMPTS[2])
     with torch.inference_mode():
-        ours, expected = last_logits(model, cache, tokens)[0], whole(tokens)[0, -1]
+        expected = whole(tokens)[0, -1]
     assert (ours - expected).abs().max() < 1e-5
     assert (ours - reference(tokens).logits[0, -1]).abs().max() < 1e-4
 
@@ -104,7 +95,7 @@ def test_a_stop_token_ends_and_is_kept(pair):
     _, model = pair
     free = generate(model, PROMPTS[1]).tokens
     stop = free[9]
-    ended = generate(model, PROMPTS[1], stop_ids={stop, 12345})
+    ended = generate(model, PROMPTS[1], stop_ids=frozenset({stop, 12345}))
     assert ended.tokens == free[: free.index(stop) + 1]
     assert ended.finish_reason == "stop"
     assert generate(model, PROMPTS[1], num_new=3).finish_reason == "length"
@@ -124,11 +115,10 @@ def test_sampled_tokens_depend_on_the_seed_alone(pair):
 def test_bfloat16_reads_and_computes_in_bfloat16(tmp_path):
     reference = write_llama(tmp_path).to(torch.bfloat16)
     reference.save_pretrained(tmp_path)
-    model = load(tmp_path, torch.bfloat16)
+    model = load(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in model.body.parameters()} == {torch.bfloat16}
     tokens = torch.tensor([PROMPTS[2]])
-    with torch.inference_mode():
-        ours = last_logits(model, attach_cache(model.body, room=64), tokens)[0]
+    ours = Engine(model, rows=1, room=64).prefill(0, PROMPTS[2])
     exact = reference.float()(tokens).logits[0, -1]  # the same bf16 weights, computed in fp32
     theirs = reference.to(torch.bfloat16)(tokens).logits[0, -1].float()
     assert (ours - exact).abs().max() < 3 * (theirs - exact).abs().max()

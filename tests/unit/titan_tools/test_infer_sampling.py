@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from converters.errors import CheckpointError, ConfigError
-from titan_tools.infer.sampling import Sampling, check_sampling, choose, likely, uniform
+from titan_tools.infer.sampling import Sampling, Seat, check_sampling, choose, likely, uniform
+
+
+def draw(logits, sampling, *, position=0):
+    return choose(logits[None], sampling, [Seat("a", 0, position)])[0]
 
 
 def some_logits(size=50, seed=0):
@@ -31,7 +35,7 @@ def test_filters_equal_transformers(sampling):
 def test_tokens_follow_the_probabilities():
     logits = torch.tensor([0.3, -1.0, 2.0, 1.0])
     num_draws = 20_000
-    drawn = [choose(logits, Sampling(1.0, seed=5), prompt_id="a", position=i) for i in range(num_draws)]
+    drawn = [draw(logits, Sampling(1.0, seed=5), position=i) for i in range(num_draws)]
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / num_draws
     assert (shares - logits.softmax(0)).abs().max() < 4 * (0.25 / num_draws) ** 0.5  # four standard deviations
 
@@ -39,16 +43,27 @@ def test_tokens_follow_the_probabilities():
 def test_filtered_tokens_are_never_drawn():
     logits = some_logits()
     kept = set(logits.topk(3).indices.tolist())
-    drawn = {choose(logits, Sampling(5.0, top_k=3), prompt_id="a", position=i) for i in range(300)}
+    drawn = {draw(logits, Sampling(5.0, top_k=3), position=i) for i in range(300)}
     assert drawn == kept
 
 
 def test_noise_depends_on_seed_prompt_and_position_only():
-    assert uniform(1, "a", 2) == 0.8468117786931655  # fixed for good: a seed gives the same text in every version
     assert (
-        len({uniform(1, "a", 2), uniform(2, "a", 2), uniform(1, "b", 2), uniform(1, "a", 3), uniform(1, "a2", 2)}) == 5
+        uniform(1, Seat("a", 0, 2)) == 0.8468117786931655
+    )  # fixed for good: a seed gives the same text in every version
+    assert (
+        len(
+            {
+                uniform(1, Seat("a", 0, 2)),
+                uniform(2, Seat("a", 0, 2)),
+                uniform(1, Seat("b", 0, 2)),
+                uniform(1, Seat("a", 0, 3)),
+                uniform(1, Seat("a2", 0, 2)),
+            }
+        )
+        == 5
     )
-    numbers = [uniform(0, "0", i) for i in range(10_000)]
+    numbers = [uniform(0, Seat("0", 0, i)) for i in range(10_000)]
     assert min(numbers) >= 0 and max(numbers) < 1
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.012
 
@@ -56,7 +71,7 @@ def test_noise_depends_on_seed_prompt_and_position_only():
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1e300])
 def test_extreme_temperatures_stay_finite(temperature):
     logits = some_logits()
-    token = choose(logits, Sampling(temperature), prompt_id="a", position=0)
+    token = draw(logits, Sampling(temperature), position=0)
     assert 0 <= token < len(logits)
     if temperature < 1:
         assert token == int(logits.argmax())
@@ -64,7 +79,7 @@ def test_extreme_temperatures_stay_finite(temperature):
 
 def test_greedy_takes_the_likeliest():
     logits = some_logits()
-    assert choose(logits, Sampling(), prompt_id="a", position=0) == int(logits.argmax())
+    assert draw(logits, Sampling(), position=0) == int(logits.argmax())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -72,7 +87,7 @@ def test_logits_that_are_not_finite_are_told(bad):
     logits = some_logits()
     logits[7] = bad
     with pytest.raises(CheckpointError, match="position 12 .* not finite"):
-        choose(logits, Sampling(), prompt_id="a", position=12)
+        draw(logits, Sampling(), position=12)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +119,4 @@ def test_every_bad_value_is_told_at_once():
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 300, 1.0), Sampling(0.01, 1, 1e-9)])
 def test_values_at_the_bounds_are_taken(sampling):
     check_sampling(sampling, vocab_size=300)
-    assert 0 <= choose(some_logits(300), sampling, prompt_id="a", position=0) < 300
+    assert 0 <= draw(some_logits(300), sampling, position=0) < 300

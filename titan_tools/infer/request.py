@@ -1,0 +1,62 @@
+"""What a user asked of `titan infer`, and how that travels to the ranks that one process starts."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from titan_tools.infer.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call. None: `tp` is the launch's size or 1, `max_new_tokens` what fits, `dtype` as stored."""
+
+    checkpoint: Path
+    sampling: Sampling
+    # what to say something about: one of the two, or neither for a conversation
+    text: str | None = None
+    batch: Path | None = None
+    out: Path | None = None  # of a batch; None: standard output
+    chat: bool = False  # prompts are what a user says, put into the checkpoint's chat template
+    system: str | None = None
+    score: bool = False  # how likely are the texts, instead of what follows them
+    # how far
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    context: int | None = None  # tokens that a conversation may hold
+    truncate: str | None = None  # "left": prompts that do not fit lose their beginning
+    from_bos: bool = False  # an empty prompt is the begin-of-text token alone
+    special_tokens: bool = False  # <|…|> in a prompt are tokens, not text
+    # what is told
+    samples: int = 1
+    logprobs: int | None = None
+    as_json: bool = False
+    # where it runs
+    tp: int | None = None
+    dtype: str | None = None
+    quantize: str | None = None  # "int8" or "float8"
+    compile: bool = False
+    batch_size: int | None = None  # sequences at a time
+    model_from: Path | None = None  # a folder that says what the model is and has its tokenizer
+
+
+_PATHS = ("checkpoint", "batch", "out", "model_from")
+
+
+def save_request(request: Request, path: Path) -> None:
+    """Write what `load_request` reads. Paths become absolute."""
+    values = asdict(request)
+    for name in _PATHS:
+        if values[name] is not None:
+            values[name] = str(Path(values[name]).absolute())
+    path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def load_request(path: Path) -> Request:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values.keys() == {field.name for field in fields(Request)}
+    for name in _PATHS:
+        if values[name] is not None:
+            values[name] = Path(values[name])
+    return Request(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})

@@ -1,0 +1,33 @@
+"""What a call of `titan infer` is there to do: one prompt, a batch, a conversation, or scoring. Each has a file."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from converters.families.base import ModelArgs
+from titan_tools.infer.chat_template import ChatTemplate
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.request import Request
+from titan_tools.infer.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request, and what headers, tokenizer and numbers told about it before ranks start and weights are read."""
+
+    request: Request
+    args: ModelArgs
+    vocabulary: Vocabulary
+    template: ChatTemplate | None  # of a chat
+    tp: int
+    dtype: str
+
+
+class Task(Protocol):
+    """Made from `Work` by its file's `prepare`, which raises where what was asked cannot be."""
+
+    rows: int  # sequences at a time
+    room: int  # tokens of the longest, new ones included
+
+    def run(self, engine: Engine, ranks: Ranks) -> None:
+        """Do it on all ranks; the first one prints."""
