@@ -99,7 +99,8 @@ def attach_cache(model: nn.Module, *, rows: int, room: int, num_kv_heads: int, d
     for layer in model.layers.values():
         attention = layer.attention
         shape = (rows, num_kv_heads, room, attention.head_dim)
-        keys, values = (torch.empty(shape, dtype=dtype, device=layer.ffn_norm.weight.device) for _ in range(2))
+        # Zeros: what a shorter row masks is multiplied by 0, and 0 times the NaN of fresh memory is NaN.
+        keys, values = (torch.zeros(shape, dtype=dtype, device=layer.ffn_norm.weight.device) for _ in range(2))
         attention.inner_attention = CachedAttention(cache, keys, values)
         cache.layers.append((keys, values))
     return cache
