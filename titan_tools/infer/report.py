@@ -1,14 +1,17 @@
 """What `titan infer` says when it is done: the results, and how fast they came."""
 
+import re
 import resource
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from titan_tools.console import count
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.generate import Completion, Timings
 from titan_tools.infer.ranks import Ranks
@@ -32,7 +35,20 @@ def result_of(completion: Completion, *, samples: int = 1) -> dict[str, Any]:
 
 
 def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs: float) -> dict[str, Any]:
-    """The object `stats`. Memory is the largest of all ranks, so each of them must call this."""
+    """The object `stats` of a run that took `secs`, loading not included. What has no meaning in it is None.
+
+    - ttft_ms: from the beginning of a prompt's prefill until its first token is chosen; the mean of a run's prompts.
+    - tpot_ms: one decode step, which gives each sequence at work its next token; the mean of all steps.
+    - tokens_per_sec: all new tokens (of a score: all scored ones) over `secs`.
+    - bandwidth_gb_per_sec: what decode steps read of one rank's memory, in 10^9 bytes: the weights once for all rows,
+      and the keys and values that each row holds. An embedding that is not the output too is left out: of it a step
+      reads one row for each sequence.
+    - bandwidth_share: of what the data sheet of the GPU promises. None on a CPU, of which nobody told us that number.
+    - peak_memory_gib: the most that one rank held (2^30 bytes): allocated on its GPU, or resident on a CPU.
+    - dtype: what the weights are held in, "int8" and "float8" where they are quantized.
+
+    Memory is compared among the ranks, so each of them must call this.
+    """
     steps, decode_secs = timings.num_decode_steps, timings.decode_secs
     gb_per_sec = None
     if steps:
@@ -52,27 +68,40 @@ def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs
     }
 
 
-def describe(stats: dict[str, Any]) -> str:
-    """The stats in one line for people."""
-    later = "" if stats["tpot_ms"] is None else f", then {stats['tpot_ms']:.1f} ms each"
-    return (
-        f"first token after {stats['ttft_ms']:.0f} ms{later} ({stats['tokens_per_sec']:.1f} tokens/s), "
-        f"{stats['peak_memory_gib']:.2f} GiB per rank, tp {stats['tp']}, {stats['dtype']}"
-    )
+def describe(stats: dict[str, Any], *, num: int = 1) -> str:
+    """The stats of `num` completions in one line for people."""
+    told = [count(num, "completion")] if num != 1 else []
+    if stats["ttft_ms"] is not None:
+        told.append(f"first token after {stats['ttft_ms']:.0f} ms{' (mean)' if num != 1 else ''}")
+    if stats["tpot_ms"] is not None:
+        told.append(f"then {stats['tpot_ms']:.1f} ms each")
+    told.append(f"{stats['tokens_per_sec']:.1f} tokens/s")
+    if stats["bandwidth_share"] is not None:
+        told.append(f"{stats['bandwidth_share']:.0%} of the memory's bandwidth")
+    told += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", stats["dtype"]]
+    return ", ".join(told)
 
 
-# Memory bandwidth in GB/s as the makers' data sheets give it; the longer names first
+# Memory bandwidth in GB/s as the data sheets of NVIDIA and AMD give it, by what the driver calls the GPU; the first
+# name that fits counts, so longer ones come first
 _PEAK_BANDWIDTH = (
     ("H100 NVL", 3938),
     ("H100 PCIe", 2039),
     ("H100", 3352),
+    ("GH200 144G", 4900),
     ("GH200", 4000),
     ("H200", 4800),
     ("B200", 8000),
     ("A100-SXM4-40GB", 1555),
     ("A100-PCIE-40GB", 1555),
+    ("A100 80GB PCIe", 1935),
     ("A100", 2039),
+    ("A10G", 600),
     ("L40S", 864),
+    ("L40", 864),
+    ("L4", 300),
+    ("V100", 900),
+    ("MI325X", 6000),
     ("MI300X", 5300),
 )
 
@@ -87,12 +116,16 @@ def peak_gb_per_sec(device: torch.device) -> float | None:
 
 def _peak_bytes(ranks: Ranks) -> int:
     """Most memory that any rank held: device memory on a GPU, else the whole process."""
-    if ranks.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(ranks.device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else _peak_resident_bytes()
     if ranks.tp > 1:
         largest = torch.tensor(peak, device=ranks.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         peak = int(largest)
     return peak
+
+
+def _peak_resident_bytes() -> int:
+    """This program's own: Linux' ru_maxrss begins with what the process held before it became this program."""
+    if sys.platform == "linux" and (told := re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())):
+        return int(told[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
