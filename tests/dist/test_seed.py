@@ -12,7 +12,7 @@ from converters.open import open_checkpoint
 from converters.engine.read import CatalogReader
 from tests.dist.training import SEED, Layout, build_model
 from trainer import init
-from trainer.checkpoints.io import as_array, dtype_name
+from trainer.checkpoints.arrays import as_array, dtype_name
 from trainer.config.sections import Debug
 from trainer.seed import seed
 

@@ -15,7 +15,7 @@ from converters.layout import MIB, row_blocks
 from converters.model_info import ModelInfo
 from titan_tools.infer.slices import slice_for_rank, summed_inputs
 from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
-from trainer.checkpoints.io import as_tensor
+from trainer.checkpoints.arrays import as_tensor
 from trainer.models.registry import get_trainer_family
 
 BLOCK_BYTES = 32 * MIB  # what a reading thread holds beside the shard itself

@@ -12,7 +12,7 @@ from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, list_offenders
 from converters.names import OPTIMIZER, RNG, section_of
 from trainer.agree import on_each
-from trainer.checkpoints.io import dtype_name
+from trainer.checkpoints.arrays import dtype_name
 
 
 def refuse_misfits(

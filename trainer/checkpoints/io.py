@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorSource
-from converters.dtypes import itemsize, numpy_dtype
+from converters.dtypes import itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.formats.dcp_item import blob_item, item_shell, read_blob_item
@@ -47,28 +47,11 @@ from converters.formats.dcp_metadata import dump_metadata
 from converters.layout import DISTCP_FILE, row_blocks
 from converters.manifest import FileSum
 from converters.names import DCP_METADATA
+from trainer.checkpoints.arrays import as_array, as_tensor, dtype_name
 
 _BLOB_FILE = "__{rank}_1.distcp"  # plain values apart from the tensors: every rank reads them all
 _MAX_ITEM_BYTES = 256 << 20
 _READ_BLOCK_BYTES = 64 << 20  # a read's buffer, however large the shard it fills
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Our name of a torch dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
-def as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A tensor over an array's memory; numpy knows bfloat16 and float8 only through ml_dtypes, torch not at all."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(array.shape)
-
-
-def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values on the CPU, row-major, without a copy where they lie so already."""
-    local = tensor.detach().cpu().contiguous()
-    raw = local.reshape(-1).view(torch.uint8).numpy()
-    return raw.view(numpy_dtype(dtype_name(local.dtype))).reshape(tuple(local.shape))
 
 
 def as_titan_error(what: str, error: CheckpointException) -> TitanError:
