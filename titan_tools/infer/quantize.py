@@ -1,7 +1,153 @@
-"""(being written)"""
+"""Weights of 8 bits, one scale per output feature: torchao rounds them, activations and products keep their dtype.
 
-from torch import nn
+- int8: w ≈ scale · q with q in -128 … 127 and scale = (largest of the row) / 127.5, held in the compute dtype. On a CPU
+  in bfloat16, few rows of activations go through torch's int8 kernel (sums in fp32, half the memory traffic). All
+  others, and fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale.
+- float8: e4m3, scale = (largest of the row) / 448 in fp32; the same product of cast blocks. No CPU kernel multiplies
+  with it: there it saves memory and costs time.
+- On a GPU one row of activations goes through a compiled kernel that reads the 8 bits and casts them in registers.
+
+Embeddings and norms keep their dtype; a tied output has a quantised copy of the embedding. Each row is rounded by
+itself, so what tensor parallelism cuts into rows is the same at any degree. Where it cuts input features (wo and w2),
+each rank has scales of its own, a little finer ones: logits then differ between degrees by about what 8 bits cost.
+
+Shape letters: B rows of activations, K input features, N output features.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from logging import ERROR, getLogger
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_tools.infer.tensor_parallel import SlicedEmbedding
+
+_BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds
+_GPU_BLOCK_ELEMENTS = 1 << 26  # keeps memory bounded, few kernels
+_KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
+_KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
+_SMALLEST = 1e-12  # a row of zeros must not be divided by its largest
+
+
+class QuantizedWeight(nn.Module):
+    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight)`.
+
+    A module of two plain tensors, no tensor subclass: those cost time in each eager call.
+    """
+
+    def __init__(self, data_NK: Tensor, scale_N: Tensor):
+        super().__init__()
+        self.register_buffer("data_NK", data_NK)
+        self.register_buffer("scale_N", scale_N)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data_NK.shape
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        if func is not F.linear or kwargs or any(bias is not None for bias in args[2:]):
+            return NotImplemented  # torch raises TypeError
+        x, weight = args[:2]
+        return _product(x.flatten(0, -2), weight.data_NK, weight.scale_N).unflatten(0, x.shape[:-1])
+
+    def dequantize(self) -> Tensor:
+        """What it stands for, in fp32."""
+        return self.data_NK.float() * self.scale_N.float()[:, None]
 
 
 def quantize_linears(module: nn.Module, how: str) -> None:
-    raise NotImplementedError
+    """Replace the weight of every linear layer in `module` by one of 8 bits: "int8" or "float8"."""
+    for layer in list(module.modules()):
+        weight = layer._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and not isinstance(layer, nn.Embedding | SlicedEmbedding):
+            del layer.weight
+            layer.weight = quantize(weight, how)
+
+
+def quantize(weight_NK: Tensor, how: str) -> QuantizedWeight:
+    """Round a weight; beside the result it holds one block of rows in fp32."""
+    for talks in ("torchao", "torch.utils._pytree"):  # of C++ parts and registrations that this does not use
+        getLogger(talks).setLevel(ERROR)
+    round_rows, data_dtype = _HOW[how]
+    num_rows, num_features = weight_NK.shape
+    data_NK = torch.empty(weight_NK.shape, dtype=data_dtype, device=weight_NK.device)
+    scales = []
+    for rows in _row_blocks(weight_NK):
+        block_NK = weight_NK[rows].detach()
+        data_NK[rows], scale_N = round_rows(block_NK)
+        scales.append(scale_N)
+    scale_N = torch.cat(scales) if scales else weight_NK.new_ones(num_rows if not num_features else 0)
+    return QuantizedWeight(data_NK, scale_N)
+
+
+def stored_bytes(weight: Tensor | QuantizedWeight) -> int:
+    """Bytes that multiplying with all of a weight reads."""
+    tensors = weight.buffers() if isinstance(weight, QuantizedWeight) else [weight]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
+
+    limits, row = (-128, 127), (1, weight_NK.shape[1])
+    exact_NK = weight_NK.float()
+    scale_N, zero_N = choose_qparams_affine(
+        exact_NK, MappingType.SYMMETRIC, row, torch.int8, *limits, eps=_SMALLEST, zero_point_dtype=torch.int8
+    )
+    scale_N = scale_N.to(weight_NK.dtype)  # first, so that the 8 bits make up for what it loses
+    return quantize_affine(exact_NK, row, scale_N.float(), zero_N, torch.int8, *limits), scale_N
+
+
+def _to_float8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    from torchao.quantization import Float8Tensor, PerRow
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    rounded = Float8Tensor.from_hp(
+        weight_NK.float(),
+        torch.float8_e4m3fn,
+        PerRow(),
+        hp_value_lb=_SMALLEST,
+        kernel_preference=KernelPreference.TORCH,
+    )
+    return rounded.qdata, rounded.scale.flatten()
+
+
+_HOW = {"int8": (_to_int8, torch.int8), "float8": (_to_float8, torch.float8_e4m3fn)}
+
+
+def _row_blocks(weight_NK: Tensor) -> list[slice]:
+    num_rows, num_features = weight_NK.shape
+    if not num_rows or not num_features:
+        return []
+    step = max(1, (_BLOCK_ELEMENTS if weight_NK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // num_features)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+def _product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
+    """x @ (scale · data)ᵀ in the dtype of `x`."""
+    if torch.compiler.is_compiling():
+        return _cast_product(x_BK, data_NK, scale_N)
+    num_rows, num_features = x_BK.shape
+    if x_BK.is_cuda and num_rows == 1:
+        return _compiled_product()(x_BK, data_NK, scale_N)
+    has_kernel = not x_BK.is_cuda and x_BK.dtype == scale_N.dtype == torch.bfloat16 and data_NK.dtype == torch.int8
+    if has_kernel and num_rows <= _KERNEL_ROWS and num_features % _KERNEL_MULTIPLE == 0:
+        return torch.ops.aten._weight_int8pack_mm(x_BK, data_NK, scale_N)
+    blocks = _row_blocks(data_NK)
+    if len(blocks) < 2:
+        return _cast_product(x_BK, data_NK, scale_N)
+    return torch.cat([_cast_product(x_BK, data_NK[rows], scale_N[rows]) for rows in blocks], dim=-1)
+
+
+def _cast_product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
+    return (F.linear(x_BK, data_NK.to(x_BK.dtype)) * scale_N).to(x_BK.dtype)
+
+
+@cache
+def _compiled_product() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """One kernel that casts in registers. Tuning by coordinates is what lets the compiler take a product apart."""
+    return torch.compile(_cast_product, dynamic=False, options={"coordinate_descent_tuning": True})
