@@ -1,15 +1,18 @@
 """The key/value cache, behind the model's attention seam: preallocated once, written in place.
 
-Shape letters: R rows of the cache (sequences), B of them at work, L new tokens, T tokens a row has room for, N query
-heads, K key/value heads, G = N/K query heads per key/value head, H head dim.
+Shape letters: R rows of the cache (sequences), B of them at work, L new tokens, T tokens of a row that are looked at,
+N query heads, K key/value heads, G = N/K query heads per key/value head, H head dim.
 """
 
+import mmap
 from collections.abc import Sequence
+from math import prod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 
 class Step(Protocol):
@@ -24,9 +27,16 @@ class Step(Protocol):
 class Prefill:
     """Tokens `start`, … of one row in one pass."""
 
-    def __init__(self, *, row: int, start: int, num_new: int, device: torch.device):
+    def __init__(self, *, row: int, start: int, num_new: int, device: torch.device, dtype: torch.dtype):
         self.row, self.start, self.end = row, start, start + num_new
         self.positions = torch.arange(start, self.end, device=device)
+        # Behind earlier tokens `is_causal` is no help: it would count the queries from 0.
+        self.mask = None if start == 0 else self._seen(device, dtype)
+
+    def _seen(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if device.type == "cuda" and dtype != torch.float32:
+            return causal_lower_right(self.end - self.start, self.end)  # flash attention knows it: no mask in memory
+        return _bias(self.positions, torch.arange(self.end, device=device), dtype)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         row, start, end = self.row, self.start, self.end
@@ -35,36 +45,72 @@ class Prefill:
         keys, values = keys_RKTH[row : row + 1, :, :end], values_RKTH[row : row + 1, :, :end]
         q_BNLH = q_BLNH.transpose(1, 2)
         grouped = q_BNLH.shape[1] != keys.shape[1]
-        if start == 0:
-            out_BNLH = F.scaled_dot_product_attention(q_BNLH, keys, values, is_causal=True, enable_gqa=grouped)
-        else:  # `is_causal` would count the query positions from 0
-            seen_LT = torch.arange(end, device=keys.device) <= self.positions[:, None]
-            out_BNLH = F.scaled_dot_product_attention(q_BNLH, keys, values, attn_mask=seen_LT, enable_gqa=grouped)
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH, keys, values, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=grouped
+        )
         return out_BNLH.transpose(1, 2)
 
 
 class Decode:
-    """One new token for each of the first B rows, which may be of different lengths."""
+    """One new token for each of the first B rows, over no more keys than the longest has: what is fast on a CPU."""
 
-    def __init__(self, lengths: Sequence[int], *, device: torch.device):
-        self.end = max(lengths) + 1
-        self.rows = torch.arange(len(lengths), device=device)
-        self.at = torch.tensor(lengths, device=device)
-        self.positions = self.at[:, None]
-        is_ragged = min(lengths) != max(lengths)
-        self.seen_B11T = (
-            (torch.arange(self.end, device=device) <= self.at[:, None])[:, None, None] if is_ragged else None
-        )
+    def __init__(self, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype):
+        self.num, self.end = len(lengths), max(lengths) + 1
+        at_B = torch.tensor(lengths, device=device)
+        self.positions = at_B[:, None]
+        if min(lengths) == max(lengths):
+            self.written, self.bias_B11T = (slice(self.num), slice(None), lengths[0]), None
+        else:
+            self.written = (torch.arange(self.num, device=device), slice(None), at_B)
+            self.bias_B11T = _bias(self.positions, torch.arange(self.end, device=device), dtype)[:, None, None]
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        keys_RKTH[self.rows, :, self.at] = k_BLKH[:, 0]
-        values_RKTH[self.rows, :, self.at] = v_BLKH[:, 0]
-        num = len(self.rows)
-        keys, values = keys_RKTH[:num, :, : self.end], values_RKTH[:num, :, : self.end]
-        # The G query heads of a KV head stand in for query positions: no key is copied G times.
-        q_BKGH = q_BLNH.squeeze(1).unflatten(1, (keys.shape[1], -1))
-        out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys, values, attn_mask=self.seen_B11T)
-        return out_BKGH.flatten(1, 2).unsqueeze(1)
+        keys_RKTH[self.written] = k_BLKH[:, 0]
+        values_RKTH[self.written] = v_BLKH[:, 0]
+        keys, values = keys_RKTH[: self.num, :, : self.end], values_RKTH[: self.num, :, : self.end]
+        return _attend_one(q_BLNH, keys, values, self.bias_B11T)
+
+
+class StaticDecode:
+    """One new token for each of the first `num` rows over their first `length` keys: the same shapes at every length.
+
+    What changes from step to step lies in tensors that stay where they are, so a CUDA graph can be made of a step.
+    """
+
+    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
+        self.num, self.length, self.dtype = num, length, dtype
+        self.inputs_2B = torch.zeros(2, num, dtype=torch.int64, device=device)
+        self.tokens, self.positions = self.inputs_2B.unsqueeze(-1)  # [B, 1] each
+        self.at_B = self.inputs_2B[1]
+        self.rows, self.columns = torch.arange(num, device=device), torch.arange(length, device=device)
+        self.bias_B11T: Tensor | None = None
+
+    def fill(self, tokens: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take the next token of the first rows. Rows past them do as if they began: only their first key is lost."""
+        idle = [0] * (self.num - len(tokens))
+        self.inputs_2B.copy_(torch.tensor([[*tokens, *idle], [*lengths, *idle]]))
+
+    def begin(self) -> None:
+        """What is the same for all layers; part of the graph."""
+        self.bias_B11T = _bias(self.positions, self.columns, self.dtype)[:, None, None]
+
+    def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        keys_RKTH[self.rows, :, self.at_B] = k_BLKH[:, 0]
+        values_RKTH[self.rows, :, self.at_B] = v_BLKH[:, 0]
+        keys, values = keys_RKTH[: self.num, :, : self.length], values_RKTH[: self.num, :, : self.length]
+        return _attend_one(q_BLNH, keys, values, self.bias_B11T)
+
+
+def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11T: Tensor | None) -> Tensor:
+    # The G query heads of a KV head stand in for query positions: no key is copied G times.
+    q_BKGH = q_B1NH.squeeze(1).unflatten(1, (keys_BKTH.shape[1], -1))
+    out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys_BKTH, values_BKTH, attn_mask=bias_B11T)
+    return out_BKGH.flatten(1, 2).unsqueeze(1)
+
+
+def _bias(positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key, else -inf, in attention's dtype: of a boolean each layer would make one of these."""
+    return torch.zeros((), dtype=dtype, device=columns.device).where(columns <= positions.view(-1, 1), -torch.inf)
 
 
 class KVCache:
@@ -93,14 +139,25 @@ class CachedAttention(nn.Module):
         return self.cache.step.attend(self.keys_RKTH, self.values_RKTH, q_BLNH, k_BLKH, v_BLKH)
 
 
-def attach_cache(model: nn.Module, *, rows: int, room: int, num_kv_heads: int, dtype: torch.dtype) -> KVCache:
+def attach_cache(
+    model: nn.Module, *, rows: int, room: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
     """Give every layer of `model` an empty cache of `rows` × `room` tokens for the KV heads that this rank holds."""
     cache = KVCache(rows=rows, room=room)
     for layer in model.layers.values():
         attention = layer.attention
         shape = (rows, num_kv_heads, room, attention.head_dim)
-        # Zeros: what a shorter row masks is multiplied by 0, and 0 times the NaN of fresh memory is NaN.
-        keys, values = (torch.zeros(shape, dtype=dtype, device=layer.ffn_norm.weight.device) for _ in range(2))
+        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         attention.inner_attention = CachedAttention(cache, keys, values)
         cache.layers.append((keys, values))
     return cache
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros and not what lies there, because a masked key still counts 0 times its value, and 0 × NaN is NaN.
+
+    On a CPU they are the system's own: memory is taken as tokens come, not for all that there is room for.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

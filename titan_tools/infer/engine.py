@@ -3,23 +3,59 @@
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from titan_tools.infer.cache import Decode, Prefill, Step, attach_cache
+from titan_tools.infer.cache import Decode, Prefill, StaticDecode, Step, attach_cache
+from titan_tools.infer.compiled import compiled_body, compiled_module
+from titan_tools.infer.graphs import StaticDecoder
 from titan_tools.infer.load import SlicedModel
 
 PREFILL_TOKENS = 2048  # of one pass; a longer prompt goes through in pieces, so that its activations stay bounded
+_MASK_ELEMENTS = 1 << 26  # queries × keys of one pass behind earlier tokens
+_ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks whose rows start at odd addresses
 
 
 class Engine:
-    """`rows` sequences of up to `room` tokens. With tp > 1 every rank makes the same calls and gets the same logits."""
+    """`rows` sequences of up to `room` tokens. With tp > 1 every rank makes the same calls and gets the same logits.
 
-    def __init__(self, model: SlicedModel, *, rows: int, room: int):
+    `held` are the tokens of each row whose keys lie in the cache.
+    """
+
+    def __init__(
+        self,
+        model: SlicedModel,
+        *,
+        rows: int,
+        room: int,
+        static: bool | None = None,
+        compile: bool = False,
+        backend: str = "inductor",
+    ):
+        """`static`: decode in a few fixed shapes; None: on a GPU, where each is recorded as a CUDA graph.
+
+        `compile`: decode, always in fixed shapes then, through torch.compile with `backend`. Prefill stays as it is:
+        there is a new length with every prompt.
+        """
         self.model, self.rows, self.room = model, rows, room
-        self.lengths = [0] * rows  # tokens that each row holds
+        self.held: list[list[int]] = [[] for _ in range(rows)]
         heads_dim = model.num_kv_heads * model.body.layers["0"].attention.head_dim
         self.bytes_per_cached_token = 2 * len(model.body.layers) * heads_dim * model.dtype.itemsize
-        self._cache = attach_cache(model.body, rows=rows, room=room, num_kv_heads=model.num_kv_heads, dtype=model.dtype)
+        self._cache = attach_cache(
+            model.body,
+            rows=rows,
+            room=-(-room // _ROOM_STEP) * _ROOM_STEP,
+            num_kv_heads=model.num_kv_heads,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        on_gpu = model.device.type == "cuda"
+        self._static = None
+        if compile or (on_gpu if static is None else static):
+            self._static = StaticDecoder(self._static_logits, self._cache, model.device, model.dtype, records=on_gpu)
+        self._decoding_body, self._decoding_head = model.body, model.head
+        if compile:
+            self._decoding_body = compiled_body(model.body, backend=backend)
+            self._decoding_head = compiled_module(model.head, backend=backend)
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Tensor:
@@ -30,30 +66,60 @@ class Engine:
 
     def hidden(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Iterator[Tensor]:
         """As `prefill`, but what the head would see of every token from `keep` on: pieces [L, D], one after another."""
-        for start in range(keep, len(tokens), PREFILL_TOKENS):
-            piece = tokens[start : start + PREFILL_TOKENS]
-            step = Prefill(row=row, start=start, num_new=len(piece), device=self.model.device)
+        assert keep <= len(self.held[row])
+        start = keep
+        while start < len(tokens):
+            piece = tokens[start : start + _piece_tokens(start)]
+            step = Prefill(row=row, start=start, num_new=len(piece), device=self.model.device, dtype=self.model.dtype)
             with torch.inference_mode():
-                hidden_LD = self._forward(step, [piece])[0]
-            self.lengths[row] = start + len(piece)
+                hidden_LD = self._forward(self.model.body, step, torch.tensor([piece], device=self.model.device))[0]
+            self.held[row][start:] = piece
+            start += len(piece)
             yield hidden_LD
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each of the first rows; fp32 logits [B, V]."""
-        num = len(tokens)
-        hidden_BLD = self._forward(Decode(self.lengths[:num], device=self.model.device), [[t] for t in tokens])
-        for row in range(num):
-            self.lengths[row] += 1
-        return self.model.head(hidden_BLD[:, -1]).float()
+        """Append one token to each of the first rows; fp32 logits [B, V]. What rows behind them held may be lost."""
+        lengths = self.lengths(len(tokens))
+        if self._static:
+            logits_BV = self._static(tokens, lengths)
+            for held in self.held[len(tokens) :]:
+                held.clear()
+        else:
+            step = Decode(lengths, device=self.model.device, dtype=self.model.dtype)
+            tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
+            logits_BV = self.model.head(self._forward(self.model.body, step, tokens_B1)[:, -1]).float()
+        for held, token in zip(self.held, tokens, strict=False):
+            held.append(token)
+        return logits_BV
+
+    @torch.inference_mode()
+    def prepare_decode(self, num: int) -> None:
+        """Compile and record what the next `decode` of `num` rows needs, if that was not done before."""
+        if self._static:
+            self._static.prepare(self.lengths(num))
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, *, length: int | None = None) -> None:
-        """Make a row hold the first `length` tokens (default: all) of another."""
-        length = self.lengths[source] if length is None else length
-        self._cache.copy_row(source, target, length)
-        self.lengths[target] = length
+        """Make a row hold the first `length` tokens (default: all) of another, or of itself."""
+        tokens = self.held[source][:length]
+        if source != target:
+            self._cache.copy_row(source, target, len(tokens))
+        self.held[target] = tokens
 
-    def _forward(self, step: Step, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def lengths(self, num: int | None = None) -> list[int]:
+        """How many tokens the first `num` rows (default: all) hold."""
+        return [len(tokens) for tokens in self.held[:num]]
+
+    def _static_logits(self, step: StaticDecode) -> Tensor:
+        hidden_B1D = self._forward(self._decoding_body, step, step.tokens)
+        return self._decoding_head(hidden_B1D[:, -1]).float()
+
+    def _forward(self, body: nn.Module, step: Step, tokens_BL: Tensor) -> Tensor:
         self._cache.step = step
-        return self.model.body(torch.tensor(tokens, device=self.model.device), step.positions)
+        return body(tokens_BL, step.positions)
+
+
+def _piece_tokens(start: int) -> int:
+    """How many tokens go through at once behind `start` others."""
+    return min(PREFILL_TOKENS, max(_MASK_ELEMENTS // (start + PREFILL_TOKENS), 1))

@@ -43,7 +43,7 @@ def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
         useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for those who debug torch
         return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(useful))}"]
     problems = []
-    if backend == "inductor" and (reason := _why_inductor_cannot(device)):
+    if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
     if _mixes_up_what_is_saved(config, device):
         problems.append(
@@ -67,7 +67,8 @@ def _mixes_up_what_is_saved(config: Config, device: torch.device) -> bool:
     return device.type == "cpu" and is_tp and is_whole and compiles(config.compile, "model") and keeps_mesh
 
 
-def _why_inductor_cannot(device: torch.device) -> str | None:
+def why_inductor_cannot(device: torch.device) -> str | None:
+    """What is missing to compile for this device, None where nothing is."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

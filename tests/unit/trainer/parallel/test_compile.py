@@ -139,7 +139,7 @@ def test_whole_layers_again_under_tensor_parallelism_are_refused_where_torch_fai
 
 
 def has_compiler() -> bool:
-    return feature._why_inductor_cannot(CPU) is None
+    return feature.why_inductor_cannot(CPU) is None
 
 
 @pytest.mark.slow
