@@ -71,3 +71,18 @@ def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+@contextmanager
+def tally(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """A bar of `total` things on a terminal, nothing elsewhere. Yields what to call when one more is done."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

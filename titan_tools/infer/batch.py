@@ -1,7 +1,183 @@
-"""(being written)"""
+"""What follows each prompt of a JSON-lines file: one JSON line each, or all in one object.
 
-from titan_tools.infer.task import Task, Work
+Prompts are taken up in the file's order, not the longest first: results then leave in it soon after they are made, and
+as each prompt goes through the model by itself, lengths that are alike would save nothing.
+"""
+
+import os
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from converters.errors import ConfigError
+from titan_tools.console import count, note, tally
+from titan_tools.infer.batch_lines import Line, read_batch, shown
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.generate import Settings, Timings, generate
+from titan_tools.infer.prompts import (
+    DEFAULT_NEW_TOKENS,
+    Prompt,
+    lost_tokens,
+    make_conversation,
+    make_prompt,
+    new_tokens_that_fit,
+)
+from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.report import describe, result_of, stats_of
+from titan_tools.infer.request import Request
+from titan_tools.infer.results_file import Key, check_place, check_results
+from titan_tools.infer.say import rows_of, settings_of
+from titan_tools.infer.sinks import Sink, open_sink
+from titan_tools.infer.task import Work
+
+_ROLES = ("system", "user", "assistant", "tool")
 
 
-def prepare_batch(work: Work) -> Task:
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt that waits. Its tokens take 4 bytes each; in a list they would take 36."""
+
+    id: str | int
+    text: str
+    tokens: array
+    lost: str  # what --truncate left took, in words
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.id, self.text, self.tokens.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A task; see task.py."""
+
+    request: Request
+    work: Work
+    asked: list[_Asked]
+    keys: list[Key]  # of all results, in their order
+    settings: Settings
+    rows: int
+    room: int
+
+    def run(self, engine: Engine, ranks: Ranks) -> None:
+        samples = self.settings.samples
+        with self._open_sink() if ranks.is_first else nullcontext() as sink:
+            # Told by one rank to all: the file changes while they run, and each must make the same calls.
+            missing = ranks.share(self._missing(sink) if ranks.is_first else None)
+            if ranks.is_first:
+                self._tell_beforehand(missing)
+            timings, started = Timings(), perf_counter()
+            prompts = (self.asked[i].prompt() for i in missing)
+            with self._bar(len(missing) * samples, ranks) as advance:
+                for completion in generate(engine, prompts, self.settings, self.work.vocabulary, timings=timings):
+                    key = (completion.prompt.id, completion.sample)
+                    if ranks.is_first and key not in sink:
+                        sink.append(key, result_of(completion, samples=samples))
+                    advance()
+            stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
+            if ranks.is_first:
+                sink.finish(stats)
+                if missing and not self.request.as_json:
+                    note(describe(stats, num=len(missing) * samples))
+
+    def _open_sink(self) -> AbstractContextManager[Sink]:
+        request = self.request
+        return open_sink(request.out, self.keys, _comparison(self.asked, self.settings), as_json=request.as_json)
+
+    def _missing(self, sink: Sink) -> list[int]:
+        samples = range(self.settings.samples)
+        return [i for i, one in enumerate(self.asked) if not all((one.id, sample) in sink for sample in samples)]
+
+    def _tell_beforehand(self, missing: list[int]) -> None:
+        if lost := [one for one in self.asked if one.lost]:
+            note(f"--truncate left: {count(len(lost), 'prompt')} did not fit; of id {lost[0].id!r} {lost[0].lost}")
+        if num_done := len(self.asked) - len(missing):
+            note(f"{num_done:,} of {count(len(self.asked), 'prompt')} are in {self.request.out} already: skipped")
+
+    def _bar(self, num: int, ranks: Ranks) -> AbstractContextManager[Callable[[], None]]:
+        lines_pass = self.request.out is None and not self.request.as_json and sys.stdout.isatty()
+        if not ranks.is_first or lines_pass:
+            return nullcontext(lambda: None)
+        return tally(num, "generating")
+
+
+def prepare_batch(work: Work) -> Batch:
+    """The prompts of `work.request.batch`, each of which must fit, and an OUT that can take their results.
+
+    Raises DataError with all lines that are wrong, and ConfigError for what is wrong with OUT; nothing is written.
+    """
+    request, context = work.request, work.args.max_seq_len
+    if work.tp > 1 and not request.batch.is_file():
+        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
+    longest = 0
+
+    def take(line: Line) -> _Asked:
+        nonlocal longest
+        prompt = _prompt_of(line, work)
+        new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context)
+        longest = max(longest, len(prompt.tokens) + new)
+        lost = lost_tokens(work, prompt) if prompt.num_lost else ""
+        return _Asked(line.id, prompt.text, array("i", prompt.tokens), lost)
+
+    if request.out is not None:
+        check_place(request.out, batch=request.batch)
+    asked = read_batch(request.batch, take, keys=("prompt", "messages"))
+    # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
+    settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
+    keys = [(one.id, sample) for one in asked for sample in range(settings.samples)]
+    if request.out is not None and os.environ.get("RANK", "0") == "0":
+        check_results(request.out, keys, _comparison(asked, settings))
+    return Batch(request, work, asked, keys, settings, rows_of(request, len(keys)), longest)
+
+
+def _prompt_of(line: Line, work: Work) -> Prompt:
+    if "messages" not in line.values:
+        return make_prompt(work, line.id, line.text("prompt"))
+    if "prompt" in line.values:
+        raise ConfigError("has both 'prompt' and 'messages'")
+    if work.template is None:
+        raise ConfigError("'messages' are of a chat", tries=["--chat"])
+    return make_conversation(work, line.id, _messages(line.values["messages"]))
+
+
+def _messages(value: Any) -> Sequence[Mapping[str, str]]:
+    """Raises ConfigError where a line's messages are not a conversation that waits for an answer."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"'messages' must be a list of messages, not {shown(value)}")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+            raise ConfigError(f"message {number} must have 'role' and 'content', and is {shown(message)}")
+        if message["role"] not in _ROLES:
+            raise ConfigError(f"the role of message {number} is {shown(message['role'])}, not one of {_ROLES}")
+        if not isinstance(message["content"], str):
+            raise ConfigError(f"the content of message {number} must be a string, not {shown(message['content'])}")
+    if value[-1]["role"] in ("system", "assistant"):
+        raise ConfigError(f"the last message is the {value[-1]['role']}'s: there is nothing to answer")
+    return value
+
+
+def _comparison(asked: Sequence[_Asked], settings: Settings) -> Callable[[Key, dict[str, Any]], str]:
+    return partial(_difference, {one.id: one for one in asked}, settings)
+
+
+def _difference(asked: Mapping[str | int, _Asked], settings: Settings, key: Key, result: dict[str, Any]) -> str:
+    """What makes a result of an earlier run another than one that this run would make; "" for nothing.
+
+    A result does not tell all options that made it, so that another --temperature, say, goes unnoticed.
+    """
+    one, tokens, prompt_tokens = asked[key[0]], result.get("tokens"), result.get("prompt_tokens")
+    if not isinstance(tokens, list) or not isinstance(prompt_tokens, list) or "text" not in result:
+        return "no result"
+    if result.get("prompt") != one.text:
+        return "another prompt"
+    if prompt_tokens != one.tokens.tolist():
+        return "other tokens of the same prompt: another tokenizer, template, --system or --truncate"
+    if ("sample" in result) != (settings.samples > 1):
+        return "another number of --samples"
+    if (result.get("logprobs") is None) != (settings.logprobs is None):
+        return "made with --logprobs" if settings.logprobs is None else "made without --logprobs"
+    return "more tokens than --max-new-tokens" if len(tokens) > settings.max_new_tokens else ""

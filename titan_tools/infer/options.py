@@ -1,51 +1,122 @@
 """Which options of `titan infer` go together: all that do not are told at once, before anything is read."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, list_offenders
+from titan_tools.infer.prompts import FROM_BOS, what_is_missing
 from titan_tools.infer.request import Request
 from titan_tools.infer.sampling import check_sampling
 
 
+class _Problem(NamedTuple):
+    told: str
+    tries: tuple[str, ...] = ()
+
+
 def check_options(request: Request) -> None:
     """Raise ConfigError with everything in the request that has no meaning beside the rest of it."""
-    if problems := list(_problems(request)):
-        raise ConfigError("; ".join(problems))
-    check_sampling(request.sampling)
+    problems = list(_problems(request))
+    try:
+        check_sampling(request.sampling)
+    except ConfigError as error:
+        problems.append(_Problem(error.message, error.tries))
+    if not problems:
+        return
+    message = problems[0].told
+    if len(problems) > 1:
+        message = f"{len(problems)} things cannot be:" + list_offenders([problem.told for problem in problems])
+    raise ConfigError(message, tries=list(dict.fromkeys(line for problem in problems for line in problem.tries)))
 
 
-def _problems(request: Request) -> Iterator[str]:
-    if request.text is None and request.batch is None and not request.chat:
-        yield "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE; or --chat"
-    if request.text is not None and request.batch is not None:
-        yield "--batch has prompts of its own: leave the other prompt out"
-    if request.out is not None and request.batch is None:
-        yield "--out is where the results of a --batch go"
-    if request.system is not None and not request.chat:
-        yield "--system is a message of a --chat"
-    if request.score:
-        asked = {
-            "--chat": request.chat,
-            "--temperature": request.sampling.temperature,
-            "--samples": request.samples != 1,
-            "--max-new-tokens": request.max_new_tokens,
-            "--stop": request.stop,
-        }
-        yield from (
-            f"{name} has no meaning with --score, which makes no new tokens" for name, said in asked.items() if said
+def _problems(request: Request) -> Iterator[_Problem]:
+    yield from _of_prompts(request)
+    for name, text in (("--system", request.system), *(("--stop", stop) for stop in request.stop)):
+        if wrong := _not_utf8(text or ""):
+            yield _Problem(f"{name} is not UTF-8: {wrong}")
+    if "" in request.stop:
+        yield _Problem("--stop is empty, and every text ends with nothing", ('--stop "###"',))
+    if request.samples > 1 and request.sampling.temperature == 0 and not request.score:
+        yield _Problem(
+            f"--samples {request.samples} at temperature 0 would all be alike: give --temperature", ("--temperature 1",)
         )
-    if request.samples > 1 and request.sampling.temperature == 0:
-        yield f"--samples {request.samples} at temperature 0 would all be alike: give --temperature"
-    if _is_conversation(request):
-        asked = {
-            "--json": request.as_json,
-            "--samples": request.samples != 1,
-            "--logprobs": request.logprobs is not None,
-        }
-        yield from (f"{name} has no meaning in a conversation; give a prompt" for name, said in asked.items() if said)
+    if request.score:
+        yield from _without_meaning(_OF_GENERATION, request, "with --score, which makes no new tokens")
+    if is_conversation(request):
+        yield from _without_meaning(_OF_RESULTS, request, "in a conversation; give a prompt")
     elif request.context is not None:
-        yield "--context is of a conversation: --chat without a prompt"
+        yield _Problem("--context is of a conversation: --chat without a prompt")
+    if request.chat:
+        yield from _without_meaning(_OF_PLAIN_TEXT, request, "in a chat, where the template brings the special tokens")
+    elif request.system is not None:
+        yield _Problem("--system is a message of a --chat", ("--chat",))
 
 
-def _is_conversation(request: Request) -> bool:
-    return request.chat and request.text is None and request.batch is None
+def _of_prompts(request: Request) -> Iterator[_Problem]:
+    if request.text is None and request.batch is None and not is_conversation(request):
+        yield _Problem(
+            "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE; or --chat",
+            ('--prompt "" --from-bos',) if request.from_bos else (),
+        )
+    if request.text is not None and request.batch is not None:
+        yield _Problem("--batch has prompts of its own: leave the other prompt out")
+    if request.text is not None and (missing := what_is_missing(request.text, from_bos=request.from_bos)):
+        can_be_empty = not (request.chat or request.score)
+        yield _Problem(f"the prompt {missing}", (FROM_BOS,) if can_be_empty else ('--prompt "Once upon a time"',))
+    if request.batch is None:
+        if request.out is not None:
+            yield _Problem("--out is where the results of a --batch go", ("--batch FILE",))
+        if request.batch_size is not None and request.samples == 1 and not is_conversation(request):
+            yield _Problem("--batch-size is of a --batch, or of --samples: there is one sequence here")
+
+
+def is_conversation(request: Request) -> bool:
+    """Whether a person is to be talked with: --chat, and no prompt."""
+    return request.chat and request.text is None and request.batch is None and not request.score
+
+
+_OF_GENERATION = (
+    "--chat", "--max-new-tokens", "--stop", "--ignore-eos", "--temperature", "--top-k", "--top-p", "--min-p",
+    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile",
+)  # fmt: skip
+_OF_RESULTS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
+_OF_PLAIN_TEXT = ("--from-bos", "--special-tokens")
+
+
+def _without_meaning(names: tuple[str, ...], request: Request, where: str) -> Iterator[_Problem]:
+    said = _said(request)
+    yield from (_Problem(f"{name} has no meaning {where}") for name in names if said[name])
+
+
+def _said(request: Request) -> dict[str, bool]:
+    """Which of the options that have no meaning somewhere were given."""
+    sampling = request.sampling
+    return {
+        "--chat": request.chat,
+        "--max-new-tokens": request.max_new_tokens is not None,
+        "--stop": bool(request.stop),
+        "--ignore-eos": request.ignore_eos,
+        "--temperature": sampling.temperature != 0,
+        "--top-k": sampling.top_k is not None,
+        "--top-p": sampling.top_p is not None,
+        "--min-p": sampling.min_p is not None,
+        "--repetition-penalty": sampling.repetition_penalty != 1,
+        "--samples": request.samples != 1,
+        "--logprobs": request.logprobs is not None,
+        "--json": request.as_json,
+        "--truncate": request.truncate is not None,
+        "--from-bos": request.from_bos,
+        "--special-tokens": request.special_tokens,
+        "--compile": request.compile,
+        "--batch-size": request.batch_size is not None,
+    }
+
+
+def _not_utf8(text: str) -> str:
+    """Which byte of an argument was none; Python hands such bytes on as lone surrogates."""
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte 0x{data[error.start]:02x} at offset {error.start}"
+    return ""

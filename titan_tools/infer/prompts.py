@@ -1,14 +1,23 @@
 """Prompts: read from an argument, a file or stdin, and turned into tokens that fit the model."""
 
 import sys
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import ConfigError
+from titan_tools.console import count
+from titan_tools.infer.chat_template import encode_chat
 from titan_tools.infer.task import Work
 from titan_tools.launch import inside_launch
+from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
+# A text that gives more than twice the context in tokens is refused, or cut, by a part of it: 10 MB need not be read
+_FAR_TOO_LONG = 2
+_SHORT_CHARS = 100_000  # of a text that may be encoded once more, to see what else it could have meant
+FROM_BOS = "--from-bos, to begin with the begin-of-text token alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,7 @@ class Prompt:
     id: str | int
     text: str
     tokens: list[int]
+    num_lost: int = 0  # tokens of its beginning that --truncate left took; of a huge text at least so many
 
 
 def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str | None:
@@ -63,27 +73,176 @@ def _decode(data: bytes, where: str) -> str:
         raise ConfigError(
             f"the prompt in {where} holds a NUL byte at offset {data.index(0)}", hint="a binary file, or UTF-16 text?"
         )
-    if not text.strip():
-        what = "is empty" if not text else "holds nothing but white space"
-        raise ConfigError(f"the prompt in {where} {what}", tries=['--prompt "Once upon a time"'])
     return text
+
+
+def what_is_missing(text: str, *, from_bos: bool) -> str:
+    """What is wrong with a prompt of nothing; "" where there is something to go on from."""
+    if from_bos or text.strip():
+        return ""
+    return "is empty" if not text else "holds nothing but white space"
 
 
 def read_one(work: Work) -> Prompt:
     """The one prompt of a request, as the model shall see it: behind the begin-of-text token, or in its template."""
-    text = work.request.text
-    return Prompt("0", text, work.vocabulary.tokenizer.encode(text, bos=True, eos=False))
+    return make_prompt(work, "0", work.request.text)
 
 
-def new_tokens_that_fit(prompt: Prompt, *, max_new_tokens: int | None, context: int) -> int:
-    """How many tokens to generate: as asked, else 128 or what the context leaves. Raises ConfigError if too many."""
+def make_prompt(work: Work, id: str | int, text: str) -> Prompt:
+    """`text` behind the begin-of-text token or, in a chat, as what the user says.
+
+    Raises ConfigError where there is nothing in it, or more than fits.
+    """
+    if missing := what_is_missing(text, from_bos=work.request.from_bos):
+        raise ConfigError(f"the prompt {missing}", tries=[FROM_BOS] if work.template is None else [])
+    if work.template is not None:
+        return _chat_prompt(work, id, [{"role": "user", "content": text}], text)
+    return _plain_prompt(work, id, text)
+
+
+def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
+    request, tokenizer, context = work.request, work.vocabulary.tokenizer, work.args.max_seq_len
+    if not request.special_tokens and _is_only_special(tokenizer, text):
+        raise ConfigError(
+            f"the prompt {text.strip()[:60]!r} is made of special tokens alone, and in a prompt they are text",
+            tries=["--special-tokens, to read them as tokens", '--prompt "" --from-bos'],
+        )
+    cut, bos = request.truncate == "left", tokenizer.bos_id
+    ids, is_all = _encode_up_to(
+        tokenizer, text, num_tokens=_FAR_TOO_LONG * context, special=request.special_tokens, from_end=cut
+    )
+    if bos is not None and ids[:1] != [bos]:  # --special-tokens may have brought one
+        ids = [bos, *ids]
+    if not ids:
+        raise ConfigError("there is nothing to begin with: this tokenizer has no begin-of-text token")
+    num_lost = max(0, len(ids) - _room_when_cut(work)) if cut else 0
+    if num_lost:
+        ids = [*ids[:1], *ids[1 + num_lost :]] if bos is not None else ids[num_lost:]
+    prompt = Prompt(id, text, ids, num_lost)
+    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_all=is_all or cut)
+    return prompt
+
+
+def make_conversation(work: Work, id: str | int, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    """Messages (role, content) in the chat template; the prompt's text is what the template makes of them.
+
+    `--system` stands before messages that bring no system message. Raises ConfigError where they do not fit.
+    """
+    return _chat_prompt(work, id, messages, None)
+
+
+def _chat_prompt(work: Work, id: str | int, messages: Sequence[Mapping[str, str]], text: str | None) -> Prompt:
+    """With --truncate left whole messages go, oldest first, so that what is left still begins with a user's."""
+    request, context = work.request, work.args.max_seq_len
+    if request.system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": request.system}, *messages]
+    for message in messages:
+        _refuse_far_too_long(work, message["content"])
+    tokens = _encode_chat(work, messages)
+    num_whole = len(tokens)
+    if request.truncate == "left" and num_whole > (room := _room_when_cut(work)):
+        system = [m for m in messages[:1] if m["role"] == "system"]
+        starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > len(system)]
+        first = bisect_left(starts, True, key=lambda i: len(_encode_chat(work, [*system, *messages[i:]])) <= room)
+        if first < len(starts):
+            messages = [*system, *messages[starts[first] :]]
+            tokens = _encode_chat(work, messages)
+    text = work.template.render(messages) if text is None else text
+    prompt = Prompt(id, text, tokens, num_whole - len(tokens))
+    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_chat=True)
+    return prompt
+
+
+def _encode_chat(work: Work, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    return encode_chat(work.template, work.vocabulary.tokenizer, messages)
+
+
+def notes_on(work: Work, prompt: Prompt) -> list[str]:
+    """What a person should know of how a prompt was read."""
+    notes = []
+    if prompt.num_lost:
+        notes.append(f"{lost_tokens(work, prompt)} (--truncate left); {len(prompt.tokens):,} are left")
+    tokenizer, is_text = work.vocabulary.tokenizer, not (work.request.special_tokens or work.template)
+    if is_text and len(prompt.text) <= _SHORT_CHARS:
+        plain, special = (tokenizer.encode(prompt.text, special=asked) for asked in (False, True))
+        if plain != special:
+            notes.append("special tokens written in the prompt were read as text; --special-tokens reads them as such")
+    return notes
+
+
+def lost_tokens(work: Work, prompt: Prompt) -> str:
+    """What --truncate left took; of a text that is far too long only the end was turned into tokens."""
+    at_least = "at least " if prompt.num_lost > (_FAR_TOO_LONG - 1) * work.args.max_seq_len else ""
+    return f"the prompt lost {at_least}{count(prompt.num_lost, 'token')} of its beginning"
+
+
+def new_tokens_that_fit(
+    prompt: Prompt, *, max_new_tokens: int | None, context: int, is_all: bool = True, is_chat: bool = False
+) -> int:
+    """How many tokens to generate: as asked, else 128 or what the context leaves. Raises ConfigError if too many.
+
+    `is_all`: the prompt's tokens are all that its text gives.
+    """
     num_prompt = len(prompt.tokens)
     room = context - num_prompt
     if room < 1 or (max_new_tokens or 1) > room:
-        asked = f" and {max_new_tokens} new ones" if max_new_tokens else ""
+        asked = f" and {max_new_tokens:,} new ones" if max_new_tokens else ""
+        many = f"{num_prompt:,}" if is_all else f"more than {num_prompt:,}"
+        tries = [f"--max-new-tokens {room}"] if room > 0 else []
+        if not prompt.num_lost and not is_chat:
+            tries.append("--truncate left, which drops the beginning of a prompt that is too long")
         raise ConfigError(
-            f"{num_prompt} prompt tokens{asked} do not fit the model's context of {context} tokens",
-            hint=f"at most {room} new tokens fit behind this prompt" if room > 0 else "the prompt itself is too long",
-            tries=[f"--max-new-tokens {room}"] if room > 0 else [],
+            f"{many} prompt tokens{asked} do not fit the model's context of {context:,} tokens",
+            hint=f"at most {room:,} new tokens fit behind this prompt" if room > 0 else "the prompt itself is too long",
+            tries=tries,
         )
     return max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
+
+
+def _room_when_cut(work: Work) -> int:
+    """Tokens that --truncate left leaves of a prompt: what follows needs its place, of which 128 at most are assumed.
+
+    Raises ConfigError where there is none for a prompt.
+    """
+    asked, context = work.request.max_new_tokens, work.args.max_seq_len
+    room = context - (asked or min(DEFAULT_NEW_TOKENS, context // 4))
+    if room < 2:  # begin-of-text and one token
+        raise ConfigError(
+            f"{asked:,} new tokens leave no place for a prompt in the model's context of {context:,} tokens",
+            tries=[f"--max-new-tokens {context // 2}"],
+        )
+    return room
+
+
+def _encode_up_to(
+    tokenizer: Tokenizer, text: str, *, num_tokens: int, special: bool = False, from_end: bool = False
+) -> tuple[list[int], bool]:
+    """Ids of the text; of one that has more than `num_tokens`, those of its beginning or end. And whether it is all.
+
+    Where the part was cut off, a token or two may differ from the whole text's: what is used lies far from there.
+    """
+    num_chars = 4 * num_tokens
+    while num_chars < len(text):
+        ids = tokenizer.encode(text[-num_chars:] if from_end else text[:num_chars], special=special)
+        if len(ids) > num_tokens:
+            return ids, False
+        num_chars *= 4
+    return tokenizer.encode(text, special=special), True
+
+
+def _refuse_far_too_long(work: Work, content: str) -> None:
+    context = work.args.max_seq_len
+    ids, is_all = _encode_up_to(work.vocabulary.tokenizer, content, num_tokens=_FAR_TOO_LONG * context)
+    if not is_all:
+        raise ConfigError(
+            f"a message of more than {len(ids):,} tokens does not fit the model's context of {context:,} tokens"
+        )
+
+
+def _is_only_special(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether special tokens, read as such, would be all that a text is."""
+    text = text.strip()
+    if not (text[:1] in ("<", "[") and text[-1] in (">", "]")):  # no family writes them otherwise
+        return False
+    ids = tokenizer.encode(text[:_SHORT_CHARS], special=True)
+    return all(tokenizer.encode(piece) != [id] for piece, id in ((tokenizer.decode([id]), id) for id in ids))

@@ -4,13 +4,20 @@ import sys
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
+
+from converters.errors import ConfigError
 from titan_tools.console import note, print_json
 from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, Timings, generate
-from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, read_one
+from titan_tools.infer.generate import Completion, Settings, Timings, generate
+from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
+from titan_tools.infer.request import Request
+from titan_tools.infer.sinks import InOrder
 from titan_tools.infer.task import Work
+
+_ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +31,30 @@ class OnePrompt:
     room: int
 
     def run(self, engine: Engine, ranks: Ranks) -> None:
-        request, timings, started = self.work.request, Timings(), perf_counter()
-        streams = ranks.is_first and not request.as_json and request.samples == 1
-        completions = list(
-            generate(
-                engine,
-                [self.prompt],
-                self.settings,
-                self.work.vocabulary,
-                timings=timings,
-                on_text=_print if streams else None,
-            )
-        )
+        as_json, samples = self.work.request.as_json, self.settings.samples
+        talks = ranks.is_first and not as_json
+        if ranks.is_first:
+            for line in notes_on(self.work, self.prompt):
+                note(line)
+        timings, started = Timings(), perf_counter()
+        ordered, completions = InOrder([(self.prompt.id, sample) for sample in range(samples)]), []
+        for completion in generate(
+            engine,
+            [self.prompt],
+            self.settings,
+            self.work.vocabulary,
+            timings=timings,
+            on_text=_print if talks and samples == 1 else None,
+        ):
+            for due in ordered.put((self.prompt.id, completion.sample), completion):
+                completions.append(due)
+                if talks:
+                    _print("\n" if samples == 1 else _with_header(due))
         stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
-        if not ranks.is_first:
-            return
-        completions.sort(key=lambda completion: completion.sample)
-        if request.as_json:
-            results = [result_of(completion, samples=request.samples) for completion in completions]
-            print_json({"results": results, "stats": stats})
-            return
-        if streams:
-            _print("\n")
-        else:
-            for completion in completions:
-                print(f"--- {completion.sample}\n{completion.text}", flush=True)
-        note(describe(stats))
+        if talks:
+            note(describe(stats, num=samples))
+        elif ranks.is_first:
+            print_json({"results": [result_of(one, samples=samples) for one in completions], "stats": stats})
 
 
 def prepare_one(work: Work) -> OnePrompt:
@@ -57,13 +62,18 @@ def prepare_one(work: Work) -> OnePrompt:
     request = work.request
     prompt = read_one(work)
     num_new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=work.args.max_seq_len)
-    rows = min(request.samples, request.batch_size or request.samples)
-    return OnePrompt(work, prompt, settings_of(work, max_new_tokens=num_new), rows, len(prompt.tokens) + num_new)
+    settings, rows = settings_of(work, max_new_tokens=num_new), rows_of(request, request.samples)
+    return OnePrompt(work, prompt, settings, rows, len(prompt.tokens) + num_new)
 
 
 def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
-    """How `generate` shall continue, from what was asked and from what the checkpoint says of its ends."""
-    request, vocabulary = work.request, work.vocabulary
+    """How `generate` shall continue, from what was asked and from what the checkpoint says of its ends.
+
+    Raises ConfigError where more logprobs were asked for than there are tokens.
+    """
+    request, vocabulary, vocab_size = work.request, work.vocabulary, work.args.vocab_size
+    if request.logprobs is not None and request.logprobs > vocab_size:
+        raise ConfigError(f"--logprobs is {request.logprobs}, but the vocabulary has {vocab_size} tokens")
     return Settings(
         max_new_tokens=max_new_tokens,
         sampling=request.sampling,
@@ -72,6 +82,15 @@ def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
         logprobs=request.logprobs,
         samples=request.samples,
     )
+
+
+def rows_of(request: Request, num_sequences: int) -> int:
+    """Sequences at a time: --batch-size, else as many as a machine's memory does not mind."""
+    return min(num_sequences, request.batch_size or (_ROWS_ON_GPU if torch.cuda.is_available() else _ROWS_ON_CPU))
+
+
+def _with_header(completion: Completion) -> str:
+    return f"--- {completion.sample}\n{completion.text}\n"
 
 
 def _print(text: str) -> None:
