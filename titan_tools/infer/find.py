@@ -1,9 +1,12 @@
-"""From the path a user gives to what holds weights: a run's folder stands for its newest whole step."""
+"""From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
 
 from pathlib import Path
 
+from converters.assets import find_assets
 from converters.errors import CheckpointError, list_offenders
-from converters.names import DCP_METADATA
+from converters.formats.hf_cache import snapshot_of
+from converters.model_info import says_model
+from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
 from titan_tools.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
@@ -11,9 +14,9 @@ from trainer.config.sections import Checkpoint
 
 def find_checkpoint(path: Path) -> Path:
     """`path` itself, or the newest whole step of a run's folder. Raises CheckpointError where no step is whole."""
-    if (path / DCP_METADATA).is_file():
+    if not path.is_dir() or (path / DCP_METADATA).is_file():
         return path
-    run = next((folder for folder in (path, path / Checkpoint().folder) if list_steps(folder)), None)
+    run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
     if run is None:
         return path
     problems = []
@@ -26,3 +29,41 @@ def find_checkpoint(path: Path) -> Path:
             return folder
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is whole:" + list_offenders(problems))
+
+
+def find_model_place(model_from: Path | None) -> Path | None:
+    """What shall say the model: `model_from`, unless it has nothing but a tokenizer; None is the checkpoint itself."""
+    if model_from and model_from.exists() and not says_model(model_from) and _has_tokenizer(_folder_of(model_from)):
+        return None
+    return model_from
+
+
+def find_tokenizer(root: Path, model_from: Path | None) -> Path:
+    """The folder of the tokenizer: `model_from`'s, else that of the checkpoint, which lies in `root`.
+
+    Raises CheckpointError where neither has one.
+    """
+    places = [_folder_of(model_from)] if model_from else []
+    places.append(root)
+    if found := next(filter(_has_tokenizer, places), None):
+        return found
+    raise CheckpointError(
+        f"there is no tokenizer in {' or '.join(map(str, places))}",
+        hint=f"looked for {TOKENIZER_JSON} and {TIKTOKEN_MODEL}",
+        tries=["--model-from FOLDER, a folder that has the model's tokenizer"],
+    )
+
+
+def _places_of_steps(path: Path) -> list[Path]:
+    """Where a run may keep its steps: here, in the folder of that name, or in the one that it was told to take."""
+    usual = path / Checkpoint().folder
+    others = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.is_symlink() and p != usual and list_steps(p)]
+    return [path, usual, *(others if len(others) == 1 else ())]
+
+
+def _folder_of(path: Path) -> Path:
+    return snapshot_of(path) if path.is_dir() else path.parent
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return not {TOKENIZER_JSON, TIKTOKEN_MODEL}.isdisjoint(find_assets(folder))

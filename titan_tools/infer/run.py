@@ -14,7 +14,7 @@ from titan_tools.infer.batch import prepare_batch
 from titan_tools.infer.chat import prepare_chat
 from titan_tools.infer.chat_template import read_template
 from titan_tools.infer.engine import Engine
-from titan_tools.infer.find import find_checkpoint
+from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
 from titan_tools.infer.load import SlicedModel, load_model
 from titan_tools.infer.options import check_options
 from titan_tools.infer.ranks import check_devices, degree, join, leave, own_device
@@ -35,7 +35,7 @@ def infer(request: Request) -> None:
     with rank_errors():
         check_options(request)
         checkpoint = find_checkpoint(request.checkpoint)
-        with open_native(checkpoint, model_from=request.model_from) as weights:
+        with open_native(checkpoint, model_from=find_model_place(request.model_from)) as weights:
             work = _look(request, weights)
             task = _prepare(work)
             if checkpoint != request.checkpoint:
@@ -58,7 +58,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     check_tp(args, tp)
     check_devices(tp)
     check_sampling(request.sampling, vocab_size=args.vocab_size)
-    folder = request.model_from or weights.catalog.root
+    folder = find_tokenizer(weights.catalog.root, request.model_from)
     vocabulary = read_vocabulary(folder, weights.info)
     template = read_template(folder) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype

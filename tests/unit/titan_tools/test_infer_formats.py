@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 
 import pytest
 import torch
@@ -66,3 +67,99 @@ def test_greedy_tokens_are_those_of_transformers(titan, source, form, tmp_path):
     (result,) = json.loads(out)["results"]
     assert result["prompt_tokens"] == prompt
     assert result["tokens"] == expected
+
+
+def ids(printed):
+    (result,) = json.loads(printed)["results"]
+    return result["tokens"]
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """An HF folder in bf16, and transformers' fp32 tokens with those weights."""
+    folder = tmp_path_factory.mktemp("half")
+    model, prompt = write_model(folder, "llama, tied", torch.bfloat16)
+    (said,) = greedy(model.float(), [prompt], NUM_NEW)
+    assert min(said.gaps) > 1e-3
+    return folder, said.tokens
+
+
+@pytest.mark.parametrize("form", ["hf", "dcp for a mesh", "torch .pt", "meta", "torchtune's own"])
+def test_bfloat16_is_computed_as_it_is_stored_or_in_float32(titan, half, form, tmp_path):
+    hf, expected = half
+    place = FORMS[form].write(hf, tmp_path)
+    model_from = () if FORMS[form].says_model else ("--model-from", hf)
+    code, out, err = titan("infer", place, *ASK, *model_from, "--dtype", "float32")
+    assert code == 0, err
+    assert ids(out) == expected
+    as_stored = titan("infer", place, *ASK, *model_from)
+    assert json.loads(as_stored[1])["stats"]["dtype"] == "bfloat16"
+    assert ids(as_stored[1]) == ids(titan("infer", hf, *ASK)[1])
+
+
+LLAMA = pytest.mark.parametrize("source", ["llama, tied"], indirect=True)
+
+
+@LLAMA
+@pytest.mark.parametrize("steps", ["run/checkpoint", "run/elsewhere", "run"])
+def test_a_runs_folder_wherever_it_keeps_its_steps(titan, source, steps, tmp_path):
+    hf, _, expected = source
+    made = FORMS["dcp"].write(hf, tmp_path)
+    (tmp_path / "run" / "tensorboard").mkdir(parents=True)
+    (tmp_path / steps).mkdir(exist_ok=True)
+    made.rename(tmp_path / steps / "step-7")
+    code, out, err = titan("infer", tmp_path / "run", *ASK)
+    assert code == 0 and f"reading {tmp_path / steps / 'step-7'}" in err
+    assert ids(out) == expected
+
+
+@LLAMA
+def test_two_folders_of_steps_are_not_chosen_between(titan, source, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        FORMS["dcp"].write(source[0], tmp_path / "run" / name).rename(tmp_path / "run" / name / "step-7")
+    code, out, err = titan("infer", tmp_path / "run", *ASK)
+    assert code == 2 and out == "" and "the folder of a run" in err and "step-7" in err
+
+
+@LLAMA
+@pytest.mark.parametrize("where", ["folder", "repository", "file"])
+def test_model_from_may_be_anything_that_opens(titan, source, where, tmp_path):
+    hf, _, expected = source
+    place = FORMS["torchtitan"].write(hf, tmp_path)
+    model_from = {"folder": "hf", "repository": "hf cache, repository", "file": "hf, its file"}[where]
+    (tmp_path / "from").mkdir()
+    code, out, err = titan("infer", place, *ASK, "--model-from", FORMS[model_from].write(hf, tmp_path / "from"))
+    assert code == 0, err
+    assert ids(out) == expected
+
+
+@LLAMA
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_a_tokenizer_alone_may_come_from_elsewhere(titan, source, form, tmp_path):
+    hf, _, expected = source
+    place = FORMS[form].write(hf, tmp_path)
+    shutil.copytree(place, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "titan_manifest.json"))
+    code, out, err = titan("infer", tmp_path / "bare", *ASK)
+    assert code == 2 and out == ""
+    assert f"there is no tokenizer in {tmp_path / 'bare'}" in err and "--model-from FOLDER" in err
+    (tmp_path / "tokenizer").mkdir()
+    shutil.copy(hf / "tokenizer.model", tmp_path / "tokenizer")
+    code, out, err = titan("infer", tmp_path / "bare", *ASK, "--model-from", tmp_path / "tokenizer")
+    assert code == 0, err
+    assert ids(out) == expected
+
+
+@LLAMA
+@pytest.mark.parametrize("form", ["torchtitan", "torch .pt", "torch, a loop's own"])
+def test_what_does_not_say_its_model_is_told_how_to(titan, source, form, tmp_path):
+    code, out, err = titan("infer", FORMS[form].write(source[0], tmp_path), *ASK)
+    assert code == 2 and out == ""
+    assert "says what model this is" in err and "--model-from FOLDER" in err
+
+
+@LLAMA
+def test_a_model_from_that_is_not_there_is_told(titan, source, tmp_path):
+    place = FORMS["torch .pt"].write(source[0], tmp_path)
+    code, _, err = titan("infer", place, *ASK, "--model-from", tmp_path / "missing")
+    assert code == 2 and str(tmp_path / "missing") in err and "no such folder" in err
