@@ -1,0 +1,156 @@
+"""Weights of 8 bits: how far they are from what they stand for, and that products are those of the rounded weight."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.tiny_infer import complete, load
+from tests.tiny_llama import BOS, write_llama
+from titan_tools.infer import quantize as quantizing
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes
+
+HOW = ["int8", "float8"]
+DTYPES = [torch.bfloat16, torch.float32]
+ROUNDING = {torch.bfloat16: 6e-3, torch.float32: 1e-5}  # of a product: it and the scaled one are rounded
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def random_weight(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(shape))
+    sizes = torch.logspace(-4, 1, shape[0])[:, None]  # rows of very different sizes
+    return (torch.randn(shape, generator=generator) * sizes).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOW)
+def test_each_weight_is_off_by_half_a_step_of_its_row(how, dtype):
+    weight = random_weight(301, 48, dtype=dtype)
+    found, exact = quantize(weight, how).dequantize(), weight.float()
+    largest = exact.abs().amax(1, keepdim=True)
+    if how == "int8":  # steps are as wide everywhere; a bfloat16 scale may be a 256th too small for the largest
+        allowed = largest / 127.5 * (0.5 + 127.5 / 256 * (dtype == torch.bfloat16)) * 1.001
+    else:  # 3 bits behind the first; below the smallest exponent steps are as wide as there
+        allowed = torch.maximum(exact.abs() * 2**-4, largest / 448 * 2**-10) * 1.001
+    assert ((found - exact).abs() <= allowed).all()
+    error = (found - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.max() < {"int8": 0.012, "float8": 0.035}[how]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_products_are_those_of_torchaos_own_linear(how):
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    config = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}[how]
+    theirs = nn.Linear(48, 301, bias=False)
+    theirs.weight = nn.Parameter(random_weight(301, 48), requires_grad=False)
+    ours = quantize(theirs.weight, how)
+    quantize_(theirs, config(version=2, set_inductor_config=False))
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(F.linear(x, ours), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(301, 32), (64, 45), (700, 2048)], ids=["odd rows", "odd features", "blocks"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOW)
+def test_a_product_is_that_of_the_rounded_weight(how, dtype, shape):
+    weight = quantize(random_weight(*shape, dtype=dtype), how)
+    for rows in ((1,), (2, 1), (2, 20), (0,)):  # one token, two of a batch, more than the kernel takes, none
+        x = torch.randn(*rows, shape[1]).to(dtype)
+        found, expected = F.linear(x, weight), F.linear(x.float(), weight.dequantize())
+        assert found.shape == expected.shape and found.dtype == dtype
+        assert (found.float() - expected).norm() <= ROUNDING[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_rows_of_zeros_and_slices_of_nothing_stay_so(how):
+    """Padded vocabularies have rows of zeros; a rank may hold no rows of a weight, or none of its features."""
+    for dtype in DTYPES:
+        padded = random_weight(8, 16, dtype=dtype)
+        padded[5] = 0
+        logits = F.linear(torch.ones(1, 16, dtype=dtype), quantize(padded, how))
+        assert logits.isfinite().all() and logits[0, 5] == 0
+        for num_rows, num_features in ((0, 16), (4, 0)):
+            out = F.linear(torch.ones(1, 3, num_features, dtype=dtype), quantize(padded[:num_rows, :num_features], how))
+            assert out.shape == (1, 3, num_rows) and out.dtype == dtype and not out.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOW)
+def test_a_compiled_product_is_the_same(how, dtype):
+    """Traced in one piece, also in inference mode, which is how a decode step is compiled."""
+    linear = nn.Linear(48, 301, bias=False, dtype=dtype)
+    quantize_linears(linear, how)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        for num_rows in (1, 3):
+            x = torch.randn(num_rows, 1, 48).to(dtype)
+            torch.testing.assert_close(compiled(x), linear(x), rtol=1e-2, atol=1e-4)
+
+
+def test_few_rows_in_bfloat16_go_through_the_kernel_of_int8(monkeypatch):
+    weight = quantize(random_weight(64, 32, dtype=torch.bfloat16), "int8")
+    monkeypatch.setattr(quantizing, "_cast_product", None)
+    F.linear(torch.ones(1, 1, 32, dtype=torch.bfloat16), weight)
+    with pytest.raises(TypeError):
+        F.linear(torch.ones(1, 1, 32), weight)  # fp32: the kernel's loop over it is slower than a cast
+
+
+def test_a_quantised_weight_multiplies_and_nothing_else():
+    weight = quantize(random_weight(4, 16), "int8")
+    with pytest.raises(TypeError):
+        F.embedding(torch.tensor([1]), weight)
+    with pytest.raises(TypeError):
+        F.linear(torch.ones(1, 16), weight, torch.zeros(4))  # a bias would be lost
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    """A tiny Llama, whose weights are large: each layer's rounding shows."""
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder, tie_word_embeddings=request.param)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("how", "cosine", "divergence"), [("int8", 0.999, 0.003), ("float8", 0.99, 0.05)])
+def test_logits_stay_close(folder, how, cosine, divergence, dtype):
+    tokens = [BOS, *range(30, 80)]
+    exact, rounded = load(folder, dtype=dtype), load(folder, dtype=dtype)
+    quantize_linears(rounded.body, how)
+    quantize_linears(rounded.head, how)
+    logits, expected = (Engine(m, rows=1, room=64).prefill(0, tokens) for m in (rounded, exact))
+    assert F.cosine_similarity(logits, expected, dim=0) > cosine
+    assert F.kl_div(logits.log_softmax(0), expected.log_softmax(0), log_target=True, reduction="sum") < divergence
+    assert not torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_cached_decoding_is_the_rounded_models_whole_pass(folder, how):
+    model = load(folder)
+    quantize_linears(model.body, how)
+    quantize_linears(model.head, how)
+    prompt = [BOS, 72, 101, 108]
+    said = complete(model, [prompt], max_new_tokens=12)[0].tokens
+    engine = Engine(model, rows=1, room=32)
+    for num in range(12):
+        assert engine.prefill(0, [*prompt, *said[:num]]).argmax() == said[num]
+
+
+def test_linear_layers_alone_are_rounded_and_hold_half_the_bytes(folder):
+    model = load(folder, dtype=torch.bfloat16)
+    before = {name: stored_bytes(w) for name, w in model.body.named_parameters() if w.ndim == 2}
+    embedding = model.body.tok_embeddings.weight.clone()
+    quantize_linears(model.body, "int8")
+    quantize_linears(model.head, "int8")
+    rounded = [m for m in (*model.body.modules(), *model.head.modules()) if isinstance(m, QuantizedWeight)]
+    assert len(rounded) == 1 + sum("tok_embeddings" not in name for name in before)
+    for name, num_bytes in before.items():
+        if "tok_embeddings" in name:
+            continue
+        layer, _, _ = name.rpartition(".")
+        weight = model.body.get_submodule(layer).weight
+        assert stored_bytes(weight) == num_bytes / 2 + 2 * weight.shape[0]
+    assert torch.equal(model.body.tok_embeddings.weight, embedding)
+    assert all(p.dtype == torch.bfloat16 for p in model.body.parameters())
