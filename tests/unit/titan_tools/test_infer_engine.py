@@ -1,0 +1,181 @@
+"""Rows of one cache at every step of their lives hold what one pass of transformers over the same tokens says."""
+
+import random
+
+import pytest
+import torch
+
+from tests.tiny_families import write_tiny
+from tests.tiny_infer import load
+from titan_tools.infer import engine as engine_file
+from titan_tools.infer import graphs
+from titan_tools.infer.engine import Engine
+
+VOCAB_SIZE = 97
+ROOM = 60
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3_tied"])
+def pair(request, tmp_path_factory):
+    """A transformers model and ours, read from the folder that it was saved to."""
+    folder = tmp_path_factory.mktemp("hf")
+    return write_tiny(folder, request.param), load(folder)
+
+
+@pytest.fixture
+def short_shapes(monkeypatch):
+    """Fixed shapes that a test's lengths grow out of."""
+    monkeypatch.setattr(graphs, "SHORTEST", 16)
+
+
+def one_pass(reference, tokens):
+    """Logits [L, V] of `tokens`."""
+    with torch.inference_mode():
+        return reference(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static", "compiled"])
+def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how):
+    """Rows begin, go on, are taken up behind what they hold, copied and cut, as many at work as may be."""
+    reference, model = pair
+    modes = {"dynamic": {"static": False}, "static": {"static": True}, "compiled": {"compile": True}}
+    engine = Engine(model, rows=5, room=ROOM, **modes[how], backend="aot_eager")
+    draw = random.Random(1)
+    expected, furthest, num_steps = [[] for _ in range(5)], 0, {"decode": 0, "prefill": 0, "copy": 0}
+
+    def check(row, logits_V):
+        nonlocal furthest
+        furthest = max(furthest, float((logits_V - one_pass(reference, expected[row])[-1]).abs().max()))
+
+    while min(num_steps.values()) < 6:
+        step, row = draw.choice(["decode", "decode", "decode", "prefill", "copy"]), draw.randrange(5)
+        num_at_work = next((n for n, tokens in enumerate(expected) if not tokens), 5)
+        if step == "prefill" or not num_at_work:
+            row = min(row, num_at_work)  # no gap between rows at work
+            keep = draw.randint(0, len(expected[row]))
+            new = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 12))]
+            expected[row] = expected[row][:keep] + new
+            check(row, engine.prefill(row, expected[row], keep=keep))
+        elif step == "copy":
+            source = draw.randrange(num_at_work)
+            row, length = min(row, num_at_work), draw.randint(1, len(expected[source]))
+            expected[row] = expected[source][:length]
+            engine.copy_row(source, row, length=length)
+        elif max(map(len, expected)) < ROOM:
+            num_at_work = draw.randint(1, num_at_work)
+            new = [draw.randrange(VOCAB_SIZE) for _ in range(num_at_work)]
+            for tokens, token in zip(expected, new, strict=False):
+                tokens.append(token)
+            if how != "dynamic":
+                expected[num_at_work:] = [[] for _ in expected[num_at_work:]]
+            for row, logits_V in enumerate(engine.decode(new)):
+                check(row, logits_V)
+        num_steps[step] += 1
+        assert engine.held == expected
+    assert furthest < 1e-4
+    assert one_pass(reference, list(range(50))).std() > 0.5  # the bound above means something
+
+
+def test_a_sequence_grows_through_the_fixed_shapes(pair, short_shapes):
+    reference, model = pair
+    tokens = [(31 * i) % VOCAB_SIZE for i in range(ROOM)]
+    engine, full = Engine(model, rows=1, room=ROOM, static=True), one_pass(reference, tokens)
+    engine.prefill(0, tokens[:13])
+    said = torch.cat([engine.decode([token]) for token in tokens[13:]])
+    assert (said - full[13:]).abs().max() < 1e-4  # also the first of them: a step's logits are not the next one's
+
+
+def test_shapes_are_few(pair, short_shapes):
+    """Every number of rows and every length share what is made for the next power of two."""
+    engine = Engine(pair[1], rows=6, room=ROOM, static=True)
+    for num in (1, 3, 6):
+        for row in range(num):
+            engine.prefill(row, [1] * (ROOM - 20))
+        for _ in range(20):
+            engine.decode([2] * num)
+    assert set(engine._static._steps) == {(n, t) for n in (1, 4, 6) for t in (64,)}
+    assert [graphs.power_of_two(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+
+
+@pytest.mark.parametrize("keep", [0, 11])
+def test_a_long_prompt_in_pieces_equals_one_pass(pair, monkeypatch, keep):
+    reference, model = pair
+    tokens = [(17 * i) % VOCAB_SIZE for i in range(50)]
+    full = one_pass(reference, tokens)
+    monkeypatch.setattr(engine_file, "PREFILL_TOKENS", 16)
+    engine = Engine(model, rows=2, room=ROOM)
+    if keep:
+        engine.prefill(1, tokens[:keep])
+    pieces = list(engine.hidden(1, tokens, keep=keep))
+    assert [len(p) for p in pieces] == ([16, 16, 16, 2] if not keep else [16, 16, 7])
+    with torch.inference_mode():
+        assert (model.head(torch.cat(pieces)) - full[keep:]).abs().max() < 1e-4
+    assert (engine.decode([5, 6])[1] - one_pass(reference, [*tokens, 6])[-1]).abs().max() < 1e-4
+
+
+def test_pieces_and_their_masks_stay_bounded():
+    starts = [0, 2048, 1 << 15, 1 << 17, 1 << 20]
+    sizes = [engine_file._piece_tokens(start) for start in starts]
+    assert sizes[:2] == [2048, 2048]
+    assert all(size * (start + size) <= 1 << 26 for start, size in zip(starts, sizes, strict=True))
+    assert min(sizes) >= 60
+
+
+def test_the_head_sees_one_token_of_a_prompt(pair):
+    _, model = pair
+    shapes = []
+    hook = model.head.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape[:-1])))
+    engine = Engine(model, rows=2, room=ROOM)
+    engine.prefill(0, list(range(40)))
+    engine.prefill(1, [1, 2, 3])
+    engine.decode([1, 2])
+    hook.remove()
+    assert shapes == [(1,), (1,), (2,)]
+
+
+def test_what_a_row_held_before_does_not_matter(pair, short_shapes):
+    """A shorter sequence beside a longer one sees neither its own row's past nor, in a new cache, garbage."""
+    reference, model = pair
+    for static in (False, True):
+        engine = Engine(model, rows=2, room=ROOM, static=static)
+        engine.prefill(0, list(range(40)))
+        engine.prefill(1, [7, 8])
+        fresh = engine.decode([1, 2])[1]
+        engine.prefill(1, list(range(50)))
+        engine.prefill(1, [7, 8])
+        engine.prefill(0, list(range(40)))
+        assert (engine.decode([1, 2])[1] - fresh).abs().max() < 1e-6
+        assert (fresh - one_pass(reference, [7, 8, 2])[-1]).abs().max() < 1e-4
+
+
+def test_room_takes_memory_when_it_is_used(pair):
+    """A conversation has room for the whole context: 8 GiB of it cost nothing until tokens come."""
+    heads_dim = pair[1].num_kv_heads * pair[1].body.layers["0"].attention.head_dim
+    room = (8 << 30) // (2 * len(pair[1].body.layers) * heads_dim * 4)
+    engine = Engine(pair[1], rows=1, room=room)
+    assert engine.bytes_per_cached_token * room > 7 << 30
+    engine.prefill(0, [1, 2, 3])
+    with open("/proc/self/statm") as pages:
+        assert int(pages.read().split()[1]) * 4096 < 4 << 30
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_step_once_for_all_layers(pair, short_shapes):
+    reference, model = pair
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    engine = Engine(model, rows=4, room=ROOM, compile=True)
+    tokens = [(31 * i) % VOCAB_SIZE for i in range(ROOM)]
+    full = one_pass(reference, tokens)
+    for num in (1, 3):
+        for row in range(num):
+            engine.prefill(row, tokens[: 13 + row])
+        for at in range(13, 20):
+            for row, logits_V in enumerate(engine.decode([tokens[at + row] for row in range(num)])):
+                assert (logits_V - full[at + row]).abs().max() < 1e-4
+    shapes = len(engine._static._steps)
+    assert shapes == 4
+    assert counters["stats"]["unique_graphs"] == shapes + 2  # the head has one for each number of rows
+    assert not counters["graph_break"]
