@@ -18,7 +18,7 @@ _ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks 
 class Engine:
     """`rows` sequences of up to `room` tokens. With tp > 1 every rank makes the same calls and gets the same logits.
 
-    `held` are the tokens of each row whose keys lie in the cache.
+    `held` are the tokens of each row whose keys lie in the cache. A model serves the engine that was made of it last.
     """
 
     def __init__(

@@ -1,13 +1,18 @@
-"""Generation from an HF folder equals transformers' own; decoding with a cache equals the full forward."""
+"""Generation from an HF folder equals transformers' own; no sequence knows what runs beside it."""
+
+import random
 
 import pytest
 import torch
 
 from converters.weights import open_native
-from tests.tiny_infer import CPU, complete, load
+from tests.tiny_infer import CPU, NO_TEXT, complete, load
 from tests.tiny_llama import BOS, write_llama
+from titan_tools.infer import generate as generate_file
 from titan_tools.infer.engine import Engine
+from titan_tools.infer.generate import Settings, Timings
 from titan_tools.infer.load import load_model
+from titan_tools.infer.prompts import Prompt
 from titan_tools.infer.sampling import Sampling
 from trainer.models.registry import get_trainer_family
 
@@ -61,21 +66,6 @@ def test_greedy_tokens_equal_transformers(pair):
     assert num_excused <= 1
 
 
-def test_cached_logits_equal_the_full_forward(pair):
-    """Prefill, one by one, and several at once behind a filled cache give what one pass over everything gives."""
-    reference, model = pair
-    tokens = PROMPTS[3]
-    full = reference(torch.tensor([tokens])).logits.detach()[0]
-    engine = Engine(model, rows=1, room=len(tokens))
-    at = 0
-    for num_new in (100, 1, 1, 1, 40, 1, 1):
-        logits = engine.decode([tokens[at]])[0] if num_new == 1 else engine.prefill(0, tokens[: at + num_new], keep=at)
-        at += num_new
-        assert (logits - full[at - 1]).abs().max() < 1e-4
-    assert engine.held == [tokens[:at]]
-    assert full.std() > 0.5  # the bound above means something
-
-
 def test_ours_equals_our_training_model_in_one_pass(tmp_path):
     """The engine and the trainer build one model: bit-close on the same weights."""
     reference = write_llama(tmp_path)
@@ -122,6 +112,161 @@ def test_bfloat16_reads_and_computes_in_bfloat16(tmp_path):
     exact = reference.float()(tokens).logits[0, -1]  # the same bf16 weights, computed in fp32
     theirs = reference.to(torch.bfloat16)(tokens).logits[0, -1].float()
     assert (ours - exact).abs().max() < 3 * (theirs - exact).abs().max()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A transformers model and ours, for what does not depend on its shape."""
+    folder = tmp_path_factory.mktemp("llama")
+    return write_llama(folder), load(folder)
+
+
+class Watched(Engine):
+    """An engine that tells what it was asked to do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prefills, self.copies, self.nums = [], [], []
+
+    def prefill(self, row, tokens, *, keep=0):
+        self.prefills.append((row, len(tokens), keep))
+        return super().prefill(row, tokens, keep=keep)
+
+    def copy_row(self, source, target, *, length=None):
+        self.copies.append((source, target, length))
+        super().copy_row(source, target, length=length)
+
+    def decode(self, tokens):
+        self.nums.append(len(tokens))
+        return super().decode(tokens)
+
+
+def run(engine, prompts, *, keep=0, timings=None, on_text=None, **settings):
+    """Tokens of each (prompt, sample), and the order in which they ended."""
+    prompts = [Prompt(str(i), "", tokens) for i, tokens in enumerate(prompts)]
+    said = generate_file.generate(
+        engine, prompts, Settings(**settings), NO_TEXT, keep=keep, timings=timings, on_text=on_text
+    )
+    said = {(int(c.prompt.id), c.sample): (c.tokens, c.finish_reason) for c in said}
+    return dict(sorted(said.items())), list(said)
+
+
+def ragged(num, longest, seed=0):
+    draw = random.Random(seed)
+    return [[BOS, *(draw.randrange(256) for _ in range(draw.randrange(longest)))] for _ in range(num)]
+
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "seeded": Sampling(1.0, top_k=40, top_p=0.9, seed=3),
+    "penalised": Sampling(repetition_penalty=1.3),
+    "seeded and penalised": Sampling(1.5, repetition_penalty=1.2, seed=5),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_a_sequence_is_the_same_alone_and_among_others(llama, sampling, static):
+    """More prompts than rows, of all lengths, that end at different times, so that rows are taken up and moved."""
+    prompts, stop_ids = ragged(20, 40), frozenset(range(0, 301, 23))
+    settings = {"sampling": sampling, "stop_ids": stop_ids, "samples": 2, "max_new_tokens": 24}
+    alone, _ = run(Engine(llama[1], rows=1, room=64, static=False), prompts, **settings)
+    engine = Watched(llama[1], rows=5, room=64, static=static)
+    among, order = run(engine, prompts, **settings)
+    assert among == alone
+    assert len(among) == 40
+    assert order != sorted(order)
+    assert {reason for _, reason in among.values()} == {"stop", "length"}
+    assert engine.nums[0] == 5 > engine.nums[-1]
+    assert any(length is None for _, _, length in engine.copies)  # a row at the end moved
+
+
+def test_the_prompt_of_several_samples_is_prefilled_once(llama):
+    prompts, sampling = ragged(6, 30, seed=1), Sampling(1.0, seed=2)
+    settings = {"sampling": sampling, "max_new_tokens": 16, "stop_ids": frozenset(range(0, 301, 17))}
+    for rows in (1, 2, 4, 32):
+        engine, timings = Watched(llama[1], rows=rows, room=48), Timings()
+        said, _ = run(engine, prompts, samples=5, timings=timings, **settings)
+        assert [length for _, length, _ in engine.prefills] == [len(p) for p in prompts]
+        assert len(timings.first_token_secs) == len(prompts)
+        assert timings.num_tokens == sum(len(tokens) for tokens, _ in said.values())
+        assert timings.num_decoded == sum(engine.nums) == timings.num_tokens - 30
+        for sample in range(5):
+            for n, prompt in enumerate(prompts):
+                if rows == 4:
+                    assert said[n, sample][0] == separately(llama[1], prompt, n, sample, settings)
+        assert len({tuple(tokens) for tokens, _ in said.values()}) > 20
+
+
+def separately(model, prompt, n, sample, settings):
+    """One sample of one prompt, token by token, each from a prefill of its own."""
+    from titan_tools.infer.sampling import Seat, choose
+
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + settings["max_new_tokens"]:
+        logits = Engine(model, rows=1, room=64).prefill(0, tokens)[None]
+        tokens += choose(logits, settings["sampling"], [Seat(str(n), sample, len(tokens))])
+        if tokens[-1] in settings["stop_ids"]:
+            break
+    return tokens[len(prompt) :]
+
+
+def test_the_repetition_penalty_is_transformers(llama):
+    """Of prompt and new tokens alike, in every row by itself."""
+    reference, model = llama
+    prompts = ragged(6, 60, seed=4)
+    said, _ = run(Engine(model, rows=4, room=96), prompts, sampling=Sampling(repetition_penalty=1.5), max_new_tokens=32)
+    for n, prompt in enumerate(prompts):
+        expected = reference.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=32, eos_token_id=None, repetition_penalty=1.5
+        )
+        assert said[n, 0][0] == expected[0, len(prompt) :].tolist()
+
+
+def test_a_sequence_that_ends_at_its_first_token_leaves_the_row_to_the_next(llama):
+    prompts = ragged(5, 20, seed=6)
+    first = [tokens[0] for tokens, _ in run(Engine(llama[1], rows=1, room=64), prompts, max_new_tokens=1)[0].values()]
+    free, _ = run(Engine(llama[1], rows=1, room=64), prompts, max_new_tokens=8)
+    stop_ids = frozenset({first[0], first[1], first[3]})
+    said, order = run(Engine(llama[1], rows=2, room=64), prompts, max_new_tokens=8, stop_ids=stop_ids, samples=2)
+    for (n, _), (tokens, _) in said.items():
+        whole = free[n, 0][0]
+        end = next((i for i, token in enumerate(whole) if token in stop_ids), 7)
+        assert tokens == whole[: end + 1]
+    assert len(order) == 10
+    assert order[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_what_ends_is_told_at_once_and_prompts_are_asked_for_when_there_is_room(llama):
+    asked = []
+
+    def prompts():
+        for n, tokens in enumerate(ragged(6, 20, seed=7)):
+            asked.append(n)
+            yield Prompt(str(n), "", tokens)
+
+    engine = Engine(llama[1], rows=2, room=64)
+    told = generate_file.generate(engine, prompts(), Settings(max_new_tokens=4), NO_TEXT)
+    assert next(told).prompt.id == "1"
+    assert asked == [0, 1]
+    assert len(list(told)) == 5
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_conversation_goes_on_behind_what_the_row_holds(llama, static):
+    """`held` are the tokens whose keys are there: all but the last that was said."""
+    turns = ragged(3, 30, seed=8)
+    engine, history, tokens, said = Watched(llama[1], rows=1, room=160, static=static), [], [], []
+    for turn in turns:
+        history = history + tokens + turn
+        keep = len(engine.held[0])
+        assert engine.held[0] == history[:keep]
+        (tokens, _), *_ = run(engine, [history], max_new_tokens=12, keep=keep)[0].values()
+        assert engine.prefills[-1] == (0, len(history), keep)
+        assert engine.held[0] == [*history, *tokens][:-1]
+        said.append((history, tokens))
+    assert engine.prefills[-1][2] > 30
+    assert [c.tokens for c in complete(llama[1], [h for h, _ in said], max_new_tokens=12)] == [t for _, t in said]
 
 
 class Recorded:
