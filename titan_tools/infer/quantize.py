@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from titan_tools.infer.tensor_parallel import SlicedEmbedding
 
 _BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds
-_GPU_BLOCK_ELEMENTS = 1 << 26  # keeps memory bounded, few kernels
+_GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
 _SMALLEST = 1e-12  # a row of zeros must not be divided by its largest
@@ -129,14 +129,14 @@ def _row_blocks(weight_NK: Tensor) -> list[slice]:
 
 def _product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
     """x @ (scale · data)ᵀ in the dtype of `x`."""
-    if torch.compiler.is_compiling():
-        return _cast_product(x_BK, data_NK, scale_N)
     num_rows, num_features = x_BK.shape
-    if x_BK.is_cuda and num_rows == 1:
-        return _compiled_product()(x_BK, data_NK, scale_N)
     has_kernel = not x_BK.is_cuda and x_BK.dtype == scale_N.dtype == torch.bfloat16 and data_NK.dtype == torch.int8
     if has_kernel and num_rows <= _KERNEL_ROWS and num_features % _KERNEL_MULTIPLE == 0:
         return torch.ops.aten._weight_int8pack_mm(x_BK, data_NK, scale_N)
+    if torch.compiler.is_compiling():
+        return _cast_product(x_BK, data_NK, scale_N)
+    if x_BK.is_cuda and num_rows == 1:
+        return _compiled_product()(x_BK, data_NK, scale_N)
     blocks = _row_blocks(data_NK)
     if len(blocks) < 2:
         return _cast_product(x_BK, data_NK, scale_N)
