@@ -27,10 +27,10 @@ class _NoText:
 NO_TEXT = Vocabulary(_NoText(), frozenset())
 
 
-def load(folder, *, dtype=torch.float32, tp=1, rank=0) -> SlicedModel:
-    """This rank's part of the model in `folder`."""
+def load(folder, *, dtype=torch.float32, device=CPU, tp=1, rank=0, **options) -> SlicedModel:
+    """This rank's part of the model in `folder`; `options` are load_model's others."""
     with open_native(folder) as weights:
-        return load_model(weights.source, weights.info, dtype=dtype, device=CPU, tp=tp, rank=rank)
+        return load_model(weights.source, weights.info, dtype=dtype, device=device, tp=tp, rank=rank, **options)
 
 
 def complete(model, prompts, *, rows=1, **settings) -> list[Completion]:
