@@ -37,7 +37,6 @@ class Likelihood:
     def __init__(self, engine: Engine, *, context: int, vocab_size: int):
         self.engine, self.context = engine, context
         self._num_positions = max(1, LOGITS_BYTES // (4 * vocab_size))  # whose logits are made at a time
-        self._held: list[int] = []  # tokens that row 0 remembers
 
     def logits(self, tokens: Sequence[int], *, first: int) -> Iterator[tuple[list[int], Tensor]]:
         """The tokens from `first` on, a few after another, with the fp32 logits [P, V] that predict them."""
@@ -51,7 +50,6 @@ class Likelihood:
     def _hidden(self, tokens: Sequence[int], *, first: int) -> Iterator[tuple[list[int], Tensor]]:
         inputs = list(tokens[:-1])
         held = self._keep(inputs, most=first - 1)
-        self._held = inputs
         position = held
         for hidden_LD in self.engine.hidden(0, inputs, keep=held):
             end = position + len(hidden_LD)
@@ -62,6 +60,6 @@ class Likelihood:
 
     def _keep(self, inputs: list[int], *, most: int) -> int:
         """How many leading tokens need not be read again: those of several completions of one prompt."""
-        pairs = zip(inputs[:most], self._held, strict=False)
+        pairs = zip(inputs[:most], self.engine.held[0], strict=False)
         num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return num_alike if 2 * num_alike >= len(inputs) else 0

@@ -42,10 +42,11 @@ def _problems(request: Request) -> Iterator[_Problem]:
         )
     if request.score:
         yield from _without_meaning(_OF_GENERATION, request, "with --score, which makes no new tokens")
+        yield from _without_meaning(("--batch-size",), request, "with --score, which reads one text at a time")
     if is_conversation(request):
         yield from _without_meaning(_OF_RESULTS, request, "in a conversation; give a prompt")
-    elif request.context is not None:
-        yield _Problem("--context is of a conversation: --chat without a prompt")
+    elif request.context is not None and not request.score:
+        yield _Problem("--context is of a conversation (--chat without a prompt), or of --score")
     if request.chat:
         yield from _without_meaning(_OF_PLAIN_TEXT, request, "in a chat, where the template brings the special tokens")
     elif request.system is not None:

@@ -5,6 +5,10 @@ score. One longer than the model's context goes through in windows, see likeliho
 """
 
 import math
+import os
+from array import array
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -12,14 +16,17 @@ from typing import Any
 import torch.nn.functional as F
 from torch import tensor
 
-from converters.errors import ConfigError
-from titan_tools.console import note, print_json, table
+from converters.errors import CheckpointError, ConfigError
+from titan_tools.console import count, note, table, tally
+from titan_tools.infer.batch_lines import Line, read_batch
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.generate import Timings
 from titan_tools.infer.likelihood import Likelihood
-from titan_tools.infer.logprobs import TokenLogprobs, token_logprobs
+from titan_tools.infer.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, stats_of
+from titan_tools.infer.results_file import Key, check_place, check_results
+from titan_tools.infer.sinks import Sink, open_sink
 from titan_tools.infer.task import Work
 
 
@@ -30,7 +37,7 @@ class Text:
     id: str | int
     prompt: str
     completion: str | None  # None: the prompt itself is scored
-    tokens: list[int]
+    tokens: array  # 4 bytes each; in a list they would take 36
     first: int
     num_bytes: int
 
@@ -47,41 +54,14 @@ class Sum:
         return Sum(self.logprob + other.logprob, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
 
     def told(self) -> dict[str, Any]:
-        """What is printed of it. Perplexity, of a token, is infinite where a double cannot hold it."""
-        nats = -self.logprob / self.num_tokens
+        """What is printed of it. Perplexity is of a token, and None where a double cannot hold it."""
+        nats, bits = -self.logprob / self.num_tokens, -self.logprob / math.log(2)
         return {
             "logprob": self.logprob,
             "num_tokens": self.num_tokens,
-            "perplexity": math.exp(nats) if nats < 709 else math.inf,
-            "bits_per_byte": -self.logprob / math.log(2) / self.num_bytes if self.num_bytes else math.inf,
+            "perplexity": math.exp(nats) if nats < 709 else None,
+            "bits_per_byte": bits / self.num_bytes if self.num_bytes else None,
         }
-
-
-def text_of(work: Work, *, id: str | int, prompt: str, completion: str | None = None) -> Text:
-    """A text as the model shall see it. Raises ConfigError where no token of it can have a score.
-
-    Prompt and completion become tokens as one text, of which the prompt's number of tokens is not scored; white space
-    at the end of the prompt counts to the completion, because tokens begin with it (both as in lm-evaluation-harness).
-    """
-    tokenizer = work.vocabulary.tokenizer
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, bos=True, special=work.request.special_tokens)
-
-    tokens = encode(prompt + (completion or ""))
-    if completion is None:
-        first, scored = 1, prompt
-        if tokenizer.bos_id is None:  # the first token only leads on
-            scored = prompt.removeprefix(tokenizer.decode(tokens[:1]))
-    else:
-        context = prompt.rstrip()
-        first, scored = len(encode(context)), prompt[len(context) :] + completion
-    if not 1 <= first < len(tokens):
-        raise ConfigError(
-            f"nothing of the text with id {id!r} can be scored: a score needs a token before it",
-            hint="the tokenizer has no begin-of-text token" if tokenizer.bos_id is None else "it has no tokens",
-        )
-    return Text(id, prompt, completion, tokens, first, len(scored.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,34 +71,6 @@ class Score:
     text: Text
     sum: Sum
     logprobs: list[TokenLogprobs] | None
-
-
-def score(likelihood: Likelihood, text: Text, *, num_top: int | None = None) -> Score:
-    """How likely the tokens of `text` are; with `num_top` also each of them, and that many likelier ones."""
-    logprob, told = 0.0, None if num_top is None else []
-    for targets, logits_PV in likelihood.logits(text.tokens, first=text.first):
-        if told is None:
-            nats_P = F.cross_entropy(logits_PV, tensor(targets, device=logits_PV.device), reduction="none")
-            logprob -= nats_P.double().sum().item()
-        else:
-            told += token_logprobs(logits_PV, targets, num_top)
-    if told is not None:
-        logprob = math.fsum(one.logprob for one in told)
-    return Score(text, Sum(logprob, len(text.tokens) - text.first, text.num_bytes), told)
-
-
-def result_of_score(score: Score) -> dict[str, Any]:
-    """One element of `results`, the same in a JSON object and in a line of a batch."""
-    text, of_completion = score.text, score.text.completion is not None
-    return {
-        "id": text.id,
-        "prompt": text.prompt,
-        **({"completion": text.completion} if of_completion else {}),
-        "prompt_tokens": text.tokens[: text.first] if of_completion else text.tokens,
-        **({"tokens": text.tokens[text.first :]} if of_completion else {}),
-        **score.sum.told(),
-        "logprobs": None if score.logprobs is None else [asdict(told) for told in score.logprobs],
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +86,178 @@ class Scoring:
     def run(self, engine: Engine, ranks: Ranks) -> None:
         request = self.work.request
         likelihood = Likelihood(engine, context=self.context, vocab_size=self.work.args.vocab_size)
-        started = perf_counter()
-        scores = [score(likelihood, text, num_top=request.logprobs) for text in self.texts]
-        total = sum((one.sum for one in scores), Sum())
-        timings = Timings(num_tokens=total.num_tokens)
-        stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started) | total.told()
-        if not ranks.is_first:
-            return
+        before = _Before(self.texts, with_logprobs=request.logprobs is not None)
+        with self._open_sink(before) if ranks.is_first else nullcontext() as sink:
+            # Told by one rank to all: the file changes while they run, and each must make the same calls.
+            missing = ranks.share([i for i, text in enumerate(self.texts) if (text.id, 0) not in before.sums])
+            if ranks.is_first and before.sums:
+                note(f"{len(before.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
+            now, started = Sum(), perf_counter()
+            with tally(len(missing), "scoring") if ranks.is_first else nullcontext(lambda: None) as advance:
+                for i in missing:
+                    one = score(likelihood, self.texts[i], num_top=request.logprobs)
+                    now += one.sum
+                    if sink is not None:
+                        sink.append((one.text.id, 0), result_of_score(one))
+                    advance()
+            timings = Timings(num_tokens=now.num_tokens)
+            stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
+            total = sum(before.sums.values(), now).told()
+            if sink is not None:
+                sink.finish(stats | total)
+        if ranks.is_first:
+            self._tell(total)
+            if missing and not request.as_json:
+                note(describe(stats))
+
+    def _open_sink(self, before: "_Before") -> AbstractContextManager[Sink | None]:
+        request = self.work.request
+        if request.batch is None and not request.as_json:
+            return nullcontext()
+        return open_sink(request.out, _keys(self.texts), before.differs, as_json=request.as_json)
+
+    def _tell(self, total: dict[str, Any]) -> None:
+        """The sum of all texts, on stdout where no results went there; an object holds it in its stats."""
+        request = self.work.request
         if request.as_json:
-            print_json({"results": [result_of_score(one) for one in scores], "stats": stats})
+            return
+        perplexity, bits = (
+            "too large" if (value := total[name]) is None else f"{value:{form}}"
+            for name, form in (("perplexity", ".6g"), ("bits_per_byte", ".4f"))
+        )
+        if request.batch is not None and request.out is None:
+            tokens = count(total["num_tokens"], "token")
+            note(f"all: {tokens}, log-likelihood {total['logprob']:.4f}, perplexity {perplexity}, bits per byte {bits}")
         else:
-            print_totals(total)
-            note(describe(stats))
+            row = [total["num_tokens"], f"{total['logprob']:.4f}", perplexity, bits]
+            table(["tokens", "log-likelihood", "perplexity", "bits per byte"], [row])
 
 
-def print_totals(total: Sum) -> None:
-    """The table that people get instead of JSON."""
-    told = total.told()
-    row = [told["num_tokens"], f"{told['logprob']:.4f}", f"{told['perplexity']:.6g}", f"{told['bits_per_byte']:.4f}"]
-    table(["tokens", "log-likelihood", "perplexity", "bits per byte"], [row])
+class _Before:
+    """What OUT holds of an earlier run."""
+
+    def __init__(self, texts: Sequence[Text], *, with_logprobs: bool):
+        self._texts, self._with_logprobs = {text.id: text for text in texts}, with_logprobs
+        self.sums: dict[Key, Sum] = {}
+
+    def differs(self, key: Key, result: dict[str, Any]) -> str:
+        """What makes a result another than one that this run would make; "" for nothing, and its sum is taken up."""
+        text, logprob = self._texts[key[0]], result.get("logprob")
+        parts = [result.get(name, []) for name in ("prompt_tokens", "tokens")]
+        if not isinstance(logprob, float) or not all(isinstance(tokens, list) for tokens in parts):
+            return "no score"
+        if (result.get("prompt"), result.get("completion")) != (text.prompt, text.completion):
+            return "another text"
+        if parts[0] + parts[1] != text.tokens.tolist():
+            return "other tokens of the same text: another tokenizer, or --special-tokens"
+        if (result.get("logprobs") is not None) != self._with_logprobs:
+            return "made without --logprobs" if self._with_logprobs else "made with --logprobs"
+        self.sums[key] = Sum(logprob, len(text.tokens) - text.first, text.num_bytes)
+        return ""
 
 
 def prepare_score(work: Work) -> Scoring:
-    """The texts to score. One may be longer than the context, of which `--context` may name a smaller one."""
-    request = work.request
-    context = min(request.context or work.args.max_seq_len, work.args.max_seq_len)
-    texts = [text_of(work, id="0", prompt=request.text)]
+    """The texts to score, of any length, and an OUT that can take their results; nothing is written.
+
+    Raises ConfigError, or DataError with all lines of a batch that are wrong.
+    """
+    request, longest = work.request, work.args.max_seq_len
+    check_logprobs(request.logprobs, vocab_size=work.args.vocab_size)
+    context = request.context or longest
+    if context > longest:
+        raise ConfigError(f"--context is {context:,}, but the model's is {longest:,} tokens")
+    if request.batch is None:
+        texts = [text_of(work, id="0", prompt=request.text)]
+    else:
+        texts = _read_texts(work)
     room = min(context, max(len(text.tokens) for text in texts) - 1)
     return Scoring(work, texts, context, rows=1, room=room)
+
+
+def _read_texts(work: Work) -> list[Text]:
+    request = work.request
+    if work.tp > 1 and not request.batch.is_file():
+        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
+
+    def take(line: Line) -> Text:
+        completion = line.text("completion") if "completion" in line.values else None
+        return text_of(work, id=line.id, prompt=line.text("prompt"), completion=completion)
+
+    if request.out is not None:
+        check_place(request.out, batch=request.batch)
+    texts = read_batch(request.batch, take, keys=("prompt", "completion"))
+    if request.out is not None and os.environ.get("RANK", "0") == "0":
+        check_results(request.out, _keys(texts), _Before(texts, with_logprobs=request.logprobs is not None).differs)
+    return texts
+
+
+def _keys(texts: Sequence[Text]) -> list[Key]:
+    return [(text.id, 0) for text in texts]
+
+
+def text_of(work: Work, *, id: str | int, prompt: str, completion: str | None = None) -> Text:
+    """A text as the model shall see it. Raises ConfigError where no token of it can have a score.
+
+    Prompt and completion become tokens as one text, of which as many as the prompt alone has are not scored; white
+    space at the end of the prompt counts to the completion, because tokens begin with it. Both as in EleutherAI's
+    lm-evaluation-harness.
+    """
+    tokenizer = work.vocabulary.tokenizer
+
+    def encode(text: str) -> list[int]:
+        tokens = tokenizer.encode(text, special=work.request.special_tokens)
+        bos = [] if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
+        return bos + tokens
+
+    tokens = encode(prompt + (completion or ""))
+    if completion is None:
+        first, scored = 1, prompt
+        if tokenizer.bos_id is None:  # the first token only leads on
+            scored = prompt.removeprefix(tokenizer.decode(tokens[:1]))
+    else:
+        context = prompt.rstrip()
+        first, scored = len(encode(context)), prompt[len(context) :] + completion
+    if not 1 <= first < len(tokens):
+        what = "it has no text to score" if tokenizer.bos_id is not None or not tokens else "one token is too short"
+        raise ConfigError(
+            f"{what}: a score is of a token behind another one",
+            hint="" if tokenizer.bos_id is not None else "this tokenizer has no begin-of-text token to begin with",
+        )
+    return Text(id, prompt, completion, array("i", tokens), first, len(scored.encode()))
+
+
+def score(likelihood: Likelihood, text: Text, *, num_top: int | None = None) -> Score:
+    """How likely the tokens of `text` are; with `num_top` also each of them, and that many likelier ones.
+
+    Raises CheckpointError where logits are not finite.
+    """
+    logprob, told = 0.0, None if num_top is None else []
+    for targets, logits_PV in likelihood.logits(text.tokens, first=text.first):
+        if told is None:
+            nats_P = F.cross_entropy(logits_PV, tensor(targets, device=logits_PV.device), reduction="none")
+            logprob -= nats_P.double().sum().item()
+        else:
+            told += token_logprobs(logits_PV, targets, num_top)
+            logprob += math.fsum(one.logprob for one in told[-len(targets) :])
+        if not math.isfinite(logprob):
+            raise CheckpointError(
+                f"the logits of the text with id {text.id!r} are not finite",
+                hint="the weights hold NaN or infinity, or overflow in this dtype",
+                tries=["--dtype float32"],
+            )
+    return Score(text, Sum(logprob, len(text.tokens) - text.first, text.num_bytes), told)
+
+
+def result_of_score(score: Score) -> dict[str, Any]:
+    """One element of `results`, the same in a JSON object and in a line of a batch."""
+    text, of_completion = score.text, score.text.completion is not None
+    tokens = text.tokens.tolist()
+    return {
+        "id": text.id,
+        "prompt": text.prompt,
+        **({"completion": text.completion} if of_completion else {}),
+        "prompt_tokens": tokens[: text.first] if of_completion else tokens,
+        **({"tokens": tokens[text.first :]} if of_completion else {}),
+        **score.sum.told(),
+        "logprobs": None if score.logprobs is None else [asdict(told) for told in score.logprobs],
+    }

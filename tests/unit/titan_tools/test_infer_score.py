@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -138,14 +139,12 @@ def test_what_was_generated_has_the_score_that_it_was_generated_with(reference):
     assert told == pytest.approx([one.logprob for one in said.logprobs], abs=1e-4)
 
 
-def test_a_shared_beginning_is_read_once_and_changes_nothing(reference, monkeypatch):
+def test_a_shared_beginning_is_read_once_and_changes_nothing(reference):
     model = load(reference[0])
     beginning = [BOS, *range(40, 80)]
     texts = [beginning + end for end in ([1, 2], [1, 3, 4], [5], [1, 2])]
-    num_read, forward = [], Engine._forward
-    monkeypatch.setattr(
-        Engine, "_forward", lambda self, step, tokens: num_read.append(len(tokens[0])) or forward(self, step, tokens)
-    )
+    num_read = []
+    model.body.register_forward_pre_hook(lambda _, args: num_read.append(args[0].shape[1]))
 
     def nats(reader, tokens):
         told = [
@@ -160,3 +159,151 @@ def test_a_shared_beginning_is_read_once_and_changes_nothing(reference, monkeypa
     for tokens, told in zip(texts, shared, strict=True):
         alone = nats(Likelihood(Engine(model, rows=1, room=64), context=CONTEXT, vocab_size=301), tokens)
         assert torch.allclose(told, alone, atol=1e-5)
+
+
+PAIRS = [
+    {"id": "a", "prompt": "The capital of France is ", "completion": "Paris"},
+    {"id": 7, "prompt": "The capital of France is", "completion": " Lyon."},
+    {"id": "whole", "prompt": "A text by itself"},
+    {"id": "alone", "prompt": "", "completion": "after nothing"},
+    {"id": "long", "prompt": "x" * 300, "completion": "y" * 20},
+]
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def batch(titan, hf, path, *arguments):
+    code, out, err = titan("infer", hf, "--score", "--batch", path, *arguments)
+    assert code == 0, err
+    return out, err
+
+
+def test_a_batch_scores_completions_as_transformers_does(titan, hf, reference, tmp_path):
+    out, _ = batch(titan, hf, write_lines(tmp_path / "pairs", PAIRS), "--json", "--logprobs", "0")
+    told = json.loads(out)
+    assert [result["id"] for result in told["results"]] == [pair["id"] for pair in PAIRS]
+    for pair, result in zip(PAIRS, told["results"], strict=True):
+        completion = pair.get("completion", "")
+        tokens = [BOS, *ids_of(pair["prompt"] + completion)]
+        context, blanks = pair["prompt"].rstrip(), len(pair["prompt"]) - len(pair["prompt"].rstrip())
+        first = 1 + len(context) if completion else 1
+        in_reach = tokens[-CONTEXT - 1 :]
+        expected = expected_logprobs(reference[1], in_reach)[first - len(tokens) :].double().sum().item()
+        assert result["logprob"] == pytest.approx(expected, rel=1e-5), pair["id"]
+        assert (
+            result["num_tokens"]
+            == len(result["logprobs"])
+            == len(completion or pair["prompt"]) + (blanks if completion else 0)
+        )
+        assert result["prompt"] == pair["prompt"] and result.get("completion") == pair.get("completion")
+        assert result["prompt_tokens"] + result.get("tokens", []) == tokens
+        assert ("tokens" in result) == bool(completion)
+    total, num = (sum(result[name] for result in told["results"]) for name in ("logprob", "num_tokens"))
+    assert told["stats"]["num_tokens"] == num and told["stats"]["logprob"] == pytest.approx(total)
+    assert told["stats"]["perplexity"] == pytest.approx(math.exp(-total / num))
+
+
+def test_a_rerun_scores_what_is_missing_and_sums_up_all(titan, hf, tmp_path):
+    pairs, path = write_lines(tmp_path / "pairs", PAIRS), tmp_path / "scores"
+    lines, talk = batch(titan, hf, pairs)
+    assert "all: 61 tokens" in talk
+    path.write_text("".join(lines.splitlines(keepends=True)[1:3]) + '{"id": "al')
+    table, talk = batch(titan, hf, pairs, "--out", path)
+    assert "2 of 5 texts are in" in talk and table.splitlines()[-1].split()[0] == "61"
+    assert path.read_text() == lines
+    again = json.loads(batch(titan, hf, pairs, "--out", path, "--json")[0])
+    assert again["stats"]["num_tokens"] == 61 and [json.loads(line) for line in lines.splitlines()] == again["results"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"completion": " Rome"}, "line 1 (id 'a'): another text"),
+        ({"id": "b"}, "line 1 (id 'a'): no such id in the batch"),
+    ],
+)
+def test_an_out_of_other_texts_is_refused(titan, hf, tmp_path, changed, said):
+    path = tmp_path / "scores"
+    batch(titan, hf, write_lines(tmp_path / "pairs", PAIRS[:1]), "--out", path)
+    before = path.read_text()
+    other = write_lines(tmp_path / "other", [PAIRS[0] | changed])
+    code, out, err = titan("infer", hf, "--score", "--batch", other, "--out", path)
+    assert (code, out) == (2, "") and said in err and path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prompt", "a", "--temperature", "1"), "--temperature has no meaning with --score"),
+        (("--prompt", "a", "--logprobs", "302"), "--logprobs is 302"),
+        (("--prompt", "a", "--context", "257"), "--context is 257, but the model's is 256 tokens"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--batch", "LINES"), "line 1 (id 0): it has no text to score"),
+        (("--batch", "LINES", "--batch-size", "2"), "--batch-size has no meaning with --score"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(titan, hf, tmp_path, arguments, said):
+    lines = write_lines(tmp_path / "lines", [{"prompt": "a", "completion": ""}, {"prompt": ""}])
+    code, out, err = titan("infer", hf, "--score", *(lines if a == "LINES" else a for a in arguments))
+    assert (code, out) == (2, "") and said in err
+
+
+def test_a_smaller_context_is_a_smaller_window(titan, hf, reference, tmp_path):
+    result, _ = one(titan, hf, "--prompt", TEXT[:30], "--context", "20", "--logprobs", "0")
+    tokens = result["prompt_tokens"]
+    expected = torch.cat(
+        [
+            expected_logprobs(reference[1], tokens[:21]),
+            expected_logprobs(reference[1], tokens[-21:])[20 - len(tokens) + 1 :],
+        ]
+    )
+    assert torch.allclose(torch.tensor([t["logprob"] for t in result["logprobs"]]), expected, atol=1e-4)
+
+
+def test_without_a_begin_of_text_token_the_first_token_has_no_score(titan, hf, reference, tmp_path):
+    folder = tmp_path / "no_bos"
+    shutil.copytree(hf, folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        told = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({k: v for k, v in told.items() if not k.startswith("bos_")}))
+    result, _ = one(titan, folder, "--prompt", "abcd")
+    assert result["prompt_tokens"] == ids_of("abcd") and result["num_tokens"] == 3
+    expected = expected_logprobs(reference[1], ids_of("abcd")).sum().item()
+    assert result["logprob"] == pytest.approx(expected, rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(-expected / math.log(2) / 3, rel=1e-5)
+    code, _, err = titan("infer", folder, "--score", "--prompt", "a")
+    assert code == 2 and "one token is too short" in err and "no begin-of-text token" in err
+
+
+def test_logits_that_are_no_numbers_are_told(titan, hf, tmp_path):
+    """Finite weights may overflow on the way."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(hf, tmp_path / "huge")
+    weights = load_file(hf / "model.safetensors")
+    weights["model.norm.weight"] *= 1e38
+    weights["lm_head.weight"] *= 1e38
+    save_file(weights, tmp_path / "huge" / "model.safetensors", metadata={"format": "pt"})
+    code, out, err = titan("infer", tmp_path / "huge", "--score", "--prompt", "a")
+    assert (code, out) == (2, "") and "the logits of the text with id '0' are not finite" in err
+
+
+def test_people_get_a_table(titan, hf):
+    code, out, talk = titan("infer", hf, "--score", "--prompt", TEXT)
+    result, _ = one(titan, hf, "--prompt", TEXT)
+    assert code == 0 and out.splitlines()[0].split() == [
+        "tokens",
+        "log-likelihood",
+        "perplexity",
+        "bits",
+        "per",
+        "byte",
+    ]
+    tokens, nats, perplexity, bits = out.splitlines()[2].split()
+    assert (int(tokens), float(nats)) == (result["num_tokens"], pytest.approx(result["logprob"], abs=1e-4))
+    assert float(perplexity) == pytest.approx(result["perplexity"], rel=1e-5)
+    assert float(bits) == pytest.approx(result["bits_per_byte"], abs=1e-4)
+    assert "tokens/s" in talk
