@@ -1,0 +1,196 @@
+"""Inference on a GPU: decode steps recorded as CUDA graphs, compiled, in 8 bits. One device; skipped where none is."""
+
+import gc
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.gpu.running import titan
+from tests.greedy_reference import assert_same, greedy, ragged_prompts
+from tests.tiny_infer import NO_TEXT, load
+from tests.tiny_llama import write_llama
+from titan_tools.infer import engine as engine_file
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.generate import Settings, generate
+from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.quantize import quantize
+from titan_tools.infer.sampling import Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+GPU = torch.device("cuda", 0)
+HOW = [None, "int8", "float8"]
+VOCAB_SIZE = 301
+# Heads as large as flash attention's, grouped, and long enough for three lengths of recorded steps
+NUMBERS = {
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.08,
+}
+ASK = ["--prompt", "def main(", "--max-new-tokens", "24", "--ignore-eos", "--json"]
+COMMANDS = [
+    ([], "float32"),
+    (["--dtype", "bfloat16"], "bfloat16"),
+    (["--dtype", "bfloat16", "--compile"], "bfloat16"),
+    (["--dtype", "bfloat16", "--quantize", "int8"], "int8"),
+    (["--dtype", "bfloat16", "--quantize", "float8"], "float8"),
+    (["--dtype", "bfloat16", "--quantize", "int8", "--compile"], "int8"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hf")
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """transformers' model, on the CPU, read back from where it was saved."""
+    return write_llama(folder, **NUMBERS)
+
+
+def tokens_of(num, *, seed=0):
+    return torch.randint(VOCAB_SIZE, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def said(model, prompts, *, rows, engine=None, **settings):
+    """Tokens after each prompt; `engine`: how it decodes."""
+    settings = Settings(**settings)
+    room = max(map(len, prompts)) + settings.max_new_tokens
+    asked = [Prompt(str(n), "", list(tokens)) for n, tokens in enumerate(prompts)]
+    completions = generate(Engine(model, rows=rows, room=room, **(engine or {})), asked, settings, NO_TEXT)
+    return [c.tokens for c in sorted(completions, key=lambda c: int(c.prompt.id))]
+
+
+def told(model, tokens, *, behind, room=700, **engine):
+    """fp32 logits [N, V] of the tokens from place `behind` on: the first by prefill, the others by decode steps."""
+    engine = Engine(model, rows=1, room=room, **engine)
+    logits = [engine.prefill(0, tokens[: behind + 1])]
+    logits += [engine.decode([token])[0] for token in tokens[behind + 1 :]]
+    return torch.stack(logits).cpu()
+
+
+def expected(reference, tokens, *, behind):
+    with torch.inference_mode():
+        return reference(torch.tensor([tokens])).logits[0, behind:].float()
+
+
+def assert_close(found, exact, *, cosine):
+    """Every row of logits points where it should."""
+    assert found.isfinite().all() and found.shape == exact.shape
+    assert F.cosine_similarity(found, exact).min() > cosine
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_greedy_tokens_in_fp32_are_those_of_transformers_on_a_cpu(reference, folder, rows):
+    """Ragged rows that end, move up and make room, all in recorded steps."""
+    prompts = ragged_prompts(num=8 if rows == 1 else 24, longest=120, vocab_size=VOCAB_SIZE)
+    ours = said(load(folder, device=GPU), prompts, rows=rows, max_new_tokens=64)
+    assert_same(reference, prompts, ours, greedy(reference, prompts, 64))
+
+
+def test_seeded_tokens_in_fp32_are_those_of_the_cpu(reference, folder):
+    prompts = ragged_prompts(num=6, longest=60, vocab_size=VOCAB_SIZE, seed=1)
+    how = {"max_new_tokens": 32, "sampling": Sampling(0.9, top_k=80, top_p=0.95, seed=3)}
+    on_gpu, on_cpu = (said(load(folder, device=d), prompts, rows=4, **how) for d in (GPU, torch.device("cpu")))
+    assert on_gpu == on_cpu and len(set(map(tuple, on_gpu))) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("engine", [{"static": False}, {"static": True}, {"compile": True}], ids=str)
+def test_logits_of_decode_steps_are_those_of_one_pass(reference, folder, engine, dtype):
+    """From 240 to 530 tokens: recorded steps of three lengths, each of which takes over what the last one wrote."""
+    tokens = tokens_of(530)
+    found, exact = (
+        told(load(folder, dtype=dtype, device=GPU), tokens, behind=240, **engine),
+        expected(reference, tokens, behind=240),
+    )
+    assert_close(found, exact, cosine=0.98 if dtype == torch.bfloat16 else 0.99999)
+    if dtype == torch.float32:
+        assert (found - exact).abs().max() < 2e-3 * exact.std()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("engine", [{}, {"compile": True}], ids=str)
+def test_eight_bits_decode_alike_however_they_are_multiplied(reference, folder, how, engine):
+    """In recorded steps and compiled, against products with the rounded weights written out, on the CPU in fp32."""
+    tokens = tokens_of(60, seed=2)
+    found = told(load(folder, dtype=torch.bfloat16, device=GPU, quantize=how), tokens, behind=30, **engine)
+    exact = told(load(folder, quantize=how), tokens, behind=30)
+    assert_close(found, exact, cosine=0.98)
+
+
+@pytest.mark.parametrize("engine", [{}, {"compile": True}], ids=str)
+def test_rows_of_a_batch_in_eight_bits_are_those_of_each_alone(reference, folder, engine):
+    model = load(folder, dtype=torch.float32, device=GPU, quantize="int8")
+    prompts = ragged_prompts(num=5, longest=40, vocab_size=VOCAB_SIZE, seed=4)
+    alone, together = (said(model, prompts, rows=rows, max_new_tokens=16, engine=engine) for rows in (1, 5))
+    differing = sum(a != b for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True))
+    assert differing <= 16  # a close call of one row changes what follows it
+
+
+@pytest.mark.parametrize("shape", [(301, 45), (1000, 512), (5, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", ["int8", "float8"])
+def test_a_product_of_eight_bits_is_that_of_the_rounded_weight(how, dtype, shape):
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(shape, generator=generator) * torch.logspace(-4, 1, shape[0])[:, None]
+    weight, on_cpu = quantize(exact.to(GPU, dtype), how), quantize(exact.to(dtype), how)
+    assert torch.equal(weight.data_NK.cpu().float(), on_cpu.data_NK.float())
+    for num_rows in (1, 3, 70):
+        x = torch.randn(num_rows, 1, shape[1], generator=generator).to(dtype)
+        with torch.inference_mode():
+            found = F.linear(x.to(GPU), weight)
+        truth = F.linear(x.double(), on_cpu.dequantize().double())
+        assert found.dtype == dtype
+        assert (found.cpu().double() - truth).norm() <= (8e-3 if dtype == torch.bfloat16 else 1e-5) * truth.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_prompt_in_pieces_sees_what_lies_before_it(reference, folder, monkeypatch, dtype):
+    """Behind earlier tokens bfloat16 goes to flash attention without a mask, fp32 to a mask."""
+    monkeypatch.setattr(engine_file, "PREFILL_TOKENS", 48)
+    tokens = tokens_of(200, seed=5)
+    engine = Engine(load(folder, dtype=dtype, device=GPU), rows=2, room=256)
+    engine.prefill(0, tokens_of(90, seed=6))  # another row's keys are not looked at
+    hidden_LD = torch.cat(list(engine.hidden(1, tokens)))
+    with torch.inference_mode():
+        found = engine.model.head(hidden_LD).float().cpu()
+    assert_close(found, expected(reference, tokens, behind=0), cosine=0.98 if dtype == torch.bfloat16 else 0.99999)
+    again = engine.prefill(1, [*tokens[:150], *tokens_of(20, seed=7)], keep=150).cpu()
+    exact = expected(reference, [*tokens[:150], *tokens_of(20, seed=7)], behind=169)[0]
+    assert F.cosine_similarity(again, exact, dim=0) > (0.98 if dtype == torch.bfloat16 else 0.99999)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_loading_holds_the_shard_and_little_beside_it(tmp_path, how):
+    """Device memory of a model of 60 million weights: read, joined and rounded one layer at a time."""
+    write_llama(
+        tmp_path, **NUMBERS | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "head_dim": 64}
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load(tmp_path, dtype=torch.bfloat16, device=GPU, quantize=how)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    embedding = model.body.tok_embeddings.weight
+    assert held <= 1.02 * (model.bytes_per_token + embedding.numel() * embedding.element_size()) + (2 << 20)
+    largest = 2 * 4096 * 1024  # elements: w1 and w3 are one
+    ahead = 96 << 20  # read ahead of what is kept, and the largest of that
+    assert peak <= held + ahead + (6 * 4 * largest if how else 0)  # rounding goes through fp32
+
+
+@pytest.mark.parametrize(("options", "dtype"), COMMANDS, ids=lambda value: " ".join(value) if value else "")
+def test_the_command_tells_how_fast_memory_was_read(reference, folder, options, dtype):
+    result = json.loads(titan("infer", folder, *ASK, *options).stdout)
+    stats = result["stats"]
+    assert len(result["results"][0]["tokens"]) == 24
+    assert stats["dtype"] == dtype and stats["tp"] == 1
+    assert stats["bandwidth_gb_per_sec"] > 0 and 0 < stats["peak_memory_gib"] < 4
+    if any(name in torch.cuda.get_device_name() for name in ("H100", "H200", "A100")):
+        assert 0 < stats["bandwidth_share"] < 1
