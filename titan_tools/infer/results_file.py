@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from converters.commit import fsync
@@ -96,7 +97,7 @@ class ResultsFile:
 
 
 def check_place(path: Path, *, batch: Path) -> None:
-    """Raise ConfigError where results cannot go to `path`. Nothing is written."""
+    """Raise ConfigError where results cannot go to `path`, of which nothing is changed."""
     folder, name = path.resolve().parent, f"--out {path}"
     if path.exists() and batch.exists() and path.samefile(batch):
         raise ConfigError(f"{name} is the batch itself", hint="results go to a file of their own")
@@ -106,10 +107,13 @@ def check_place(path: Path, *, batch: Path) -> None:
         raise ConfigError(f"{name} is no regular file", hint="without --out the results go to standard output")
     if not folder.is_dir():
         raise ConfigError(f"{name}: there is no folder {folder}", tries=[f"mkdir -p {folder}"])
-    # the folder too: the file is replaced in the end
-    closed = next((place for place in (path, folder) if place.exists() and not os.access(place, os.W_OK)), None)
-    if closed:
-        raise ConfigError(f"{name}: {closed} may not be written")
+    try:
+        if path.exists():
+            path.open("r+b").close()
+        with TemporaryFile(dir=folder):  # where the file that replaces it in the end will be made
+            pass
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be written: {error.strerror}") from None
 
 
 def check_results(path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from converters.errors import ConfigError
 from titan_tools.console import note, print_json
+from titan_tools.infer.chat_template import turn_end_ids
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.generate import Completion, Settings, Timings, generate
 from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
@@ -74,10 +75,13 @@ def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
     request, vocabulary, vocab_size = work.request, work.vocabulary, work.args.vocab_size
     if request.logprobs is not None and request.logprobs > vocab_size:
         raise ConfigError(f"--logprobs is {request.logprobs}, but the vocabulary has {vocab_size} tokens")
+    stop_ids = vocabulary.stop_ids
+    if work.template is not None:
+        stop_ids |= turn_end_ids(work.template, vocabulary.tokenizer)
     return Settings(
         max_new_tokens=max_new_tokens,
         sampling=request.sampling,
-        stop_ids=frozenset() if request.ignore_eos else vocabulary.stop_ids,
+        stop_ids=frozenset() if request.ignore_eos else stop_ids,
         stop_strings=(*request.stop, *vocabulary.stop_strings),
         logprobs=request.logprobs,
         samples=request.samples,
