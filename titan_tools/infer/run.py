@@ -13,6 +13,7 @@ from titan_tools.console import note
 from titan_tools.infer.batch import prepare_batch
 from titan_tools.infer.chat import prepare_chat
 from titan_tools.infer.chat_template import read_template
+from titan_tools.infer.compiled import check_compiler
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
 from titan_tools.infer.load import SlicedModel, load_model
@@ -45,7 +46,7 @@ def infer(request: Request) -> None:
             model = _load(work, weights) if work.tp == 1 or inside_launch() else None
         if model is not None:
             ranks = join(work.tp, model.device)
-            task.run(Engine(model, rows=task.rows, room=task.room), ranks)
+            task.run(Engine(model, rows=task.rows, room=task.room, compile=request.compile), ranks)
             leave(ranks)
             return
     _start_ranks(request, checkpoint, work)
@@ -57,6 +58,8 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     tp = degree(request.tp)
     check_tp(args, tp)
     check_devices(tp)
+    if request.compile:
+        check_compiler(own_device())
     check_sampling(request.sampling, vocab_size=args.vocab_size)
     folder = find_tokenizer(weights.catalog.root, request.model_from)
     vocabulary = read_vocabulary(folder, weights.info)
