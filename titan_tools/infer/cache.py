@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 
 class Step(Protocol):
@@ -35,6 +34,8 @@ class Prefill:
 
     def _seen(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         if device.type == "cuda" and dtype != torch.float32:
+            from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler: seconds at every start
+
             return causal_lower_right(self.end - self.start, self.end)  # flash attention knows it: no mask in memory
         return _bias(self.positions, torch.arange(self.end, device=device), dtype)
 
