@@ -6,9 +6,16 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer
 
-from tests.checkpoint_forms import FORMS
+from converters.engine.read import CatalogReader
+from converters.layout import MeshShape
+from converters.manifest import TensorSum, read_manifest, write_manifest
+from converters.model_info import read_model_info, write_model_info
+from converters.open import open_checkpoint
+from converters.reshard import reshard
+from tests.checkpoint_forms import FORMS, native
 from tests.greedy_reference import greedy
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_llama import BOS, EOS, write_tokenizer
@@ -163,3 +170,67 @@ def test_a_model_from_that_is_not_there_is_told(titan, source, tmp_path):
     place = FORMS["torch .pt"].write(source[0], tmp_path)
     code, _, err = titan("infer", place, *ASK, "--model-from", tmp_path / "missing")
     assert code == 2 and str(tmp_path / "missing") in err and "no such folder" in err
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory):
+    """What a run saves: weights, an optimizer of twice their size in the same files, digests; and the tokens."""
+    root = tmp_path_factory.mktemp("training")
+    model, prompt = write_model(root / "hf", "llama")
+    weights = native(root / "hf")
+    moments = {f"state.{fqn}.{m}": torch.ones_like(w) for fqn, w in weights.items() for m in ("exp_avg", "exp_avg_sq")}
+    state = weights | {"optimizer": moments, "train_state": {"step": 7}}
+    dcp.save(state, checkpoint_id=str(root / "saved"), no_dist=True)
+    write_model_info(root / "saved", read_model_info(root / "hf"))
+    shutil.copy(root / "hf" / "tokenizer.model", root / "saved")
+    reshard(root / "saved", root / "step-7", mesh=MeshShape(dp_shard=2))
+    return root / "step-7", greedy(model, [prompt], NUM_NEW)[0].tokens
+
+
+def flip(folder, fqn):
+    """A bit in the middle of a tensor's first part; the name of the file."""
+    catalog = open_checkpoint(folder)
+    with CatalogReader(catalog) as reader:
+        chunk = reader.located(fqn, catalog.tensors[fqn].chunks[0])
+    data = bytearray((folder / chunk.file).read_bytes())
+    data[chunk.byte_offset + 13] ^= 1
+    (folder / chunk.file).write_bytes(data)
+    return chunk.file
+
+
+@pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "norm.weight", "tok_embeddings.weight"])
+def test_a_damaged_weight_beside_an_optimizer_is_told(titan, training, fqn, tmp_path):
+    folder = shutil.copytree(training[0], tmp_path / "step-7")
+    flip(folder, fqn)
+    code, out, err = titan("infer", folder, *ASK)
+    assert code == 2 and out == ""
+    assert f"\n  {fqn}\n" in err and f"try: titan verify {folder}" in err and "copy" not in err
+
+
+def test_an_optimizer_is_not_read_for_damage(titan, training, tmp_path):
+    """It is two thirds of a training checkpoint, in the same files, and says nothing."""
+    folder = shutil.copytree(training[0], tmp_path / "step-7")
+    flip(folder, "optimizer.state.norm.weight.exp_avg")
+    code, out, err = titan("infer", folder, *ASK)
+    assert code == 0, err
+    assert ids(out) == training[1]
+
+
+def test_a_damaged_small_file_beside_an_optimizer_is_told(titan, training, tmp_path):
+    folder = shutil.copytree(training[0], tmp_path / "step-7")
+    metadata = folder / ".metadata"
+    changed = metadata.read_bytes().replace(b"norm.weight", b"norn.weight", 1)
+    metadata.write_bytes(changed)
+    code, out, _ = titan("infer", folder, *ASK)
+    assert code == 2 and out == ""
+
+
+def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path):
+    folder = shutil.copytree(training[0], tmp_path / "step-7")
+    manifest = read_manifest(folder)
+    bare = {fqn: TensorSum(t.dtype, t.shape, "") for fqn, t in manifest.tensors.items()}
+    write_manifest(folder, tensors=bare, files=manifest.files)
+    assert titan("infer", folder, *ASK)[0] == 0
+    file = flip(folder, "optimizer.state.norm.weight.exp_avg")
+    code, out, err = titan("infer", folder, *ASK)
+    assert code == 2 and out == "" and f"{file}: its bytes have changed (CRC32)" in err
