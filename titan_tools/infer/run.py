@@ -16,6 +16,7 @@ from titan_tools.infer.chat_template import read_template
 from titan_tools.infer.compiled import check_compiler
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
+from titan_tools.infer.huge_pages import use_huge_pages
 from titan_tools.infer.load import SlicedModel, load_model
 from titan_tools.infer.options import check_options
 from titan_tools.infer.ranks import check_devices, degree, join, leave, own_device
@@ -33,6 +34,7 @@ _INTERRUPTED = 130
 
 def infer(request: Request) -> None:
     """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
+    use_huge_pages()
     with rank_errors():
         check_options(request)
         checkpoint = find_checkpoint(request.checkpoint)
@@ -106,4 +108,5 @@ def _load(work: Work, weights: NativeWeights) -> SlicedModel:
         tp=work.tp,
         rank=rank,
         quantize=work.request.quantize,
+        packed=not work.request.compile,
     )

@@ -41,9 +41,26 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
     return Box(tuple(offsets), tuple(sizes))
 
 
+def together(parameters: Sequence[Parameter]) -> list[tuple[str, ...]]:
+    """All parameters' FQNs in order, those of linear layers of one module that have the same input in one group."""
+    ordered = [p.fqn for p in parameters]
+    named, first_of = set(ordered), {}
+    for fqn in ordered:
+        for group in _SAME_INPUT:
+            if fqn.endswith(group[0]):
+                whole = tuple(fqn.removesuffix(group[0]) + later for later in group)
+                if named.issuperset(whole):
+                    first_of |= dict.fromkeys(whole, whole)
+    return list(dict.fromkeys(first_of.get(fqn, (fqn,)) for fqn in ordered))
+
+
 def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
     """The linear layers whose input features are cut, so that ranks hold partial sums: wo and w2 of each layer."""
     return [p.fqn.removesuffix(".weight") for p in parameters if p.tp_dim == 1]
 
 
 _PER_KV_HEAD = (".attention.wk.weight", ".attention.wv.weight")
+_SAME_INPUT = (
+    (".attention.wq.weight", ".attention.wk.weight", ".attention.wv.weight"),
+    (".feed_forward.w1.weight", ".feed_forward.w3.weight"),
+)

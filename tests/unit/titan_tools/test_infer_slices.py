@@ -8,7 +8,7 @@ import pytest
 from converters.catalog import Box
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS, parameters
-from titan_tools.infer.slices import check_tp, slice_for_rank, summed_inputs, valid_tp
+from titan_tools.infer.slices import check_tp, slice_for_rank, summed_inputs, together, valid_tp
 
 ODD = replace(FLAVORS["debug_gqa"], vocab_size=301, ffn_hidden=90)  # 8 heads, 4 KV heads
 
@@ -62,3 +62,19 @@ def test_a_degree_that_cannot_work_names_those_that_can():
         check_tp(ODD, 3)
     assert caught.value.hint == "valid: 1, 2, 4, 8"
     assert caught.value.tries == ("--tp 2",)
+
+
+def test_layers_with_the_same_input_are_together():
+    groups = together(parameters(ODD))
+    assert sorted(fqn for group in groups for fqn in group) == sorted(p.fqn for p in parameters(ODD))
+    first = "layers.0."
+    assert [tuple(fqn.removeprefix(first).removesuffix(".weight") for fqn in g) for g in groups if len(g) > 1][:2] == [
+        ("attention.wq", "attention.wk", "attention.wv"),
+        ("feed_forward.w1", "feed_forward.w3"),
+    ]
+    assert len(groups) == len(parameters(ODD)) - 3 * ODD.num_layers
+
+
+def test_a_layer_whose_siblings_are_not_there_stays_alone():
+    without = [p for p in parameters(ODD) if not p.fqn.endswith(".w3.weight")]
+    assert ("layers.0.feed_forward.w1.weight",) in together(without)

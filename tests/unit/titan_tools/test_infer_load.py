@@ -1,0 +1,169 @@
+"""Loading for inference: in whatever form weights are kept, logits stay what they were, and nothing is read in vain."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from converters.errors import CheckpointError
+from converters.weights import open_native
+from tests.tiny_families import TINY, write_tiny
+from tests.tiny_infer import CPU, load
+from tests.tiny_llama import write_llama
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.fused import FusedLinear, fuse
+from titan_tools.infer.load import load_model
+from titan_tools.infer.packed import PackedWeight, can_pack
+
+TOKENS = [3, 14, 15, 92, 65, 35]
+WIDE = {"hidden_size": 512, "intermediate_size": 1200, "num_attention_heads": 8, "num_key_value_heads": 4}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=TINY)
+def tiny(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, write_tiny(folder, request.param)
+
+
+@pytest.fixture(scope="module", params=["llama3_tied", "qwen3"])
+def wide(request, tmp_path_factory):
+    """A model whose weights are large enough to be packed."""
+    numbers = WIDE | {"head_dim": 64, "vocab_size": 2003, "num_hidden_layers": 2}
+    folder = tmp_path_factory.mktemp("wide")
+    return folder, write_tiny(folder, request.param, numbers=numbers)
+
+
+def logits_of(model, tokens=TOKENS):
+    """Of a prefill and of two decode steps behind it: [3, V]."""
+    engine = Engine(model, rows=1, room=64)
+    return torch.stack([engine.prefill(0, tokens), *(engine.decode([token])[0] for token in (7, 8))])
+
+
+def test_fused_layers_give_the_logits_of_separate_ones(tiny):
+    folder, _ = tiny
+    fused, separate = load(folder), load(folder, fused=False)
+    assert sum(isinstance(m, FusedLinear) for m in fused.body.modules()) == 2 * len(fused.body.layers)
+    torch.testing.assert_close(logits_of(fused), logits_of(separate), rtol=1e-5, atol=1e-5)
+    assert fused.bytes_per_token == separate.bytes_per_token
+
+
+@pytest.mark.parametrize("tp, rank", [(2, 1), (4, 0), (4, 3)])
+def test_every_rank_fuses_its_own_rows(tiny, tp, rank):
+    folder, _ = tiny
+    fused, separate = (load(folder, tp=tp, rank=rank, fused=fused) for fused in (True, False))
+    for n, layer in fused.body.layers.items():
+        other = separate.body.layers[n]
+        for together, parts in (
+            (layer.attention.wq, (other.attention.wq, other.attention.wk, other.attention.wv)),
+            (layer.feed_forward.w1, (other.feed_forward.w1, other.feed_forward.w3)),
+        ):
+            assert torch.equal(together.weight, torch.cat([part.weight for part in parts]))
+            assert together.sizes == tuple(len(part.weight) for part in parts)
+
+
+def test_fused_layers_that_get_other_inputs_are_right_all_the_same():
+    """In another order, twice, or with an equal input that is another tensor."""
+    parent = nn.ModuleDict({name: nn.Linear(6, size, bias=False) for name, size in (("a", 4), ("b", 3), ("c", 2))})
+    weights = [parent[name].weight.detach() for name in "abc"]
+    fuse(parent, "abc", (4, 3, 2))
+    parent["a"].weight = nn.Parameter(torch.cat(weights))
+    x, y = torch.randn(2, 5, 6)
+    for calls in ([("a", x), ("b", y), ("c", x)], [("c", x), ("a", y), ("c", y), ("b", y), ("c", x)]):
+        for name, given in calls:
+            torch.testing.assert_close(parent[name](given), F.linear(given, weights["abc".index(name)]))
+    parent["a"](x), parent["c"](x)
+    assert parent["a"]._input is None and not parent["a"]._parts  # nothing of a step stays
+
+
+def test_packed_weights_give_the_logits_of_plain_ones(wide):
+    folder, reference = wide
+    packed, plain = load(folder), load(folder, packed=False)
+    assert isinstance(packed.body.layers["0"].feed_forward.w1.weight, PackedWeight)
+    assert isinstance(packed.head.weight, PackedWeight)
+    theirs = reference(torch.tensor([[*TOKENS, 7, 8]])).logits[0, -3:].detach()
+    for model in (packed, plain):
+        torch.testing.assert_close(logits_of(model), theirs, rtol=1e-4, atol=1e-4)
+    assert packed.bytes_per_token == plain.bytes_per_token
+
+
+def test_packed_weights_round_like_plain_ones_in_bfloat16(wide):
+    folder, _ = wide
+    exact = logits_of(load(folder, packed=False))
+    packed, plain = (logits_of(load(folder, dtype=torch.bfloat16, packed=packed)) for packed in (True, False))
+    assert (packed - exact).abs().max() < 2 * (plain - exact).abs().max()
+
+
+@pytest.mark.skipif(not can_pack(torch.empty(1024, 1024)), reason="no oneDNN here")
+@pytest.mark.parametrize("shape", [(1, 1024), (3, 1024), (2, 5, 1024)])
+def test_a_packed_weight_multiplies_any_rows(shape):
+    weight = torch.randn(1030, 1024)
+    x = torch.randn(*shape, 2)[..., 0]  # not contiguous
+    torch.testing.assert_close(F.linear(x, PackedWeight(weight)), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError):
+        F.linear(x, PackedWeight(weight), torch.zeros(1030))
+    with pytest.raises(TypeError):
+        torch.mm(x, PackedWeight(weight))
+
+
+@pytest.mark.parametrize("how", ["int8", "float8"])
+def test_every_linear_layer_is_quantised_while_it_is_read(tiny, how):
+    folder, reference = tiny
+    model = load(folder, quantize=how)
+    exact = load(folder)
+    assert model.quantized == how
+    assert model.bytes_per_token < exact.bytes_per_token / 2
+    assert model.body.tok_embeddings.weight.dtype == torch.float32
+    off = (logits_of(model) - logits_of(exact)).abs().max()
+    assert 0 < off < 0.3 * logits_of(exact).std() * (1 if how == "int8" else 3)
+
+
+class Recorded:
+    """A source that counts the elements read from it, and may break."""
+
+    def __init__(self, source, *, broken=""):
+        self.source, self.tensors, self.num_read, self.broken = source, source.tensors, 0, broken
+
+    def read(self, fqn, box):
+        if fqn == self.broken:
+            raise CheckpointError(f"{fqn}: the file ends")
+        self.num_read += box.num_elements
+        return self.source.read(fqn, box)
+
+
+@pytest.mark.parametrize("tp, rank", [(1, 0), (2, 1), (4, 0), (4, 3)])
+def test_a_rank_reads_only_what_it_holds(tmp_path, tp, rank):
+    write_llama(tmp_path, tie_word_embeddings=True)
+    with open_native(tmp_path) as weights:
+        source = Recorded(weights.source)
+        model = load_model(source, weights.info, dtype=torch.float32, device=CPU, tp=tp, rank=rank)
+    held = {id(p): p.numel() for p in [*model.body.parameters(), model.head.weight]}  # a tied one once
+    assert source.num_read == sum(held.values())
+
+
+def test_an_error_of_a_reader_is_told(tmp_path):
+    write_llama(tmp_path)
+    with open_native(tmp_path) as weights, pytest.raises(CheckpointError, match="the file ends"):
+        source = Recorded(weights.source, broken="layers.1.feed_forward.w3.weight")
+        load_model(source, weights.info, dtype=torch.float32, device=CPU)
+
+
+def test_nothing_is_imported_that_takes_seconds(tmp_path):
+    write_llama(tmp_path)
+    script = """
+import sys
+from pathlib import Path
+from titan_tools.infer.request import Request
+from titan_tools.infer.run import infer
+from titan_tools.infer.sampling import Sampling
+infer(Request(Path(sys.argv[1]), Sampling(), text="a", max_new_tokens=2))
+slow = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
+slow += ("torchao", "sympy", "matplotlib", "tensorboard", "datasets", "pyarrow")
+print([name for name in slow if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == "[]"

@@ -1,0 +1,46 @@
+"""Weights in the order in which oneDNN's kernels read them: on a CPU each product reads at memory's full speed.
+
+torch's own product of one row in fp32 goes to MKL, which keeps one core busy, and in bfloat16 to oneDNN with rows of
+weights as they come. Reordered once, while loading, both take half to two thirds of the time. This is what torch's
+compiler does with constant weights when it freezes a model on a CPU, by the same two operators.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_LEAST_BYTES = 1 << 20  # smaller ones lie in a core's cache, where the order makes no difference
+
+
+class PackedWeight:
+    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight)`. Nothing else can be done."""
+
+    def __init__(self, weight_NK: Tensor):
+        self.shape, self.dtype = weight_NK.shape, weight_NK.dtype
+        self.num_bytes = weight_NK.numel() * weight_NK.element_size()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+        if func is not F.linear or kwargs or any(bias is not None for bias in args[2:]):
+            return NotImplemented  # torch raises TypeError
+        return torch.ops.mkldnn._linear_pointwise(args[0], args[1]._packed, None, "none", [], "")
+
+
+def can_pack(weight_NK: Tensor) -> bool:
+    """Whether packing this weight is possible here and of use."""
+    return (
+        weight_NK.device.type == "cpu"
+        and weight_NK.dtype in (torch.float32, torch.bfloat16)
+        and weight_NK.numel() * weight_NK.element_size() >= _LEAST_BYTES
+        and torch.backends.mkldnn.is_available()
+        and _has_operators()
+    )
+
+
+def _has_operators() -> bool:
+    """They are private to torch: there from 2.0 to 2.13, and nobody promised more."""
+    return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
