@@ -22,7 +22,6 @@ from titan_tools.infer.generate import Settings, Timings, generate
 from titan_tools.infer.prompts import (
     DEFAULT_NEW_TOKENS,
     Prompt,
-    lost_tokens,
     make_conversation,
     make_prompt,
     new_tokens_that_fit,
@@ -45,7 +44,7 @@ class _Asked:
     id: str | int
     text: str
     tokens: array
-    lost: str  # what --truncate left took, in words
+    lost: str
 
     def prompt(self) -> Prompt:
         return Prompt(self.id, self.text, self.tokens.tolist())
@@ -94,7 +93,8 @@ class Batch:
 
     def _tell_beforehand(self, missing: list[int]) -> None:
         if lost := [one for one in self.asked if one.lost]:
-            note(f"--truncate left: {count(len(lost), 'prompt')} did not fit; of id {lost[0].id!r} {lost[0].lost}")
+            first = f"(id {lost[0].id!r}: {lost[0].lost})"
+            note(f"--truncate left: the beginning of {count(len(lost), 'prompt')} is left out {first}")
         if num_done := len(self.asked) - len(missing):
             note(f"{num_done:,} of {count(len(self.asked), 'prompt')} are in {self.request.out} already: skipped")
 
@@ -120,8 +120,7 @@ def prepare_batch(work: Work) -> Batch:
         prompt = _prompt_of(line, work)
         new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context)
         longest = max(longest, len(prompt.tokens) + new)
-        lost = lost_tokens(work, prompt) if prompt.num_lost else ""
-        return _Asked(line.id, prompt.text, array("i", prompt.tokens), lost)
+        return _Asked(line.id, prompt.text, array("i", prompt.tokens), prompt.lost)
 
     if request.out is not None:
         check_place(request.out, batch=request.batch)

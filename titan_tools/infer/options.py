@@ -67,7 +67,7 @@ def _of_prompts(request: Request) -> Iterator[_Problem]:
     if request.batch is None:
         if request.out is not None:
             yield _Problem("--out is where the results of a --batch go", ("--batch FILE",))
-        if request.batch_size is not None and request.samples == 1 and not is_conversation(request):
+        if request.batch_size is not None and request.samples == 1 and request.text is not None and not request.score:
             yield _Problem("--batch-size is of a --batch, or of --samples: there is one sequence here")
 
 
@@ -78,7 +78,7 @@ def is_conversation(request: Request) -> bool:
 
 _OF_GENERATION = (
     "--chat", "--max-new-tokens", "--stop", "--ignore-eos", "--temperature", "--top-k", "--top-p", "--min-p",
-    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile",
+    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile", "--batch-size",
 )  # fmt: skip
 _OF_RESULTS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
 _OF_PLAIN_TEXT = ("--from-bos", "--special-tokens")

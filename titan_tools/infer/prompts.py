@@ -27,7 +27,7 @@ class Prompt:
     id: str | int
     text: str
     tokens: list[int]
-    num_lost: int = 0  # tokens of its beginning that --truncate left took; of a huge text at least so many
+    lost: str = ""  # what --truncate left took of its beginning, in words
 
 
 def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str | None:
@@ -118,7 +118,8 @@ def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
     num_lost = max(0, len(ids) - _room_when_cut(work)) if cut else 0
     if num_lost:
         ids = [*ids[:1], *ids[1 + num_lost :]] if bos is not None else ids[num_lost:]
-    prompt = Prompt(id, text, ids, num_lost)
+    lost = ("" if is_all else "at least ") + count(num_lost, "token") if num_lost else ""
+    prompt = Prompt(id, text, ids, lost)
     new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_all=is_all or cut)
     return prompt
 
@@ -148,7 +149,8 @@ def _chat_prompt(work: Work, id: str | int, messages: Sequence[Mapping[str, str]
             messages = [*system, *messages[starts[first] :]]
             tokens = _encode_chat(work, messages)
     text = work.template.render(messages) if text is None else text
-    prompt = Prompt(id, text, tokens, num_whole - len(tokens))
+    lost = count(num_whole - len(tokens), "token") if len(tokens) < num_whole else ""
+    prompt = Prompt(id, text, tokens, lost)
     new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_chat=True)
     return prompt
 
@@ -160,20 +162,14 @@ def _encode_chat(work: Work, messages: Sequence[Mapping[str, str]]) -> list[int]
 def notes_on(work: Work, prompt: Prompt) -> list[str]:
     """What a person should know of how a prompt was read."""
     notes = []
-    if prompt.num_lost:
-        notes.append(f"{lost_tokens(work, prompt)} (--truncate left); {len(prompt.tokens):,} are left")
+    if prompt.lost:
+        notes.append(f"the prompt lost {prompt.lost} of its beginning (--truncate left), {len(prompt.tokens):,} stay")
     tokenizer, is_text = work.vocabulary.tokenizer, not (work.request.special_tokens or work.template)
     if is_text and len(prompt.text) <= _SHORT_CHARS:
         plain, special = (tokenizer.encode(prompt.text, special=asked) for asked in (False, True))
         if plain != special:
             notes.append("special tokens written in the prompt were read as text; --special-tokens reads them as such")
     return notes
-
-
-def lost_tokens(work: Work, prompt: Prompt) -> str:
-    """What --truncate left took; of a text that is far too long only the end was turned into tokens."""
-    at_least = "at least " if prompt.num_lost > (_FAR_TOO_LONG - 1) * work.args.max_seq_len else ""
-    return f"the prompt lost {at_least}{count(prompt.num_lost, 'token')} of its beginning"
 
 
 def new_tokens_that_fit(
@@ -189,7 +185,7 @@ def new_tokens_that_fit(
         asked = f" and {max_new_tokens:,} new ones" if max_new_tokens else ""
         many = f"{num_prompt:,}" if is_all else f"more than {num_prompt:,}"
         tries = [f"--max-new-tokens {room}"] if room > 0 else []
-        if not prompt.num_lost and not is_chat:
+        if not prompt.lost and not is_chat:
             tries.append("--truncate left, which drops the beginning of a prompt that is too long")
         raise ConfigError(
             f"{many} prompt tokens{asked} do not fit the model's context of {context:,} tokens",

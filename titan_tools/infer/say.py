@@ -6,11 +6,11 @@ from time import perf_counter
 
 import torch
 
-from converters.errors import ConfigError
 from titan_tools.console import note, print_json
 from titan_tools.infer.chat_template import turn_end_ids
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.generate import Completion, Settings, Timings, generate
+from titan_tools.infer.logprobs import check_logprobs
 from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
@@ -72,9 +72,8 @@ def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
 
     Raises ConfigError where more logprobs were asked for than there are tokens.
     """
-    request, vocabulary, vocab_size = work.request, work.vocabulary, work.args.vocab_size
-    if request.logprobs is not None and request.logprobs > vocab_size:
-        raise ConfigError(f"--logprobs is {request.logprobs}, but the vocabulary has {vocab_size} tokens")
+    request, vocabulary = work.request, work.vocabulary
+    check_logprobs(request.logprobs, vocab_size=work.args.vocab_size)
     stop_ids = vocabulary.stop_ids
     if work.template is not None:
         stop_ids |= turn_end_ids(work.template, vocabulary.tokenizer)

@@ -424,7 +424,7 @@ def test_a_long_chat_loses_its_oldest_messages(titan, hf, tmp_path):
     (result,) = read(out)
     kept = "".join(f"<user>{letter * 30}<assistant>{letter * 30}" for letter in "d")
     assert result["prompt"] == f"<|begin_of_text|><system>{'s' * 30}{kept}<user>{'e' * 30}<assistant>"
-    assert "1 prompt did not fit; of id 0 the prompt lost " in err
+    assert "--truncate left: the beginning of 1 prompt is left out (id 0: " in err
 
 
 def test_prompts_that_do_not_fit_may_lose_their_beginning(titan, hf, tmp_path):
@@ -433,7 +433,7 @@ def test_prompts_that_do_not_fit_may_lose_their_beginning(titan, hf, tmp_path):
         "infer", hf, "--batch", tmp_path / "in.jsonl", "--truncate", "left", "--max-new-tokens", "100"
     )
     cut, kept = read(out)
-    assert code == 0 and "1 prompt did not fit; of id 0 the prompt lost 145 tokens of its beginning" in err
+    assert code == 0 and "--truncate left: the beginning of 1 prompt is left out (id 0: 145 tokens)" in err
     assert cut["prompt_tokens"] == [256, *ids("b" * 155)] and cut["prompt"] == "a" * 100 + "b" * 200
     assert len(cut["tokens"]) == 100 and len(kept["prompt_tokens"]) == 2
 

@@ -69,14 +69,6 @@ def test_text_alone_goes_to_stdout(titan, hf):
     assert "tokens/s" in talk
 
 
-def test_tokens_that_are_no_text_are_replaced(titan, hf):
-    """Random weights say broken UTF-8 and ids behind the tokenizer's last (I5)."""
-    _, out, _ = titan("infer", hf, "--prompt", PROMPT, "--max-new-tokens", "100", "--temperature", "3", "--json")
-    (result,) = json.loads(out)["results"]
-    assert max(result["tokens"]) > 257
-    assert "\ufffd" in result["text"]
-
-
 def test_every_format_says_the_same(titan, hf, dcp, tmp_path):
     dcp_said, hf_said = (tokens(titan("infer", folder, *SHORT, "--json")[1]) for folder in (dcp, hf))
     assert dcp_said == hf_said
@@ -148,28 +140,34 @@ REFUSED = {
     "no prompt": ((), "give a prompt: --prompt TEXT"),
     "two prompts": (("--prompt", "a", "-"), "give one prompt"),
     "stray argument": (("hello",), "only - (standard input) can stand there"),
-    "empty prompt": (("--prompt", ""), "is empty"),
-    "white space": (("--prompt", " \n\t"), "nothing but white space"),
-    "bytes of the shell": (("--prompt", "ab\udcff"), "not UTF-8: byte 0xff at offset 2"),
     "prompt file missing": (("--prompt-file", "/no/such"), "cannot read the prompt file /no/such"),
-    "prompt longer than the context": (
-        ("--prompt", "a" * 300),
-        "301 prompt tokens do not fit the model's context of 256",
-    ),
-    "too many new tokens": (
-        ("--prompt", "a" * 99, "--max-new-tokens", "157"),
-        "100 prompt tokens and 157 new ones do not fit the model's context of 256 tokens\n"
-        "hint: at most 156 new tokens fit behind this prompt\ntry: --max-new-tokens 156",
-    ),
     "no new tokens": (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens"),
-    "negative temperature": (("--prompt", "a", "--temperature", "-1"), "--temperature is -1.0"),
-    "temperature nan": (("--prompt", "a", "--temperature", "nan"), "--temperature is nan"),
-    "top-k beyond the vocabulary": (
-        ("--prompt", "a", "--temperature", "1", "--top-k", "302"),
-        "--top-k is 302, but the vocabulary has 301 tokens",
+    "prompt and batch": (("--prompt", "a", "--batch", "in.jsonl"), "--batch has prompts of its own"),
+    "out without batch": (
+        ("--prompt", "a", "--out", "f"),
+        "--out is where the results of a --batch go\ntry: --batch FILE",
     ),
-    "top-p of nothing": (("--prompt", "a", "--temperature", "1", "--top-p", "0"), "--top-p is 0.0"),
-    "top-p without temperature": (("--prompt", "a", "--top-p", "0.5"), "no effect at temperature 0"),
+    "system without chat": (("--prompt", "a", "--system", "s"), "--system is a message of a --chat\ntry: --chat"),
+    "empty stop": (("--prompt", "a", "--stop", ""), "--stop is empty"),
+    "samples alike": (
+        ("--prompt", "a", "--samples", "2"),
+        "would all be alike: give --temperature\ntry: --temperature 1",
+    ),
+    "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is of a --batch, or of --samples"),
+    "context of one": (("--prompt", "a", "--context", "99"), "--context is of a conversation"),
+    "from-bos alone": (("--from-bos",), "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input"),
+    "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no meaning in a chat"),
+    "special tokens in a chat": (
+        ("--prompt", "a", "--chat", "--special-tokens"),
+        "--special-tokens has no meaning in a",
+    ),
+    "empty chat": (("--prompt", "", "--chat"), "the prompt is empty"),
+    "conversation in JSON": (("--chat", "--json"), "--json has no meaning in a conversation; give a prompt"),
+    "score of nothing": (("--score", "--chat"), "give a prompt"),
+    "score of a cut text": (
+        ("--prompt", "a", "--score", "--truncate", "left"),
+        "--truncate has no meaning with --score",
+    ),
     "tp beyond the heads": (("--prompt", "a", "--tp", "8"), "valid: 1, 2, 4"),
     "tp between": (("--prompt", "a", "--tp", "3"), "--tp 3 cannot split 4 attention heads and 2 key/value heads"),
     "dtype": (("--prompt", "a", "--dtype", "int4"), "int4"),
@@ -185,13 +183,25 @@ def test_what_cannot_be_is_refused(titan, hf, monkeypatch, arguments, said):
     assert err.startswith("error: ") and said in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "content, said", [(b"ok\xff", "byte 0xff at offset 2"), ("é\0".encode(), "NUL byte at offset 2")]
-)
-def test_a_prompt_file_that_is_no_text_is_refused(titan, hf, tmp_path, content, said):
-    (tmp_path / "prompt").write_bytes(content)
-    code, _, err = titan("infer", hf, "--prompt-file", tmp_path / "prompt")
-    assert code == 2 and said in err and str(tmp_path / "prompt") in err
+def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
+    options = ("--score", "--temperature", "-1", "--stop", "", "--max-new-tokens", "3", "--out", "x", "--system", "s")
+    code, out, err = titan("infer", hf, "--prompt", "", *options)
+    assert code == 2 and out == ""
+    assert err.startswith(
+        "error: 8 things cannot be:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
+    )
+    for name in ("--temperature", "--stop", "--max-new-tokens"):
+        assert f"\n  {name} has no meaning with --score, which makes no new tokens\n" in err
+    assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err
+
+
+def test_samples_are_shown_one_after_another(titan, hf):
+    sampled = (*SHORT, "--samples", "3", "--temperature", "1", "--batch-size", "2")
+    _, out, _ = titan("infer", hf, *sampled, "--json")
+    results = json.loads(out)["results"]
+    assert [(result["id"], result["sample"]) for result in results] == [("0", 0), ("0", 1), ("0", 2)]
+    code, out, _ = titan("infer", hf, *sampled)
+    assert code == 0 and out == "".join(f"--- {result['sample']}\n{result['text']}\n" for result in results)
 
 
 def test_a_path_that_holds_no_checkpoint_is_refused(titan, tmp_path):
@@ -200,24 +210,6 @@ def test_a_path_that_holds_no_checkpoint_is_refused(titan, tmp_path):
     for path in (tmp_path / "missing", tmp_path / "empty", tmp_path / "notes.txt"):
         code, out, err = titan("infer", path, *SHORT)
         assert code == 2 and out == "" and path.name in err and "Traceback" not in err
-
-
-def test_a_missing_tokenizer_is_told(titan, broken):
-    (broken / "tokenizer.json").unlink()
-    code, _, err = titan("infer", broken, *SHORT)
-    assert code == 2 and "tokenizer.json" in err and str(broken) in err
-
-
-def test_a_tokenizer_of_another_model_is_told(titan, tmp_path):
-    write_llama(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=2)
-    code, _, err = titan("infer", tmp_path, *SHORT)
-    assert code == 2 and "258 tokens" in err and "200 rows" in err
-
-
-def test_special_tokens_beyond_the_embedding_are_told(titan, broken):
-    (broken / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": [257, 128009]}))
-    code, _, err = titan("infer", broken, *SHORT)
-    assert code == 2 and "[128009]" in err and "301 rows" in err
 
 
 def test_weights_that_are_not_numbers_are_told(titan, broken):
