@@ -4,7 +4,10 @@ import pytest
 
 from converters.families.registry import get_family
 from tests.gpu.running import write_job
+from tests.gpu.test_infer import ASK, COMMANDS
 from tests.gpu.test_training import CASES
+from titan_tools.infer import run
+from titan_tools.infer.options import check_options
 from trainer.config.load import load_config
 from trainer.parallel_dims import fit_layout
 
@@ -18,3 +21,12 @@ def job(tmp_path_factory):
 def test_the_options_of_a_gpu_test_fit_its_job(job, options):
     config = load_config(job, options)
     assert fit_layout(config, get_family("llama3").flavors[config.model.flavor], 1).world_size == 1
+
+
+@pytest.mark.parametrize("options", [options for options, _ in COMMANDS], ids=" ".join)
+def test_the_options_of_a_gpu_test_of_inference_go_together(titan, monkeypatch, options):
+    asked = []
+    monkeypatch.setattr(run, "infer", asked.append)
+    code, _, err = titan("infer", "somewhere", *ASK, *options)
+    assert code == 0, err
+    check_options(*asked)
