@@ -25,6 +25,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_ids: tuple[int, ...]
     vocab_size: int  # the largest id + 1
+    byte_values: Mapping[int, int]  # ids of single bytes, a run of which is text as a whole or U+FFFD as a whole
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         """Ids of the text; `special` also reads special tokens written in it. Raises DataError for a lone surrogate."""
@@ -71,7 +72,7 @@ class _TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        self.vocab_size = self._encoding.max_token_value + 1
+        self.vocab_size, self.byte_values = self._encoding.max_token_value + 1, {}
         self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
@@ -99,6 +100,7 @@ class _JsonTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer: {error}") from None
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.byte_values = _byte_values(self._tokenizer)
         self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
@@ -109,6 +111,9 @@ class _JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
+        for id in ids:
+            if self._tokenizer.id_to_token(id) is None:  # which the library leaves out
+                raise DataError(f"token id {id} stands for nothing in this tokenizer")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -120,7 +125,7 @@ class _SentencePieceTokenizer:
             self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: neither a tiktoken nor a SentencePiece file: {error}") from None
-        self.vocab_size = len(self._pieces)
+        self.vocab_size, self.byte_values = len(self._pieces), {}
         self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
         control = [id for id in range(self.vocab_size) if self._pieces.is_control(id)]
         self._control = {self._pieces.id_to_piece(id): id for id in control}
@@ -144,6 +149,13 @@ class _SentencePieceTokenizer:
             else:
                 run.append(id)
         return text + self._pieces.decode(run)
+
+
+def _byte_values(tokenizer) -> dict[int, int]:
+    """Those of a tokenizer.json whose decoder has ByteFallback, as Llama 2's."""
+    ids = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
+    letter = tokenizer.token_to_id("<0x41>")
+    return ids if None not in ids and tokenizer.decode([letter]) == "A" else {}
 
 
 def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> list[int]:
