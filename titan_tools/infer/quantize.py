@@ -84,6 +84,17 @@ def quantize(weight_NK: Tensor, how: str) -> QuantizedWeight:
     return QuantizedWeight(data_NK, scale_N)
 
 
+def why_slow(how: str, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What to tell a user for whom 8 bits save memory and cost time; None where they save both."""
+    if device.type != "cpu":
+        return None
+    if how == "float8":
+        return "--quantize float8 saves memory, but no CPU multiplies with it: each product casts its weight first"
+    if dtype != torch.bfloat16:
+        return "--quantize int8 saves memory here, and is fast on a CPU with --dtype bfloat16 only"
+    return None
+
+
 def stored_bytes(weight: Tensor | QuantizedWeight) -> int:
     """Bytes that multiplying with all of a weight reads."""
     tensors = weight.buffers() if isinstance(weight, QuantizedWeight) else [weight]

@@ -9,7 +9,7 @@ from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer import quantize as quantizing
 from titan_tools.infer.engine import Engine
-from titan_tools.infer.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes
+from titan_tools.infer.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes, why_slow
 
 HOW = ["int8", "float8"]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -95,6 +95,14 @@ def test_few_rows_in_bfloat16_go_through_the_kernel_of_int8(monkeypatch):
     F.linear(torch.ones(1, 1, 32, dtype=torch.bfloat16), weight)
     with pytest.raises(TypeError):
         F.linear(torch.ones(1, 1, 32), weight)  # fp32: the kernel's loop over it is slower than a cast
+
+
+def test_what_is_slow_is_told():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert why_slow("int8", dtype=torch.bfloat16, device=cpu) is None
+    assert "--dtype bfloat16" in why_slow("int8", dtype=torch.float32, device=cpu)
+    assert "float8" in why_slow("float8", dtype=torch.bfloat16, device=cpu)
+    assert why_slow("float8", dtype=torch.bfloat16, device=gpu) is None
 
 
 def test_a_quantised_weight_multiplies_and_nothing_else():
