@@ -43,7 +43,7 @@ class Conversation:
         lines = Lines(edits=ranks.tp == 1) if ranks.is_first else None
         if lines and lines.is_terminal:
             note(f"{self.room} tokens of context; /help shows the commands, Ctrl-D leaves")
-        while turn := ranks.share(self._next_turn(lines, engine) if lines else None):
+        while turn := self._shared_turn(lines, engine, ranks):
             started = perf_counter()
             text = self._answer(turn, engine, timings, lines)
             secs, num_answers = secs + perf_counter() - started, num_answers + 1
@@ -53,6 +53,19 @@ class Conversation:
             stats = stats_of(timings, engine, ranks, self.work, secs=secs)
             if ranks.is_first:
                 note(describe(stats, num=num_answers))
+
+    def _shared_turn(self, lines: Lines | None, engine: Engine, ranks: Ranks) -> Turn | None:
+        """The next turn on all ranks. What is wrong with it ends all of them alike, none by the silence of another."""
+        told: Turn | TitanError | None = None
+        if lines:
+            try:
+                told = self._next_turn(lines, engine)
+            except TitanError as error:
+                told = error
+        told = ranks.share(told)
+        if isinstance(told, TitanError):
+            raise told
+        return told
 
     def _next_turn(self, lines: Lines, engine: Engine) -> Turn | None:
         """What the next lines ask for; None at their end. The first rank's."""

@@ -16,12 +16,8 @@ class Lines:
     """
 
     def __init__(self, *, edits: bool):
-        if sys.stdin is None or sys.stdin.closed:
-            raise ConfigError(
-                "there is no standard input to read messages from",
-                tries=["--chat --prompt TEXT", "titan infer … --tp N --chat, which starts the ranks itself"],
-            )
-        self.is_terminal = sys.stdin.isatty()
+        self._is_there = sys.stdin is not None and not sys.stdin.closed
+        self.is_terminal = self._is_there and sys.stdin.isatty()
         self._edits = edits and self.is_terminal and sys.stdout.isatty()
         self._num_read = self._num_messages = 0
         if self._edits:
@@ -29,7 +25,15 @@ class Lines:
                 import readline  # noqa: F401, input() uses it where it is loaded
 
     def read(self) -> str | None:
-        """The next line without its end; None after the last. Raises ConfigError for one that is not UTF-8."""
+        """The next line without its end; None after the last.
+
+        Raises ConfigError for one that is not UTF-8, and where there is nothing to read from, or nothing in it.
+        """
+        if not self._is_there:
+            raise ConfigError(
+                "there is no standard input to read messages from",
+                tries=["--chat --prompt TEXT", "titan infer … --tp N --chat, which starts the ranks itself"],
+            )
         while True:
             try:
                 line = self._read_line()

@@ -29,6 +29,7 @@ from converters.errors import CheckpointError
 
 MOST_SECS = 10  # a real template takes milliseconds
 MOST_BYTES = 1 << 30  # more than the process held before
+MOST_CHARACTERS = 1 << 26  # no model reads as many; to find that out by counting their tokens would take minutes
 _STATM = Path("/proc/self/statm")
 
 
@@ -47,7 +48,7 @@ def render_template(source: str, names: Mapping[str, Any], *, where: str) -> str
     """
     try:
         with _bounded():
-            return _compiled(source).render(**names)
+            text = _compiled(source).render(**names)
     except Refusal:
         raise
     except (Exception, _TooLong) as error:  # a template can raise whatever Python can
@@ -57,6 +58,9 @@ def render_template(source: str, names: Mapping[str, Any], *, where: str) -> str
             f"the chat template in {place} {_what_went_wrong(error)}",
             hint="it is code that came with the checkpoint; --prompt without --chat needs none",
         ) from None
+    if len(text) > MOST_CHARACTERS:
+        raise CheckpointError(f"the chat template in {where} makes {len(text):,} characters of these messages")
+    return text
 
 
 @lru_cache(maxsize=4)

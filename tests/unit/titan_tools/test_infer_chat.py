@@ -239,6 +239,12 @@ def test_ctrl_c_stops_an_answer_and_no_more(talk, model_and_folder, monkeypatch,
         reference.messages = before + (said if answer else [])
 
 
+def test_no_standard_input(talk, folder, titan, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = titan("infer", folder, "--chat")
+    assert code == 2 and "there is no standard input to read messages from" in err
+
+
 def test_a_person_may_try_again(talk, folder):
     lines = b"b\xffd\n/system " + b"x" * 300 + b"\n" + b"y" * 300 + b"\n/exit \n"
     code, out, err = talk(folder, lines, terminal=True)

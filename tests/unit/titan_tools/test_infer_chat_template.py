@@ -333,6 +333,11 @@ def test_broken_and_hostile_templates(source, told):
     assert told in caught.value.message and "--prompt without --chat" in caught.value.hint
 
 
+def test_a_template_that_writes_too_much_is_told():
+    with pytest.raises(CheckpointError, match="makes 70,000,000 characters"):
+        ChatTemplate("{{ 'seven' * 14000000 }}", {}).render(said(("user", "a")))
+
+
 @pytest.mark.parametrize("body", ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** (9 ** 9) }}"])
 def test_an_endless_template_is_stopped(monkeypatch, body):
     monkeypatch.setattr(template_sandbox, "MOST_SECS", 0.2)
