@@ -56,3 +56,25 @@ def _assert_ranks_say_what_one_says(pools, tmp_path, tp):
         assert rank["logits"] == ranks[0]["logits"]  # bit for bit: each rank chooses by itself
         assert rank["num_held"] < 0.75 * alone["num_held"]
     assert torch.tensor(alone["logits"]).std() > 0.5
+
+
+def say_in_fixed_shapes(folder, tp, how):
+    """This rank's logits of two ragged rows that decode together, as a GPU would."""
+    model = load(folder, tp=tp, rank=torch.distributed.get_rank() if tp > 1 else 0, packed=False)
+    engine = Engine(model, rows=2, room=80, **how)
+    logits = [engine.prefill(row, prompt) for row, prompt in enumerate(PROMPTS)]
+    for token in range(6):
+        logits += engine.decode([token, 9 * token])
+    return torch.stack(logits).tolist()
+
+
+@pytest.mark.parametrize(
+    "how", [{"static": True}, {"compile": True, "backend": "aot_eager"}], ids=["static", "compiled"]
+)
+def test_ranks_decode_in_fixed_shapes_and_compiled(pools, tmp_path, how):
+    """All-reduces inside compiled layers, an all-gather inside the compiled output layer."""
+    write_llama(tmp_path)
+    alone = torch.tensor(say_in_fixed_shapes(tmp_path, 1, {}))
+    ranks = pools[2].run(say_in_fixed_shapes, tmp_path, 2, how)
+    assert ranks[0] == ranks[1]
+    assert (torch.tensor(ranks[0]) - alone).abs().max() < 1e-4

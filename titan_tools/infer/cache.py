@@ -6,12 +6,14 @@ N query heads, K key/value heads, G = N/K query heads per key/value head, H head
 
 import mmap
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class Step(Protocol):
@@ -112,6 +114,16 @@ def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11
 def _bias(positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a query sees a key, else -inf, in attention's dtype: of a boolean each layer would make one of these."""
     return torch.zeros((), dtype=dtype, device=columns.device).where(columns <= positions.view(-1, 1), -torch.inf)
+
+
+def attention_kernels(device: torch.device) -> AbstractContextManager:
+    """What attention inside may choose from: on a GPU not cuDNN's.
+
+    It makes a plan for every new length, and on Blackwell it may be wrong for fewer than 8 KV heads (pytorch#193893).
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class KVCache:

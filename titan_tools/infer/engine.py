@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_tools.infer.cache import Decode, Prefill, StaticDecode, Step, attach_cache
+from titan_tools.infer.cache import Decode, Prefill, StaticDecode, Step, attach_cache, attention_kernels
 from titan_tools.infer.compiled import compiled_body, compiled_module
 from titan_tools.infer.graphs import StaticDecoder
 from titan_tools.infer.load import SlicedModel
@@ -69,11 +69,12 @@ class Engine:
         assert keep <= len(self.held[row])
         start = keep
         while start < len(tokens):
+            del self.held[row][start:]  # first: who is interrupted here must not find keys that are not these tokens'
             piece = tokens[start : start + _piece_tokens(start)]
             step = Prefill(row=row, start=start, num_new=len(piece), device=self.model.device, dtype=self.model.dtype)
             with torch.inference_mode():
                 hidden_LD = self._forward(self.model.body, step, torch.tensor([piece], device=self.model.device))[0]
-            self.held[row][start:] = piece
+            self.held[row] += piece
             start += len(piece)
             yield hidden_LD
 
@@ -82,9 +83,9 @@ class Engine:
         """Append one token to each of the first rows; fp32 logits [B, V]. What rows behind them held may be lost."""
         lengths = self.lengths(len(tokens))
         if self._static:
-            logits_BV = self._static(tokens, lengths)
             for held in self.held[len(tokens) :]:
                 held.clear()
+            logits_BV = self._static(tokens, lengths)
         else:
             step = Decode(lengths, device=self.model.device, dtype=self.model.dtype)
             tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
@@ -104,6 +105,7 @@ class Engine:
         """Make a row hold the first `length` tokens (default: all) of another, or of itself."""
         tokens = self.held[source][:length]
         if source != target:
+            self.held[target] = []
             self._cache.copy_row(source, target, len(tokens))
         self.held[target] = tokens
 
@@ -117,7 +119,8 @@ class Engine:
 
     def _forward(self, body: nn.Module, step: Step, tokens_BL: Tensor) -> Tensor:
         self._cache.step = step
-        return body(tokens_BL, step.positions)
+        with attention_kernels(self.model.device):
+            return body(tokens_BL, step.positions)
 
 
 def _piece_tokens(start: int) -> int:

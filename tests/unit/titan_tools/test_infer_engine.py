@@ -149,6 +149,23 @@ def test_what_a_row_held_before_does_not_matter(pair, short_shapes):
         assert (fresh - one_pass(reference, [7, 8, 2])[-1]).abs().max() < 1e-4
 
 
+def test_who_is_interrupted_holds_only_what_is_there(pair, monkeypatch):
+    """Ctrl-C in a prefill of new tokens: what was held behind them is gone, what was held before them is not."""
+    reference, model = pair
+    engine = Engine(model, rows=1, room=ROOM)
+    engine.prefill(0, list(range(30)))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model.body.layers["2"].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill(0, [*range(10), *range(50, 70)], keep=10)
+    hook.remove()
+    assert engine.held == [list(range(10))]
+    assert (engine.prefill(0, list(range(30)), keep=10) - one_pass(reference, list(range(30)))[-1]).abs().max() < 1e-4
+
+
 def test_room_takes_memory_when_it_is_used(pair):
     """A conversation has room for the whole context: 8 GiB of it cost nothing until tokens come."""
     heads_dim = pair[1].num_kv_heads * pair[1].body.layers["0"].attention.head_dim
