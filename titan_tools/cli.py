@@ -1,6 +1,7 @@
 """The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
 
 import errno
+import gc
 import os
 import signal
 import sys
@@ -145,6 +146,7 @@ def main() -> None:
         sys.stdout.flush()
     except OSError:  # told by `run` already, or the reader has gone; Python would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    gc.freeze()  # else Python's end searches all that torch has made for cycles: a second, also after Ctrl-C
     sys.exit(code)
 
 

@@ -57,14 +57,15 @@ def count_gpus() -> int:
 TITAN = ("-P", "-m", "titan_tools")  # -P: no `trainer` folder of the working directory may stand in for ours
 
 
-def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN) -> int:
+def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN, saves: bool = True) -> int:
     """Run `titan ARGV…` on `nproc` ranks and return its exit code; `program` are Python's arguments before ARGV.
 
+    `saves`: asked to stop, the ranks save and leave. Else SIGTERM ends them now, and then does what it did before.
     Raises RankFailure with the message of the rank that failed first, and KeyboardInterrupt after Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="titan-launch-") as folder:
         agent = _build_agent((*program, *argv), nproc=nproc, folder=folder)
-        with _signals_passed_on(agent):
+        with _signals_passed_on(agent, saves=saves):
             try:
                 result = agent.run()
             finally:
@@ -109,10 +110,11 @@ def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
 
 
 @contextmanager
-def _signals_passed_on(agent: Any) -> Iterator[None]:
+def _signals_passed_on(agent: Any, *, saves: bool) -> Iterator[None]:
     """SIGTERM and SIGUSR1 go to the ranks, which save and leave with 75; a second SIGTERM, or Ctrl-C, ends them now.
 
-    The agent's own handling would give the ranks 30 seconds and lose their exit code.
+    So does the first SIGTERM where there is nothing to save. The agent's own handling would give the ranks 30 seconds
+    and lose their exit code.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     asked_before = False
@@ -136,7 +138,14 @@ def _signals_passed_on(agent: Any) -> Iterator[None]:
         to_ranks(signal.SIGKILL)
         raise KeyboardInterrupt
 
+    def end_too(number: int, frame: Any) -> None:
+        to_ranks(signal.SIGKILL)
+        signal.signal(number, before[number])
+        signal.raise_signal(number)
+
     handlers = {signal.SIGTERM: ask_to_stop, signal.SIGUSR1: ask_to_stop, signal.SIGINT: leave_now}
+    if not saves:
+        handlers = {signal.SIGTERM: end_too, signal.SIGINT: leave_now}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

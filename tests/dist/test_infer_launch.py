@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -76,9 +77,7 @@ def test_a_rank_that_dies_ends_the_others(titan, tmp_path, monkeypatch):
     write_llama(tmp_path)
     program = tmp_path / "rank.py"
     program.write_text(DYING_RANK)
-    monkeypatch.setattr(
-        infer_run, "run_ranks", lambda argv, nproc: launch.run_ranks(argv, nproc=nproc, program=("-P", str(program)))
-    )
+    monkeypatch.setattr(infer_run, "run_ranks", partial(launch.run_ranks, program=("-P", str(program))))
     code, _, err = titan("infer", tmp_path, *ARGUMENTS, "--tp", "2")
     ended_after = time.time() - float((tmp_path / "rank.py.died").read_text())
     assert code == 3

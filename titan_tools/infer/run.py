@@ -93,7 +93,7 @@ def _start_ranks(request: Request, checkpoint: Path, work: Work) -> None:
         asked = Path(folder) / "request.json"
         save_request(request, asked)
         argv = ["infer", f"--tp={work.tp}", f"--request={asked}", "--", str(checkpoint)]
-        exit_code = run_ranks(argv, nproc=work.tp)
+        exit_code = run_ranks(argv, nproc=work.tp, saves=False)
     if exit_code:  # no rank had anything to tell: they were stopped from outside
         raise typer.Exit(_INTERRUPTED if exit_code < 0 else exit_code)
 

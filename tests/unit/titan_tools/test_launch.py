@@ -21,7 +21,7 @@ import sys
 from converters.errors import TitanError
 from titan_tools.launch import run_ranks
 try:
-    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]]))
+    sys.exit(run_ranks([], nproc=2, program=["-P", sys.argv[1]], saves=len(sys.argv) < 3))
 except TitanError as error:
     print("error:", error.message, "| hint:", error.hint, "| tries:", error.tries, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -47,10 +47,10 @@ def _write_rank(tmp_path, body):
     return rank
 
 
-def _start(tmp_path, body):
+def _start(tmp_path, body, *more):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(_write_rank(tmp_path, body))],
+        [sys.executable, "-c", PARENT, str(_write_rank(tmp_path, body)), *more],
         env=environment | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -159,6 +159,15 @@ def test_sigterm_reaches_the_ranks_whose_code_comes_out(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+def test_sigterm_ends_ranks_that_save_nothing_and_then_this_process(tmp_path):
+    process = _start(tmp_path, WAITING + "    time.sleep(60)\n", "saves nothing")
+    pids = _wait_for_ranks(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert not any(map(_is_alive, pids))
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
