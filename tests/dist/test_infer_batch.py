@@ -1,0 +1,45 @@
+"""A batch on several ranks: the first alone knows what its file holds, and all make the same calls."""
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from converters.weights import open_native
+from tests.tiny_llama import write_llama
+from titan_tools.infer import run as infer_run
+from titan_tools.infer.batch import prepare_batch
+from titan_tools.infer.engine import Engine
+from titan_tools.infer.load import load_model
+from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.request import Request
+from titan_tools.infer.sampling import Sampling
+
+LINES = [{"id": i, "prompt": f"def f{i}(" + "x" * (40 * i % 70)} for i in range(6)]
+
+
+def continue_batch(folder, tp):
+    """Do the batch of `folder` on this rank of `tp`."""
+    cpu, rank = torch.device("cpu"), dist.get_rank() if tp > 1 else 0
+    sampled = Sampling(1.0, seed=3)
+    request = Request(
+        folder, sampled, batch=folder / "in.jsonl", out=folder / f"out{tp}.jsonl", max_new_tokens=9, batch_size=4, tp=tp
+    )
+    with open_native(folder) as weights:
+        work = infer_run._look(request, weights)
+        task = prepare_batch(work)
+        model = load_model(weights.source, weights.info, dtype=torch.float32, device=cpu, tp=tp, rank=rank)
+    task.run(Engine(model, rows=task.rows, room=task.room), Ranks(tp, rank, cpu))
+
+
+def test_ranks_go_on_where_the_file_ends(pools, tmp_path, capfd):
+    write_llama(tmp_path)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    continue_batch(tmp_path, 1)
+    whole, out = (tmp_path / "out1.jsonl").read_bytes(), tmp_path / "out2.jsonl"
+    lines = whole.splitlines(keepends=True)
+    for left in (b"", lines[4] + lines[1] + lines[2][:30], whole):
+        out.write_bytes(left)
+        pools[2].run(continue_batch, tmp_path, 2)
+        assert out.read_bytes() == whole
+    assert capfd.readouterr().err.count("skipped") == 2  # told once, not by each rank
