@@ -102,8 +102,8 @@ class TextStream:
         )
 
     def _close(self, text: str) -> None:
-        """All open tokens, whose text is `text`."""
-        if self._set_context(self._context + self._open):
+        """All open tokens, whose text is `text`, unless there is no text yet at all."""
+        if self._context_length + len(text) and self._set_context(self._context + self._open):
             self._unsaid += text[self._open_said :]
             self._open, self._open_said = [], 0
 
