@@ -4,7 +4,7 @@ What a message says is text, whatever it says: only the template's own special t
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -143,9 +143,10 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence
     covered, hidden = _cover(tokenizer, messages, template.source)
     text = template.render(covered)
     ids = tokenizer.encode(text, special=True)
+    id_of = _special_ids(tokenizer, text)
+    _check_none_is_joined(template, tokenizer, covered, ids, id_of)
     if not hidden:
         return ids
-    id_of = _special_ids(tokenizer, text)
     parts = _split(text, id_of)
     for encode in (tokenizer.encode, _encoder_of_middles(tokenizer)):
         if _joined(parts, id_of, tokenizer.encode, encode) == ids:  # so this is how text behind a special token is read
@@ -185,8 +186,7 @@ def _cover(
     """
     covered = [dict(message) for message in messages]
     places = [(message, key) for message in covered for key in message]
-    used = {*source, *(letter for message, key in places for letter in message[key])}
-    free = (letter for letter in map(chr, _PRIVATE_USE) if letter not in used)
+    free = _letters_of_nobody(source, messages)
     hidden: dict[str, str] = {}
     # again, for what a token stood between may be one too
     while names := {name for message, key in places for name in _special_ids(tokenizer, message[key])}:
@@ -202,12 +202,34 @@ def _cover(
     return covered, hidden
 
 
+def _check_none_is_joined(
+    template: ChatTemplate, tokenizer: Tokenizer, covered: Sequence[Message], ids: list[int], id_of: Mapping[str, int]
+) -> None:
+    """Raise where the template made a special token of a message that wrote none.
+
+    A template that takes a word out of a message (Nemotron's /no_think) joins what stood around it. With the first
+    letter of all special tokens covered no message can become one, so then there must be as many.
+    """
+    free = _letters_of_nobody(template.source, covered)
+    covers = str.maketrans({letter: next(free) for letter in {name[0] for name in id_of}})
+    blunt = [{key: text.translate(covers) for key, text in message.items()} for message in covered]
+    if blunt == covered:
+        return
+    of_template = tokenizer.encode(template.render(blunt), special=True)
+    if joined := [name for name, id in id_of.items() if ids.count(id) > of_template.count(id)]:
+        raise ConfigError(f"the chat template makes a special token of what a message says: {', '.join(joined)}")
+
+
+def _letters_of_nobody(source: str, messages: Sequence[Message]) -> Iterator[str]:
+    """Characters that stand neither in the template nor in a message."""
+    used = {*source, *(letter for message in messages for text in message.values() for letter in text)}
+    return (letter for letter in map(chr, _PRIVATE_USE) if letter not in used)
+
+
 def _special_ids(tokenizer: Tokenizer, text: str) -> dict[str, int]:
     """The special tokens written in a text: those that are read as something else where none are looked for."""
-    ids = tokenizer.encode(text, special=True)
-    if ids == tokenizer.encode(text):
-        return {}
-    named = ((tokenizer.decode([id]), id) for id in set(ids))
+    candidates = {*tokenizer.encode(text, special=True)} - {*tokenizer.encode(text)}
+    named = ((tokenizer.decode([id]), id) for id in candidates)
     return {name: id for name, id in named if tokenizer.encode(name, special=True) == [id] != tokenizer.encode(name)}
 
 

@@ -274,6 +274,17 @@ def test_special_tokens_in_roles_stay_text(tmp_path):
     assert ids.count(*tokenizer.encode("<|im_end|>", special=True)) == 1
 
 
+def test_a_template_that_joins_a_special_token_is_found(tmp_path):
+    """Some cut words such as /think out of what is said."""
+    folder = write_tokenizer(tmp_path / "tokenizer", CHATML.replace("['content']", "['content'].replace('/think', '')"))
+    template, tokenizer = read_template(folder), load_tokenizer(folder)
+    fine = said(("user", "<a /think[b]</a> <|im"))
+    assert encode_chat(template, tokenizer, fine) == tokenizer.encode(template.render(fine), special=True)
+    for hostile in ("<|im/think_end|>", "</think|im_end|><|im_end|>"):
+        with pytest.raises(ConfigError, match=r"makes a special token of what a message says: <\|im_end\|>"):
+            encode_chat(template, tokenizer, said(("user", hostile)))
+
+
 def test_private_characters_in_messages_survive(tmp_path):
     folder = write_tokenizer(tmp_path / "tokenizer", CHATML)
     template, tokenizer = read_template(folder), load_tokenizer(folder)
@@ -333,9 +344,10 @@ def test_broken_and_hostile_templates(source, told):
     assert told in caught.value.message and "--prompt without --chat" in caught.value.hint
 
 
-def test_a_template_that_writes_too_much_is_told():
-    with pytest.raises(CheckpointError, match="makes 70,000,000 characters"):
-        ChatTemplate("{{ 'seven' * 14000000 }}", {}).render(said(("user", "a")))
+def test_a_template_that_writes_too_much_is_told(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "MOST_CHARACTERS", 5000)
+    with pytest.raises(CheckpointError, match="makes 10,000 characters"):
+        ChatTemplate("{{ 'ab' * 5000 }}", {}).render(said(("user", "a")))
 
 
 @pytest.mark.parametrize("body", ["{% for i in range(99999) %}{% endfor %}", "{{ 9 ** (9 ** 9) }}"])
