@@ -1,12 +1,14 @@
 """Weights of 8 bits: how far they are from what they stand for, and that products are those of the rounded weight."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS, write_llama
+from tests.tiny_llama import BOS, EOS, write_llama
 from titan_tools.infer import quantize as quantizing
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes, why_slow
@@ -125,9 +127,7 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize(("how", "cosine", "divergence"), [("int8", 0.999, 0.003), ("float8", 0.99, 0.05)])
 def test_logits_stay_close(folder, how, cosine, divergence, dtype):
     tokens = [BOS, *range(30, 80)]
-    exact, rounded = load(folder, dtype=dtype), load(folder, dtype=dtype)
-    quantize_linears(rounded.body, how)
-    quantize_linears(rounded.head, how)
+    exact, rounded = load(folder, dtype=dtype), load(folder, dtype=dtype, quantize=how)
     logits, expected = (Engine(m, rows=1, room=64).prefill(0, tokens) for m in (rounded, exact))
     assert F.cosine_similarity(logits, expected, dim=0) > cosine
     assert F.kl_div(logits.log_softmax(0), expected.log_softmax(0), log_target=True, reduction="sum") < divergence
@@ -135,30 +135,39 @@ def test_logits_stay_close(folder, how, cosine, divergence, dtype):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_cached_decoding_is_the_rounded_models_whole_pass(folder, how):
-    model = load(folder)
-    quantize_linears(model.body, how)
-    quantize_linears(model.head, how)
-    prompt = [BOS, 72, 101, 108]
-    said = complete(model, [prompt], max_new_tokens=12)[0].tokens
-    engine = Engine(model, rows=1, room=32)
-    for num in range(12):
-        assert engine.prefill(0, [*prompt, *said[:num]]).argmax() == said[num]
+@pytest.mark.parametrize("engine", [{}, {"compile": True, "backend": "aot_eager"}], ids=["eager", "compiled"])
+def test_cached_decoding_is_the_rounded_models_whole_pass(folder, how, engine):
+    model = load(folder, quantize=how)
+    said, engine = [BOS, 72, 101, 108], Engine(model, rows=2, room=32, **engine)
+    logits_V = engine.prefill(0, said)
+    for _ in range(12):
+        said.append(int(logits_V.argmax()))
+        logits_V = engine.decode(said[-1:])[0]
+        torch.testing.assert_close(logits_V, engine.prefill(1, said), rtol=1e-4, atol=1e-4)
 
 
-def test_linear_layers_alone_are_rounded_and_hold_half_the_bytes(folder):
-    model = load(folder, dtype=torch.bfloat16)
-    before = {name: stored_bytes(w) for name, w in model.body.named_parameters() if w.ndim == 2}
-    embedding = model.body.tok_embeddings.weight.clone()
-    quantize_linears(model.body, "int8")
-    quantize_linears(model.head, "int8")
-    rounded = [m for m in (*model.body.modules(), *model.head.modules()) if isinstance(m, QuantizedWeight)]
-    assert len(rounded) == 1 + sum("tok_embeddings" not in name for name in before)
-    for name, num_bytes in before.items():
-        if "tok_embeddings" in name:
-            continue
-        layer, _, _ = name.rpartition(".")
-        weight = model.body.get_submodule(layer).weight
-        assert stored_bytes(weight) == num_bytes / 2 + 2 * weight.shape[0]
-    assert torch.equal(model.body.tok_embeddings.weight, embedding)
-    assert all(p.dtype == torch.bfloat16 for p in model.body.parameters())
+@pytest.mark.parametrize("how", HOW)
+def test_linear_layers_alone_are_rounded_and_hold_half_the_bytes(folder, how):
+    exact, rounded = (load(folder, dtype=torch.bfloat16, quantize=q, packed=False) for q in (None, how))
+    weights = {n: m.weight for n, m in exact.body.named_modules() if getattr(m, "weight", None) is not None}
+    for name, weight in (*weights.items(), ("head", exact.head.weight)):
+        ours = rounded.head.weight if name == "head" else rounded.body.get_submodule(name).weight
+        if name == "tok_embeddings" or weight.ndim == 1:
+            assert torch.equal(ours, weight)
+        else:
+            scale_bytes = {"int8": 2, "float8": 4}[how] * weight.shape[0]
+            assert isinstance(ours, QuantizedWeight) and ours.shape == weight.shape
+            assert stored_bytes(ours) == stored_bytes(weight) / 2 + scale_bytes
+    assert rounded.bytes_per_token < 0.6 * exact.bytes_per_token
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_command_says_it_in_eight_bits(titan, folder, how):
+    ask = ("infer", folder, "--prompt", "def main(", "--max-new-tokens", 12, "--json", "--dtype", "bfloat16")
+    exit_code, out, err = titan(*ask, "--quantize", how)
+    assert exit_code == 0, err
+    told = json.loads(out)
+    assert told["stats"]["dtype"] == how
+    model = load(folder, dtype=torch.bfloat16, quantize=how)
+    tokens = complete(model, [told["results"][0]["prompt_tokens"]], max_new_tokens=12, stop_ids=frozenset({EOS}))
+    assert told["results"][0]["tokens"] == tokens[0].tokens
