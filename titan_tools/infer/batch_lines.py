@@ -80,7 +80,8 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise ConfigError(f"cannot read the batch {path}: {error.strerror}") from None
+        tries = ["--batch /dev/stdin"] if path.name == "-" else []
+        raise ConfigError(f"cannot read the batch {path}: {error.strerror}", tries=tries) from None
 
 
 def _read_line(raw: bytes, *, number: int, offset: int, place: int, keys: tuple[str, ...]) -> Line:

@@ -78,7 +78,7 @@ def is_conversation(request: Request) -> bool:
 
 _OF_GENERATION = (
     "--chat", "--max-new-tokens", "--stop", "--ignore-eos", "--temperature", "--top-k", "--top-p", "--min-p",
-    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile", "--batch-size",
+    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile",
 )  # fmt: skip
 _OF_RESULTS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
 _OF_PLAIN_TEXT = ("--from-bos", "--special-tokens")

@@ -15,7 +15,7 @@ from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
 # A text that gives more than twice the context in tokens is refused, or cut, by a part of it: 10 MB need not be read
-_FAR_TOO_LONG = 2
+_FAR_TOO_LONG, _CHARS_PER_TOKEN = 2, 4
 _SHORT_CHARS = 100_000  # of a text that may be encoded once more, to see what else it could have meant
 FROM_BOS = "--from-bos, to begin with the begin-of-text token alone"
 
@@ -145,8 +145,8 @@ def _chat_prompt(work: Work, id: str | int, messages: Sequence[Mapping[str, str]
         system = [m for m in messages[:1] if m["role"] == "system"]
         starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > len(system)]
         first = bisect_left(starts, True, key=lambda i: len(_encode_chat(work, [*system, *messages[i:]])) <= room)
-        if first < len(starts):
-            messages = [*system, *messages[starts[first] :]]
+        if starts:  # where none leaves so much, the last may still leave enough
+            messages = [*system, *messages[starts[min(first, len(starts) - 1)] :]]
             tokens = _encode_chat(work, messages)
     text = work.template.render(messages) if text is None else text
     lost = count(num_whole - len(tokens), "token") if len(tokens) < num_whole else ""
@@ -217,7 +217,7 @@ def _encode_up_to(
 
     Where the part was cut off, a token or two may differ from the whole text's: what is used lies far from there.
     """
-    num_chars = 4 * num_tokens
+    num_chars = _CHARS_PER_TOKEN * num_tokens
     while num_chars < len(text):
         ids = tokenizer.encode(text[-num_chars:] if from_end else text[:num_chars], special=special)
         if len(ids) > num_tokens:
@@ -228,6 +228,8 @@ def _encode_up_to(
 
 def _refuse_far_too_long(work: Work, content: str) -> None:
     context = work.args.max_seq_len
+    if len(content) <= _CHARS_PER_TOKEN * _FAR_TOO_LONG * context:  # the template's text will tell
+        return
     ids, is_all = _encode_up_to(work.vocabulary.tokenizer, content, num_tokens=_FAR_TOO_LONG * context)
     if not is_all:
         raise ConfigError(

@@ -427,6 +427,21 @@ def test_a_long_chat_loses_its_oldest_messages(titan, hf, tmp_path):
     assert "--truncate left: the beginning of 1 prompt is left out (id 0: " in err
 
 
+def test_a_message_far_too_long_is_refused_by_its_beginning(titan, hf, tmp_path, untouched):
+    write(tmp_path / "in.jsonl", [{"prompt": "word " * 1_000_000}])
+    code, _, err = titan("infer", hf, "--batch", tmp_path / "in.jsonl", "--chat")
+    assert code == 2 and "line 1 (id 0): a message of more than " in err
+
+
+def test_the_last_message_alone_may_leave_less_than_usual(titan, hf, tmp_path):
+    """A quarter of the context is kept free; where the last message does not leave it, what it leaves is enough."""
+    messages = [{"role": role, "content": role[0] * 200} for role in ("user", "assistant", "user")]
+    write(tmp_path / "in.jsonl", [{"messages": messages}])
+    code, out, _ = titan("infer", hf, "--batch", tmp_path / "in.jsonl", "--chat", "--truncate", "left", "--ignore-eos")
+    (result,) = read(out)
+    assert code == 0 and len(result["prompt_tokens"]) == 218 and len(result["tokens"]) == 38
+
+
 def test_prompts_that_do_not_fit_may_lose_their_beginning(titan, hf, tmp_path):
     write(tmp_path / "in.jsonl", [{"prompt": "a" * 100 + "b" * 200}, {"prompt": "c"}])
     code, out, err = titan(
@@ -471,3 +486,5 @@ def test_a_pipe_is_a_batch_for_one_rank_only(titan, hf, untouched):
         assert code == 2 and "is no file, and each of 2 ranks reads it for itself" in err
         code, _, err = titan("infer", hf, "--batch", pipe)
         assert code == 2 and "holds no line" in err
+    code, _, err = titan("infer", hf, "--batch", "-")
+    assert code == 2 and "try: --batch /dev/stdin" in err

@@ -185,13 +185,14 @@ def test_what_cannot_be_is_refused(titan, hf, monkeypatch, arguments, said):
 
 def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
     options = ("--score", "--temperature", "-1", "--stop", "", "--max-new-tokens", "3", "--out", "x", "--system", "s")
-    code, out, err = titan("infer", hf, "--prompt", "", *options)
+    code, out, err = titan("infer", hf, "--prompt", "", *options, "--batch-size", "2")
     assert code == 2 and out == ""
     assert err.startswith(
-        "error: 8 things cannot be:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
+        "error: 9 things cannot be:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
     )
     for name in ("--temperature", "--stop", "--max-new-tokens"):
         assert f"\n  {name} has no meaning with --score, which makes no new tokens\n" in err
+    assert err.count("--batch-size") == 1
     assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err
 
 
