@@ -124,7 +124,10 @@ def infer(
         ),
     ] = None,
     dtype: Annotated[
-        _DType | None, typer.Option(help="To compute in. Default: the checkpoint's own.", show_default=False)
+        _DType | None,
+        typer.Option(
+            help="To compute in. Default: the checkpoint's own; with --quantize bfloat16.", show_default=False
+        ),
     ] = None,
     quantize: Annotated[
         _Quantize | None, typer.Option(help="Hold the weights in 8 bits. Default: as computed in.", show_default=False)

@@ -18,7 +18,9 @@ from titan_tools.infer.engine import Engine
 from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
 from titan_tools.infer.huge_pages import use_huge_pages
 from titan_tools.infer.load import SlicedModel, load_model
+from titan_tools.infer.logprobs import check_logprobs
 from titan_tools.infer.options import check_options
+from titan_tools.infer.quantize import why_slow
 from titan_tools.infer.ranks import check_devices, degree, join, leave, own_device
 from titan_tools.infer.request import Request, save_request
 from titan_tools.infer.sampling import check_sampling
@@ -63,12 +65,14 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     if request.compile:
         check_compiler(own_device())
     check_sampling(request.sampling, vocab_size=args.vocab_size)
+    check_logprobs(request.logprobs, vocab_size=args.vocab_size)
     folder = find_tokenizer(weights.catalog.root, request.model_from)
     vocabulary = read_vocabulary(folder, weights.info)
     template = read_template(folder) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
-    dtype = request.dtype or (stored if stored in ("float32", "bfloat16") else "float32")
-    return Work(request, args, vocabulary, template, tp, dtype)
+    # 8 bits are fast beside bfloat16 alone, and more exact sums would not make up for what they lose
+    own = "bfloat16" if request.quantize else stored if stored in ("float32", "bfloat16") else "float32"
+    return Work(request, args, vocabulary, template, tp, request.dtype or own)
 
 
 def _prepare(work: Work) -> Task:
@@ -100,13 +104,16 @@ def _start_ranks(request: Request, checkpoint: Path, work: Work) -> None:
 
 def _load(work: Work, weights: NativeWeights) -> SlicedModel:
     rank = int(os.environ["RANK"]) if work.tp > 1 else 0
+    how, dtype, device = work.request.quantize, getattr(torch, work.dtype), own_device()
+    if how and rank == 0 and (reason := why_slow(how, dtype=dtype, device=device)):
+        note(reason)
     return load_model(
         weights.source,
         weights.info,
-        dtype=getattr(torch, work.dtype),
-        device=own_device(),
+        dtype=dtype,
+        device=device,
         tp=work.tp,
         rank=rank,
-        quantize=work.request.quantize,
+        quantize=how,
         packed=not work.request.compile,
     )
