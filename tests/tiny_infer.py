@@ -27,9 +27,9 @@ class _NoText:
 NO_TEXT = Vocabulary(_NoText(), frozenset())
 
 
-def load(folder, *, dtype=torch.float32, device=CPU, tp=1, rank=0, **options) -> SlicedModel:
+def load(folder, *, dtype=torch.float32, device=CPU, tp=1, rank=0, model_from=None, **options) -> SlicedModel:
     """This rank's part of the model in `folder`; `options` are load_model's others."""
-    with open_native(folder) as weights:
+    with open_native(folder, model_from=model_from) as weights:
         return load_model(weights.source, weights.info, dtype=dtype, device=device, tp=tp, rank=rank, **options)
 
 
