@@ -11,7 +11,7 @@ from typing import Protocol
 from converters.assets import find_assets, read_token_ids
 from converters.errors import DataError
 from converters.json_file import read_json
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
@@ -181,7 +181,14 @@ def _added_tokens(path: Path) -> dict[str, int]:
 def _ends(assets: Mapping[str, Path], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
     ids = read_token_ids(assets, vocab_size=vocab_size)
     eos = ids.get("eos_token_id", [])
-    return ids.get("bos_token_id"), tuple(eos if isinstance(eos, list) else [eos])
+    bos = None if _says_no_bos(assets) else ids.get("bos_token_id")
+    return bos, tuple(eos if isinstance(eos, list) else [eos])
+
+
+def _says_no_bos(assets: Mapping[str, Path]) -> bool:
+    """Qwen's tokenizer begins no text with a token, though its generation config names one."""
+    config = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
+    return config.get("add_bos_token") is False or ("bos_token" in config and config["bos_token"] is None)
 
 
 def _without_long_white_space(text: str) -> Iterator[str]:
