@@ -105,7 +105,7 @@ CASES = [
 def test_ranks_say_what_transformers_says(pools, written, called, tp, request):
     folder, reference = written(called)
     is_slow = request.node.get_closest_marker("slow") is not None
-    num, num_new, rows = (64, 256, 32) if is_slow else (10, 12, 8)
+    num, num_new, rows = (64, 64, 64) if is_slow else (10, 12, 8)
     prompts = ragged_prompts(num=num, longest=150, vocab_size=VOCAB)
     asked = (prompts, num_new, rows)
     (alone, logits), ranks = say(folder, 1, *asked), pools[tp].run(say, folder, tp, *asked)
