@@ -138,7 +138,7 @@ class _Run:
         """
         engine, settings, timings = self.engine, self.settings, self.timings
         limit = min(settings.max_new_tokens, engine.room - len(prompt.tokens))
-        stream = TextStream(self.vocabulary, settings.stop_ids, settings.stop_strings)
+        stream = TextStream(self.vocabulary, settings.stop_ids, settings.stop_strings, after=prompt.tokens)
         sequence = _Sequence(prompt, sample, limit, stream)
         started = perf_counter()
         if sample:
