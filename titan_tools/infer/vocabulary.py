@@ -8,7 +8,7 @@ from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, DataError
 from converters.json_file import read_json
 from converters.model_info import ModelInfo
-from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.names import HF_CONFIG, HF_GENERATION_CONFIG
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -48,53 +48,47 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
-    """The vocabulary in a checkpoint's folder. Raises where it is missing or goes beyond the embedding's rows."""
-    tokenizer, num_rows = _load(folder), info.args.vocab_size
+    """The vocabulary in `folder`; a generation config that is not there is the checkpoint's.
+
+    Raises where the tokenizer is missing or goes beyond the embedding's rows.
+    """
+    tokenizer, num_rows = load_tokenizer(folder), info.args.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise CheckpointError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model's embedding {num_rows} rows",
             hint="this tokenizer belongs to another model",
         )
-    stop_ids = _stop_ids(folder, info)
+    generation = {name: path for name, path in info.assets.items() if name == HF_GENERATION_CONFIG}
+    assets = generation | find_assets(folder)
+    stop_ids = _stop_ids(assets, folder, info)
     special = {tokenizer.bos_id, *stop_ids} - {None}
     if wrong := sorted(i for i in special if not 0 <= i < num_rows):
         raise CheckpointError(
             f"special token ids {wrong} in {folder} lie beyond the {num_rows} rows of the model's embedding",
             hint="the tokenizer or the generation config belongs to another model",
         )
-    return Vocabulary(tokenizer, frozenset(stop_ids), _stop_strings(info), tokenizer.byte_values)
+    return Vocabulary(tokenizer, frozenset(stop_ids), _stop_strings(assets), tokenizer.byte_values)
 
 
-def _load(folder: Path) -> Tokenizer:
-    try:
-        return load_tokenizer(folder)
-    except DataError as error:
-        if find_assets(folder).keys() & {TIKTOKEN_MODEL, TOKENIZER_JSON}:
-            raise
-        raise CheckpointError(
-            error.message,
-            hint="text becomes token ids by the checkpoint's own tokenizer",
-            tries=["--model-from FOLDER, a folder of the same model that has one"],
-        ) from None
-
-
-def _stop_ids(folder: Path, info: ModelInfo) -> list[int]:
+def _stop_ids(assets: Mapping[str, Path], folder: Path, info: ModelInfo) -> list[int]:
     """The generation config's, else what the tokenizer names, else config.json's (which holds defaults nobody set)."""
-    named = {name: path for name, path in info.assets.items() if name != HF_GENERATION_CONFIG}
+    named = {name: path for name, path in assets.items() if name != HF_GENERATION_CONFIG}
     found = None
-    for assets in (info.assets, named):  # a generation config may name other ids alone
+    for told_by in (assets, named):  # a generation config may name other ids alone
         if found is None:
-            found = read_token_ids(assets, vocab_size=info.args.vocab_size).get("eos_token_id")
+            found = read_token_ids(told_by, vocab_size=info.args.vocab_size).get("eos_token_id")
     if found is None and (folder / HF_CONFIG).is_file():
         found = read_json(folder / HF_CONFIG).get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if found is None:
+        found = info.token_ids.get("eos_token_id", [])
+    ids = found if isinstance(found, list) else [found]
     if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
         raise CheckpointError(f"the stop tokens of {folder} must be token ids, not {wrong}")
     return ids
 
 
-def _stop_strings(info: ModelInfo) -> tuple[str, ...]:
-    path = info.assets.get(HF_GENERATION_CONFIG)
+def _stop_strings(assets: Mapping[str, Path]) -> tuple[str, ...]:
+    path = assets.get(HF_GENERATION_CONFIG)
     found = None if path is None else read_json(path).get("stop_strings")
     strings = [] if found is None else [found] if isinstance(found, str) else found
     if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):

@@ -10,6 +10,7 @@ from converters.errors import CheckpointError, DataError
 from converters.model_info import read_model_info
 from converters.outputs.base import OutputOptions
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
+from titan_tools.infer.find import find_tokenizer
 from titan_tools.infer.vocabulary import read_vocabulary
 from trainer.data.train_tokenizer import train_ranks
 from trainer.data.train_tokenizer import write_tokenizer as write_ranks
@@ -32,7 +33,7 @@ def hf(written, tmp_path):
 
 
 def read(folder):
-    return read_vocabulary(folder, read_model_info(folder))
+    return read_vocabulary(find_tokenizer(folder, None), read_model_info(folder))
 
 
 def change(path, **values):
@@ -96,6 +97,17 @@ def test_every_format_has_the_same_ends(hf, tmp_path):
         )
 
 
+def test_a_tokenizer_from_elsewhere_says_the_ends_with_the_checkpoints_generation_config(hf, tmp_path):
+    shutil.copytree(hf, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (hf / name).unlink()
+    change(hf / GENERATION, eos_token_id=[EOS, 9], stop_strings="User:")
+    vocabulary = read_vocabulary(tmp_path / "elsewhere", read_model_info(hf))
+    assert (vocabulary.stop_ids, vocabulary.stop_strings) == ({EOS, 9}, ("User:",))
+    (hf / GENERATION).unlink()
+    assert read_vocabulary(tmp_path / "elsewhere", read_model_info(hf)).stop_ids == {EOS}  # config.json's
+
+
 @pytest.fixture
 def meta(written, tmp_path):
     """A Meta folder without a tokenizer, and where to put one."""
@@ -135,7 +147,7 @@ def test_a_llama_2_of_meta_ends_with_its_own_token(meta):
 def test_a_missing_tokenizer_is_told(hf):
     """I3."""
     (hf / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no tokenizer.model or tokenizer.json") as caught:
+    with pytest.raises(CheckpointError, match="there is no tokenizer in") as caught:
         read(hf)
     assert str(hf) in caught.value.message and "--model-from" in caught.value.tries[0]
     (hf / "tokenizer.json").write_text("{}")
