@@ -30,9 +30,10 @@ def check_logprobs(num_top: int | None, *, vocab_size: int) -> None:
 def token_logprobs(logits_BV: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Of the token chosen from each row of finite logits, and of the `num_top` likeliest ones."""
     logits_BV = logits_BV.float()
-    top_BK = _likeliest(logits_BV, num_top)
-    chosen_B1 = torch.tensor(tokens).view(-1, 1).to(logits_BV.device, non_blocking=True)
-    ids_BK = torch.cat([chosen_B1, top_BK], dim=-1)
+    ids_BK = torch.tensor(tokens).view(-1, 1).to(logits_BV.device, non_blocking=True)
+    if num_top:  # of a few rows at a time: their order takes several times their memory
+        top_BK = torch.cat([_likeliest(rows_BV, num_top) for rows_BV in logits_BV.split(8)])
+        ids_BK = torch.cat([ids_BK, top_BK], dim=-1)
     logprobs_BK = logits_BV.log_softmax(-1).gather(-1, ids_BK)
     # one look at the device; float64 holds ids and float32 as they are
     top_ids, logprobs = torch.stack([ids_BK.double(), logprobs_BK.double()]).tolist()
