@@ -1,36 +1,28 @@
 """From a weight source of any format to this rank's model: built on meta, each parameter read as the slice it needs.
 
-Weights are read in model order by two threads, a bounded number of bytes ahead of the one that makes of them what is
-kept: joined, packed for the CPU, or quantised. So memory is the shard, the largest weight, and what lies ahead.
+As soon as a weight is read it becomes what is kept of it: joined with others, packed for the CPU, or quantised. So
+memory is the shard, the largest weight, and what is being read meanwhile.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.dtypes import itemsize
 from converters.families.base import Parameter
 from converters.families.registry import get_family
-from converters.layout import MIB, row_blocks
 from converters.model_info import ModelInfo
 from titan_tools.infer.fused import fuse
 from titan_tools.infer.packed import PackedWeight, can_pack
 from titan_tools.infer.quantize import quantize_linears, stored_bytes
+from titan_tools.infer.reading import Joined, joined_shape, read_in_order
 from titan_tools.infer.slices import slice_for_rank, summed_inputs, together
 from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
-from trainer.checkpoints.arrays import as_tensor
 from trainer.models.registry import get_trainer_family
-
-_BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it lies in a core's cache
-_AHEAD_BYTES = 64 * MIB  # being read while the weight before is packed or quantised
-_NUM_READERS = 2
 
 
 @dataclass(slots=True)
@@ -76,16 +68,20 @@ def load_model(
         _make_parallel(model, parameters, tp=tp, rank=rank)
     groups = _fuse(model, parameters, slices) if fused else [(fqn,) for fqn in slices]
 
-    def keep(name: str, weight: Tensor) -> None:
-        module = model.get_submodule(name.rpartition(".")[0])
-        module.weight = nn.Parameter(weight, requires_grad=False)
-        if module is not model.tok_embeddings:
-            _convert(module, quantize=quantize, packed=packed)
+    def is_converted(module: nn.Module, shape: tuple[int, ...]) -> bool:
+        is_linear = len(shape) == 2 and module is not model.tok_embeddings
+        return is_linear and (quantize is not None or (packed and can_pack(shape, dtype, device)))
 
-    _read_in_order(groups, slices, source, dtype, device, keep)
+    shapes = {fqns: joined_shape([slices[fqn] for fqn in fqns]) for fqns in groups}
+    wanted = [Joined(fqns, is_passing=is_converted(_owner(model, fqns[0]), shapes[fqns])) for fqns in groups]
+    for joined, weight in read_in_order(wanted, slices, source, dtype=dtype, device=device):
+        module = _owner(model, joined.fqns[0])
+        module.weight = nn.Parameter(weight, requires_grad=False)
+        if joined.is_passing:
+            _convert(module, quantize)
     model.tie()
-    if args.tied:
-        _convert(model.output, quantize=quantize, packed=packed)
+    if args.tied and is_converted(model.output, model.output.weight.shape):
+        _convert(model.output, quantize)
     model.to(device)  # what it computes by itself, such as rotary frequencies
     head, model.output = model.output, None
     return SlicedModel(
@@ -134,63 +130,18 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is None
 
 
-def _convert(module: nn.Module, *, quantize: str | None, packed: bool) -> None:
-    """Give a linear layer its weight in the form it is to be multiplied in."""
-    weight = module.weight.detach()
-    if weight.ndim != 2:
-        return
+def _owner(model: nn.Module, fqn: str) -> nn.Module:
+    return model.get_submodule(fqn.rpartition(".")[0])
+
+
+def _convert(linear: nn.Module, quantize: str | None) -> None:
+    """Give a linear layer a weight of its own in the form it is to be multiplied in."""
     if quantize:
-        quantize_linears(module, quantize)
-    elif packed and can_pack(weight):
-        del module.weight
-        module.weight = PackedWeight(weight)
-
-
-def _read_in_order(
-    groups: Sequence[tuple[str, ...]],
-    slices: dict[str, Box],
-    source: TensorSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    keep: Callable[[str, Tensor], None],
-) -> None:
-    """Call `keep(first name, weight)` for each group, whose slices are joined along dim 0, in the order of groups."""
-
-    def read(target: Tensor, fqn: str, box: Box) -> None:
-        target[box.slices_within(slices[fqn])].copy_(as_tensor(source.read(fqn, box), source.tensors[fqn].dtype))
-
-    waiting: deque[tuple[str, Tensor, list[Future[None]]]] = deque()
-
-    def keep_first() -> None:
-        name, weight, reads = waiting.popleft()
-        for done in reads:
-            done.result()  # an error of a reader rises here
-        keep(name, weight)
-
-    pool = ThreadPoolExecutor(_NUM_READERS)
-    try:
-        for group in groups:
-            sizes = [slices[fqn].sizes for fqn in group]
-            weight = torch.empty((sum(s[0] for s in sizes), *sizes[0][1:]), dtype=dtype, device=device)
-            parts = weight.split([s[0] for s in sizes])
-            reads = [
-                pool.submit(read, part, fqn, block)
-                for fqn, part in zip(group, parts, strict=True)
-                for block in _blocks(slices[fqn], source.tensors[fqn].dtype)
-            ]
-            waiting.append((group[0], weight, reads))
-            del weight, parts, reads  # what `keep` replaces must go at once
-            while len(waiting) > 1 and sum(w.nbytes for _, w, _ in waiting) - waiting[0][1].nbytes >= _AHEAD_BYTES:
-                keep_first()
-        while waiting:
-            keep_first()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _blocks(box: Box, dtype: str) -> Iterator[Box]:
-    if box.num_elements:
-        yield from row_blocks(box, itemsize(dtype), _BLOCK_BYTES)
+        quantize_linears(linear, quantize)
+        return
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.weight = PackedWeight(weight)
 
 
 def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:

@@ -5,7 +5,8 @@ weights as they come. Reordered once, while loading, both take half to two third
 compiler does with constant weights when it freezes a model on a CPU, by the same two operators.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -30,12 +31,12 @@ class PackedWeight:
         return torch.ops.mkldnn._linear_pointwise(args[0], args[1]._packed, None, "none", [], "")
 
 
-def can_pack(weight_NK: Tensor) -> bool:
-    """Whether packing this weight is possible here and of use."""
+def can_pack(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether packing a weight of these sizes is possible here and of use."""
     return (
-        weight_NK.device.type == "cpu"
-        and weight_NK.dtype in (torch.float32, torch.bfloat16)
-        and weight_NK.numel() * weight_NK.element_size() >= _LEAST_BYTES
+        device.type == "cpu"
+        and dtype in (torch.float32, torch.bfloat16)
+        and prod(sizes) * dtype.itemsize >= _LEAST_BYTES
         and torch.backends.mkldnn.is_available()
         and _has_operators()
     )

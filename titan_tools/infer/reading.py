@@ -1,0 +1,116 @@
+"""Read weights in a given order, two threads ahead of the one that makes something of them, in bounded memory."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from converters.catalog import Box, TensorSource
+from converters.dtypes import itemsize
+from converters.layout import MIB, row_blocks
+from trainer.checkpoints.arrays import as_tensor
+
+_BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it lies in a core's cache
+_AHEAD_BYTES = 64 * MIB  # being read while the weight before them is made use of
+_NUM_READERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Parameters whose slices are to be one tensor, joined along dim 0; mostly there is just one."""
+
+    fqns: tuple[str, ...]
+    is_passing: bool = False  # made into something else at once: its memory is used again
+
+
+def read_in_order(
+    wanted: Sequence[Joined],
+    slices: Mapping[str, Box],
+    source: TensorSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[Joined, Tensor]]:
+    """Yield each of `wanted` with its values; a passing one's are gone once the next is asked for."""
+
+    def read(target: Tensor, fqn: str, box: Box) -> None:
+        target[box.slices_within(slices[fqn])].copy_(as_tensor(source.read(fqn, box), source.tensors[fqn].dtype))
+
+    def begin(joined: Joined) -> _Pending:
+        boxes = [slices[fqn] for fqn in joined.fqns]
+        shape = joined_shape(boxes)
+        memory = scratch.take(prod(shape) * dtype.itemsize) if joined.is_passing else None
+        if memory is None:
+            weight = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            weight = memory[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        reads = [
+            pool.submit(read, part, fqn, block)
+            for fqn, part in zip(joined.fqns, weight.split([box.sizes[0] for box in boxes]), strict=True)
+            for block in _blocks(slices[fqn], source.tensors[fqn].dtype)
+        ]
+        return _Pending(joined, weight, memory, reads)
+
+    pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device)
+    pending: deque[_Pending] = deque()
+    following = iter(wanted)
+    try:
+        while True:
+            while (len(pending) < 2 or _num_ahead(pending) < _AHEAD_BYTES) and (joined := next(following, None)):
+                pending.append(begin(joined))
+            if not pending:
+                return
+            first = pending.popleft()
+            for done in first.reads:
+                done.result()  # an error of a reader rises here
+            yield first.joined, first.weight
+            if first.memory is not None:
+                scratch.give_back(first.memory)
+            del first  # what the caller let go of must go at once
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """Of boxes that are as large in all dims but the first."""
+    return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
+
+
+@dataclass(slots=True)
+class _Pending:
+    joined: Joined
+    weight: Tensor
+    memory: Tensor | None
+    reads: list[Future[None]]
+
+
+class _Scratch:
+    """Memory that is used again: fresh pages, which the kernel must find and clear, cost more than what is read."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """The smallest free piece that is large enough, else a new one."""
+        fitting = [n for n, memory in enumerate(self._free) if memory.nbytes >= num_bytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def give_back(self, memory: Tensor) -> None:
+        self._free.append(memory)
+
+
+def _num_ahead(pending: Sequence[_Pending]) -> int:
+    """Bytes behind the first."""
+    return sum(p.weight.nbytes for p in pending) - pending[0].weight.nbytes
+
+
+def _blocks(box: Box, dtype: str) -> Iterator[Box]:
+    if box.num_elements:
+        yield from row_blocks(box, itemsize(dtype), _BLOCK_BYTES)
