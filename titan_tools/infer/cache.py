@@ -113,7 +113,8 @@ def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11
 
 def _bias(positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a query sees a key, else -inf, in attention's dtype: of a boolean each layer would make one of these."""
-    return torch.zeros((), dtype=dtype, device=columns.device).where(columns <= positions.view(-1, 1), -torch.inf)
+    hidden = columns > positions.view(-1, 1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def attention_kernels(device: torch.device) -> AbstractContextManager:

@@ -39,7 +39,8 @@ def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs
 
     - ttft_ms: from the beginning of a prompt's prefill until its first token is chosen; the mean of a run's prompts.
     - tpot_ms: one decode step, which gives each sequence at work its next token; the mean of all steps.
-    - tokens_per_sec: all new tokens (of a score: all scored ones) over `secs`.
+    - tokens_per_sec: all new tokens (of a score: all scored ones) over `secs`, less what it took to compile decode
+      steps and record them as CUDA graphs.
     - bandwidth_gb_per_sec: what decode steps read of one rank's memory, in 10^9 bytes: the weights once for all rows,
       and the keys and values that each row holds. An embedding that is not the output too is left out: of it a step
       reads one row for each sequence.
@@ -58,7 +59,7 @@ def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs
     return {
         "ttft_ms": 1000 * mean(timings.first_token_secs) if timings.first_token_secs else None,
         "tpot_ms": 1000 * decode_secs / steps if steps else None,  # there is no token after the first
-        "tokens_per_sec": timings.num_tokens / secs,
+        "tokens_per_sec": timings.num_tokens / (secs - timings.prepare_secs),
         "bandwidth_gb_per_sec": gb_per_sec,
         "bandwidth_share": gb_per_sec / peak if gb_per_sec and peak else None,
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
