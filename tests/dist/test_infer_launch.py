@@ -1,12 +1,19 @@
-"""`titan infer --tp 2` starts its own ranks: same output as one rank, and no rank outlives another (I8)."""
+"""`titan infer` on ranks: as one rank says it, whoever starts them, and no rank outlives another (I8)."""
 
 import json
+import math
+import os
+import signal
 import sys
 import time
 from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.dist.pool import _FORK_SERVER
 from tests.tiny_llama import write_llama
 from titan_tools import cli, launch
 from titan_tools.infer import run as infer_run
@@ -39,20 +46,22 @@ def dying(logits, sampling, seats, **more):
 generate.choose = dying
 main()
 """
+OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TITAN_LAUNCH", "OMP_NUM_THREADS", "PYTHONPATH")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder)
+    return folder
 
 
 @pytest.fixture
 def titan(monkeypatch, capfd):
     """`titan("infer", …)` → exit code, stdout, stderr, those of started ranks included."""
     # what a launch sets in the environment is taken back; what makes a rank of this process must not be there
-    for name in (
-        "OMP_NUM_THREADS",
-        "TITAN_LAUNCH",
-        "PYTHONPATH",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE",
-        "RANK",
-        "WORLD_SIZE",
-    ):
+    for name in (*OF_A_LAUNCH, "TORCHELASTIC_SIGNALS_TO_HANDLE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -65,21 +74,115 @@ def titan(monkeypatch, capfd):
     return run
 
 
-def test_two_ranks_print_what_one_prints(titan, tmp_path):
-    write_llama(tmp_path)
-    one, two = (titan("infer", tmp_path, *ARGUMENTS, "--json", *tp) for tp in ((), ("--tp", "2")))
+class Started:
+    """Two ranks that somebody else than titan has started: forked, so that none has to import torch again."""
+
+    def __init__(self, folder, *arguments):
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.output = [folder / f"output_of_rank_{rank}" for rank in (0, 1)]
+        self.processes = []
+        for rank in (0, 1):
+            given = (rank, self._store.port, [*map(str, arguments)], self.output[rank])
+            self.processes.append(_FORK_SERVER.Process(target=_be_rank, args=given, daemon=True))
+            self.processes[-1].start()
+
+    def wait(self, rank, secs=60):
+        """The exit code of a rank, which ends in that time."""
+        assert wait([self.processes[rank].sentinel], timeout=secs), f"rank {rank} is still there"
+        self.processes[rank].join()
+        return self.processes[rank].exitcode
+
+
+def _be_rank(rank, port, arguments, output):
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+    os.dup2(1, 2)
+    for name in OF_A_LAUNCH:
+        os.environ.pop(name, None)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.argv = ["titan", *arguments]
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  as a program of its own has it
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    import torch
+
+    torch.set_num_threads(1)
+    cli.main()
+
+
+@pytest.fixture
+def started(tmp_path):
+    """`started(*arguments)`: two ranks of `titan`, which do not outlive the test."""
+    running = []
+
+    def start(*arguments):
+        running.append(Started(tmp_path, *arguments))
+        return running[-1]
+
+    yield start
+    for process in (process for one in running for process in one.processes):
+        process.kill()
+        process.join()
+
+
+def test_two_ranks_print_what_one_prints(titan, hf):
+    one, two = (titan("infer", hf, *ARGUMENTS, "--json", *tp) for tp in ((), ("--tp", "2")))
     assert one[0] == two[0] == 0, two[2]
     assert json.loads(one[1])["results"] == json.loads(two[1])["results"]
     assert json.loads(two[1])["stats"]["tp"] == 2
 
 
-def test_a_rank_that_dies_ends_the_others(titan, tmp_path, monkeypatch):
-    write_llama(tmp_path)
+def test_ranks_of_another_launcher_print_it_once(titan, started, hf):
+    ranks = started("infer", hf, *ARGUMENTS, "--json")
+    assert [ranks.wait(rank) for rank in (0, 1)] == [0, 0], ranks.output[0].read_text()
+    alone = json.loads(titan("infer", hf, *ARGUMENTS, "--json")[1])
+    assert json.loads(ranks.output[0].read_text())["results"] == alone["results"]
+    assert ranks.output[1].read_text() == ""
+
+
+def test_scores_of_two_ranks_are_those_of_one(titan, started, hf, tmp_path):
+    lines = [{"id": i, "prompt": "One two three" * 9 * i, "completion": " four"} for i in range(4)]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("infer", hf, "--score", "--batch", tmp_path / "lines", "--logprobs", "2", "--json")
+    ranks = started(*arguments)
+    assert [ranks.wait(rank) for rank in (0, 1)] == [0, 0], ranks.output[0].read_text()
+    alone, two = json.loads(titan(*arguments)[1]), json.loads(ranks.output[0].read_text())
+    for one, other in zip(alone["results"], two["results"], strict=True):
+        assert other["tokens"] == one["tokens"] and other["logprob"] == pytest.approx(one["logprob"], abs=1e-4)
+        for told, told_by_two in zip(one["logprobs"], other["logprobs"], strict=True):
+            assert told_by_two["logprob"] == pytest.approx(told["logprob"], abs=1e-4)
+    assert math.exp(-two["stats"]["logprob"] / two["stats"]["num_tokens"]) == two["stats"]["perplexity"]
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
+    """In a batch, without an agent that would end it: as on another machine of a launch."""
+    write_llama(tmp_path / "hf", max_position_embeddings=100_000)
+    (tmp_path / "in").write_text('{"id": "short", "prompt": "a"}\n{"id": "long", "prompt": "b"}\n')
+    out, other = tmp_path / "out", 1 - dies
+    arguments = ("infer", tmp_path / "hf", "--batch", tmp_path / "in", "--out", out, "--ignore-eos")
+    ranks = started(*arguments, "--max-new-tokens", "99000", "--stop", "e", "--temperature", "3", "--seed", "2")
+    _wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") == 1)
+    os.kill(ranks.processes[dies].pid, signal.SIGKILL)
+    code = ranks.wait(other, secs=2)
+    told = ranks.output[other].read_text()
+    assert code == 3 and f"error: rank {other} has lost another rank" in told and "Traceback" not in told
+    assert len(out.read_bytes().splitlines()) == 1  # what was finished stays
+
+
+def test_a_rank_that_dies_ends_the_others(titan, hf, tmp_path, monkeypatch):
     program = tmp_path / "rank.py"
     program.write_text(DYING_RANK)
     monkeypatch.setattr(infer_run, "run_ranks", partial(launch.run_ranks, program=("-P", str(program))))
-    code, _, err = titan("infer", tmp_path, *ARGUMENTS, "--tp", "2")
+    code, _, err = titan("infer", hf, *ARGUMENTS, "--tp", "2")
     ended_after = time.time() - float((tmp_path / "rank.py.died").read_text())
     assert code == 3
     assert "rank 1 was ended by SIGKILL" in err and "Traceback" not in err
     assert ended_after < 2
+
+
+def _wait_for(holds, secs=60):
+    deadline = time.monotonic() + secs
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,20 +1,35 @@
 """The ranks of one model: this one's place and device, how they meet, and what the first tells the others."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, TitanError
 from titan_tools.launch import inside_launch
 from trainer.gloo import use_one_worker
 
 # A rank that is gone shows at once, because its connections close; this is for one that hangs.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+_LOADING_TIMEOUT = timedelta(hours=2)  # until ranks meet: under torchrun the first reads every file for damage
 _A_PERSON_TYPES = timedelta(days=30)
+# What gloo, NCCL and the store say when a peer is gone
+_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "Connection refused",
+    "Connection was likely closed", "remote process exited", "Failed to recv",
+)  # fmt: skip
+
+
+class LostRank(TitanError):
+    """Another rank has ended, and with it this one's work."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +81,40 @@ def own_device() -> torch.device:
     """This rank's GPU, made the current one, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))))
     torch.cuda.set_device(device)
     return device
 
 
-def join(tp: int, device: torch.device) -> Ranks:
-    """Meet the other ranks; with tp 1 there are none."""
+@contextmanager
+def joined(tp: int, device: torch.device) -> Iterator[Ranks]:
+    """Meet the other ranks, of which there are none with tp 1, and part from them when the work went well.
+
+    Raises LostRank where one of them has gone: its own error is the news.
+    """
     if tp == 1:
-        return Ranks(1, 0, device)
+        yield Ranks(1, 0, device)
+        return
     use_one_worker()
     on_gpu = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None
-    )
-    return Ranks(tp, dist.get_rank(), device, dist.new_group(backend="gloo", timeout=_A_PERSON_TYPES))
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", timeout=_LOADING_TIMEOUT, device_id=device if on_gpu else None
+        )
+        _set_timeout(COLLECTIVE_TIMEOUT)
+        talk = dist.new_group(backend="gloo", timeout=_A_PERSON_TYPES)
+        yield Ranks(tp, dist.get_rank(), device, talk)
+        dist.barrier()  # so that no rank sees a peer vanish
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in _LOST):
+            raise LostRank(
+                f"rank {os.environ['RANK']} has lost another rank, which ended or cannot be reached",
+                hint=f"that one says why: {str(error).splitlines()[0]:.200}",
+            ) from error
+        raise
+    dist.destroy_process_group()  # not after an error: a peer may be gone, and tearing down would hang
 
 
-def leave(ranks: Ranks) -> None:
-    """At the end of work that went well: after an error a peer may be gone, and tearing down would hang."""
-    if ranks.tp > 1:
-        dist.destroy_process_group()
+def _set_timeout(timeout: timedelta) -> None:
+    # torch 2.15 has the public one and warns of the other; up to 2.13 it is not there
+    (dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout)(timeout, None)

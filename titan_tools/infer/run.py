@@ -21,7 +21,7 @@ from titan_tools.infer.load import SlicedModel, load_model
 from titan_tools.infer.logprobs import check_logprobs
 from titan_tools.infer.options import check_options
 from titan_tools.infer.quantize import why_slow
-from titan_tools.infer.ranks import check_devices, degree, join, leave, own_device
+from titan_tools.infer.ranks import check_devices, degree, joined, own_device
 from titan_tools.infer.request import Request, save_request
 from titan_tools.infer.sampling import check_sampling
 from titan_tools.infer.say import prepare_one
@@ -49,9 +49,8 @@ def infer(request: Request) -> None:
                 check_read_files(weights.catalog, weights.source.ledger.used.values())
             model = _load(work, weights) if work.tp == 1 or inside_launch() else None
         if model is not None:
-            ranks = join(work.tp, model.device)
-            task.run(Engine(model, rows=task.rows, room=task.room, compile=request.compile), ranks)
-            leave(ranks)
+            with joined(work.tp, model.device) as ranks:
+                task.run(Engine(model, rows=task.rows, room=task.room, compile=request.compile), ranks)
             return
     _start_ranks(request, checkpoint, work)
 
