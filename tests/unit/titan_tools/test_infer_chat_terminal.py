@@ -31,8 +31,11 @@ class Terminal:
         seen, end = b"", time.monotonic() + secs
         while what not in seen:
             ready, _, _ = select.select([self.keys], [], [], max(0, end - time.monotonic()))
-            assert ready, seen
-            seen += os.read(self.keys, 4096)
+            assert ready, seen.decode()
+            try:
+                seen += os.read(self.keys, 4096)
+            except OSError:  # EIO: it has ended
+                raise AssertionError(seen.decode()) from None
         return seen.decode()
 
     def wait(self):
