@@ -24,11 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tools.infer.tensor_parallel import SlicedEmbedding
+from trainer.parallel.compile import why_inductor_cannot
 
 _BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
+_NUM_SHAPES = 64  # of weights, that a product may be compiled for; beyond them it would be a cast one again
 _SMALLEST = 1e-12  # a row of zeros must not be divided by its largest
 
 
@@ -161,4 +163,7 @@ def _cast_product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
 @cache
 def _compiled_product() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """One kernel that casts in registers. Tuning by coordinates is what lets the compiler take a product apart."""
+    if why_inductor_cannot(torch.device("cuda")):
+        return _cast_product
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_SHAPES)
     return torch.compile(_cast_product, dynamic=False, options={"coordinate_descent_tuning": True})
