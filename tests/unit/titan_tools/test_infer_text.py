@@ -248,6 +248,22 @@ def test_a_byte_that_is_a_token_stops_at_once(vocabularies):
     assert stream(vocabulary, [*a, *line_end, *line_end, *a])[0] == ["a", "", "", "\n\na", ""]
 
 
+def test_a_run_of_bytes_that_turns_out_to_be_no_text_was_not_said(vocabularies):
+    vocabulary = vocabularies["llama 2 json"]
+    id_of = {value: id for id, value in vocabulary.byte_values.items()}
+    tokens = [id_of[0x0A], id_of[0xFF]]
+    assert vocabulary.decode(tokens) == "\ufffd\ufffd"
+    assert stream(vocabulary, tokens, ("x\n",))[0] == ["", "", "\ufffd\ufffd"]
+
+
+def test_spaces_are_dropped_at_the_beginning_alone(vocabularies):
+    """By a SentencePiece model that drops all of them there, so that one as context would drop those behind it."""
+    vocabulary = vocabularies["trimming"]
+    space, the, x = (vocabulary.tokenizer._pieces.piece_to_id(piece) for piece in ("▁", "▁the", "x"))
+    assert stream(vocabulary, [space, space, the, x])[0] == ["", "", "the", "x", ""]
+    assert stream(vocabulary, [x, space, the, space, space, the])[0] == ["x", " ", " the", " ", " ", " the", ""]
+
+
 @pytest.mark.parametrize("form", ["tiktoken", "byte-level json", "llama 2 json", "sentencepiece"])
 @pytest.mark.parametrize("kind", ["text", "no text", "line ends", "unknown ids"])
 def test_work_per_token_does_not_grow(vocabularies, form, kind):
