@@ -81,13 +81,12 @@ class Engine:
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """Append one token to each of the first rows; fp32 logits [B, V]. What rows behind them held may be lost."""
-        lengths = self.lengths(len(tokens))
+        num = len(tokens)
         if self._static:
-            for held in self.held[len(tokens) :]:
-                held.clear()
-            logits_BV = self._static(tokens, lengths)
+            self.prepare_decode(num)
+            logits_BV = self._static(tokens, self.lengths(num))
         else:
-            step = Decode(lengths, device=self.model.device, dtype=self.model.dtype)
+            step = Decode(self.lengths(num), device=self.model.device, dtype=self.model.dtype)
             tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
             logits_BV = self.model.head(self._forward(self.model.body, step, tokens_B1)[:, -1]).float()
         for held, token in zip(self.held, tokens, strict=False):
@@ -98,6 +97,8 @@ class Engine:
     def prepare_decode(self, num: int) -> None:
         """Compile and record what the next `decode` of `num` rows needs, if that was not done before."""
         if self._static:
+            for held in self.held[num:]:
+                held.clear()
             self._static.prepare(self.lengths(num))
 
     @torch.inference_mode()

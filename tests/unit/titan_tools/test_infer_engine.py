@@ -1,5 +1,6 @@
 """Rows of one cache at every step of their lives hold what one pass of transformers over the same tokens says."""
 
+import json
 import random
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import load
+from tests.tiny_llama import write_llama
+from titan_tools.infer import compiled, graphs
 from titan_tools.infer import engine as engine_file
-from titan_tools.infer import graphs
 from titan_tools.infer.engine import Engine
 
 VOCAB_SIZE = 97
@@ -196,3 +198,21 @@ def test_inductor_compiles_a_step_once_for_all_layers(pair, short_shapes):
     assert shapes == 4
     assert counters["stats"]["unique_graphs"] == shapes + 2  # the head has one for each number of rows
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_the_command_compiles_and_says_the_same(titan, tmp_path):
+    """Weights large enough to be packed for a CPU, which nothing could compile."""
+    write_llama(tmp_path, hidden_size=256, intermediate_size=1536)
+    asked = ["infer", tmp_path, "--prompt", "def main(", "--max-new-tokens", "8", "--ignore-eos", "--json"]
+    plainly, compiling = (json.loads(titan(*asked, *options)[1]) for options in ([], ["--compile"]))
+    assert compiling["results"] == plainly["results"]
+    assert compiling["stats"]["tokens_per_sec"] > 1  # compiling took longer, and is not in it
+
+
+def test_a_missing_compiler_is_told_before_anything_is_read(titan, tmp_path, monkeypatch):
+    write_llama(tmp_path)
+    monkeypatch.setattr(compiled, "why_inductor_cannot", lambda _: "no C++ compiler is found")
+    code, out, err = titan("infer", tmp_path, "--prompt", "a", "--compile")
+    assert code == 2 and not out
+    assert "--compile: no C++ compiler is found" in err
