@@ -1,5 +1,6 @@
 """One HF folder as every kind of checkpoint that people have, for tests of what reads them all."""
 
+import base64
 import hashlib
 import json
 import shutil
@@ -26,6 +27,11 @@ class Form:
     write: Callable[[Path, Path], Path]
     says_model: bool = True  # else it needs --model-from
     llama_only: bool = False  # Meta's and torchtune's formats have no Qwen 3
+
+
+def write_byte_ranks(path: Path) -> None:
+    """A tiktoken file of the 256 bytes and no merge: what Meta's and torchtune's code open."""
+    path.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
 
 
 def _converted(to: str, name: str = "out", **options) -> Callable[[Path, Path], Path]:

@@ -1,6 +1,5 @@
 """`titan infer` on every kind of checkpoint: transformers' greedy tokens, without a conversion, or what is missing."""
 
-import base64
 import json
 import shutil
 
@@ -16,7 +15,7 @@ from converters.manifest import TensorSum, read_manifest, write_manifest
 from converters.model_info import read_model_info, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
-from tests.checkpoint_forms import FORMS, native
+from tests.checkpoint_forms import FORMS, native, write_byte_ranks
 from tests.greedy_reference import greedy
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_llama import BOS, EOS, write_tokenizer
@@ -39,8 +38,7 @@ def write_model(folder, called, dtype=torch.float32):
     common = {"vocab_size": 302, "bos_token_id": BOS, "eos_token_id": EOS}
     model = write_tiny(folder, name, dtype=dtype, numbers=common | numbers)
     if called.startswith("llama"):  # torchtune and Meta's code want a tiktoken file
-        ranks = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
-        (folder / "tokenizer.model").write_text(ranks)
+        write_byte_ranks(folder / "tokenizer.model")
         return model, [BOS, *PROMPT.encode()]
     write_tokenizer(folder)
     return model, [BOS, *Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids]

@@ -8,11 +8,12 @@ import shutil
 import pytest
 import torch
 
+from tests.checkpoint_forms import FORMS, write_byte_ranks
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
 
-VOCAB = 301
+VOCAB = 302  # 256 bytes and what Llama 3's special tokens need
 NUMBERS = {"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_layers": 3}
 # Llama 3's own numbers but for the first context, which prompts and new tokens go past
 SHORT = {"original_max_position_embeddings": 64}
@@ -37,8 +38,9 @@ def make(folder, called):
 
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory):
-    """Both models, and what transformers says after each prompt."""
-    return *make(tmp_path_factory.mktemp("hf"), request.param), {}
+    """Both models, what transformers says after each prompt, and the folder."""
+    folder = tmp_path_factory.mktemp("hf")
+    return *make(folder, request.param), {}, folder
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,7 @@ def memory_full_of_nan():
 
 
 def expected(pair, num_new):
-    reference, _, said = pair
+    reference, _, said, _ = pair
     if num_new not in said:
         said[num_new] = greedy(reference, PROMPTS, num_new)
     return said[num_new]
@@ -82,6 +84,35 @@ def test_64_prompts(pair, rows, memory_full_of_nan):
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_64_prompts_of_256_new_tokens(pair, rows):
     assert_same(pair[0], PROMPTS, say(pair, PROMPTS, rows=rows, num_new=NUM_NEW), expected(pair, NUM_NEW))
+
+
+PLAIN = "llama 3, plain RoPE, one kv head"  # params.json knows no other first context than 8192
+EVERY_FORM = [(PLAIN, f) for f in FORMS] + [("qwen3, tied", f) for f, form in FORMS.items() if not form.llama_only]
+
+
+@SLOW
+@pytest.mark.parametrize(("pair", "form"), EVERY_FORM, indirect=["pair"])
+def test_64_prompts_of_256_new_tokens_from_every_form(pair, form, tmp_path):
+    reference, _, _, hf = pair
+    write_byte_ranks(hf / "tokenizer.model")
+    place = FORMS[form].write(hf, tmp_path)
+    ours = load(place, model_from=None if FORMS[form].says_model else hf)
+    said = [c.tokens for c in complete(ours, PROMPTS, rows=len(PROMPTS), max_new_tokens=NUM_NEW)]
+    assert_same(reference, PROMPTS, said, expected(pair, NUM_NEW))
+
+
+@SLOW
+@pytest.mark.parametrize("form", ["hf", "dcp", "meta", "torchtune", "torchtune's own"])
+def test_beyond_the_8192_tokens_that_llama_3_began_with(form, tmp_path):
+    """Meta's and torchtune's formats do not say RoPE's scaling in numbers; only here it shows."""
+    numbers = {"rope_scaling": SCALING, "max_position_embeddings": 131072, "num_hidden_layers": 2}
+    reference = write_tiny(tmp_path / "hf", "llama3", numbers=NUMBERS | numbers)
+    write_byte_ranks(tmp_path / "hf" / "tokenizer.model")
+    (tmp_path / "out").mkdir()
+    place = FORMS[form].write(tmp_path / "hf", tmp_path / "out")
+    prompts = ragged_prompts(num=2, longest=8300, vocab_size=VOCAB)
+    said = [c.tokens for c in complete(load(place), prompts, rows=2, max_new_tokens=FEW)]
+    assert_same(reference, prompts, said, greedy(reference, prompts, FEW, batch=1))
 
 
 @SLOW
