@@ -1,6 +1,5 @@
 """The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
 
-import errno
 import gc
 import os
 import signal
@@ -26,6 +25,7 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
+from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error
 
 EXIT_CODES = """\b
 Exit codes:
@@ -38,12 +38,6 @@ Exit codes:
    75  stopped on request after saving; start again to go on
   130  interrupted
   143  ended by SIGTERM; nothing half-made is left"""
-
-PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended; 1 would read as a failed check
-_ABOUT_THE_MACHINE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.EMFILE, errno.ENFILE, errno.ESTALE,
-}  # fmt: skip
 
 
 class _Interrupted(BaseException):
@@ -178,10 +172,10 @@ def run() -> int:
     ):  # `titan … | head`: the reader has enough; Typer makes the second of the first
         return PIPE_CLOSED
     except OSError as error:  # a place that cannot be read or written, met where nobody expected it
-        if error.errno not in _ABOUT_THE_MACHINE:
+        if (told := as_machine_error(error)) is None:
             return _tell_fault(error)
-        _tell(f"{error.filename or 'standard output'}: {error.strerror}")
-        return 2
+        _tell(told.message)
+        return told.exit_code
     except MemoryError:
         _tell("out of memory", hint="a limit of this machine, container or shell", tries=["--workers 1"])
         return 2

@@ -13,11 +13,12 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from converters.errors import TitanError
+from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, reader_is_gone
 from trainer.parent import die_with_parent
 
 _STARTED_BY_US = "TITAN_LAUNCH"  # for ranks whose parent tells their errors: that parent's process id
@@ -179,6 +180,8 @@ def _tell_first_failure(failures: dict[int, Any]) -> int:
         error = told[first]
         if error["traceback"]:
             print(f"rank {first}:\n{error['traceback']}", file=sys.stderr, flush=True)
+        if not error["message"]:
+            return error["exit_code"]
         raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
     codes = [f.exitcode for f in failures.values() if f.exitcode > 0]
     if not codes:  # a request to stop that came before any rank could listen
@@ -197,15 +200,20 @@ def rank_errors() -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         exit_code = _leave_message(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # what could not be written before cannot be now
+                stream.flush()
         # Not through the interpreter's exit: a process group with a dead peer may hang while it is torn down.
         os._exit(exit_code)
 
 
 def _leave_message(error: BaseException) -> int:
     """Write the error where the agent looks for it, in the agent's form plus ours; returns the exit code."""
-    if isinstance(error, TitanError):
+    if isinstance(error, OSError):
+        error = as_machine_error(error) or error
+    if isinstance(error, BrokenPipeError) and reader_is_gone():  # it has enough: nothing to tell
+        exit_code, text, hint, tries, trace = PIPE_CLOSED, "", "", (), ""
+    elif isinstance(error, TitanError):
         exit_code, text, hint, tries, trace = error.exit_code, error.message, error.hint, error.tries, ""
     elif isinstance(error, KeyboardInterrupt):
         exit_code, text, hint, tries, trace = 130, "interrupted", "", (), ""

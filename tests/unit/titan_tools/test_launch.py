@@ -121,6 +121,30 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
+def test_a_full_disk_is_told_as_by_one_process(run, capfd):
+    body = """
+        sys.stdout = open("/dev/full", "w")
+        if RANK == 0: print("a result", flush=True)
+        time.sleep(60)
+    """
+    with pytest.raises(RankFailure, match="^standard output: No space left on device$") as failure:
+        run(body)
+    assert failure.value.exit_code == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    body = """
+        if RANK == 0:
+            while True: print("result", flush=True)
+        time.sleep(60)
+    """
+    process = _start(tmp_path, body)
+    assert process.stdout.readline() == "result\n"
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(timeout=60) == 141
+
+
 def test_a_request_that_comes_before_ranks_listen_is_a_stop_too(run):
     with pytest.raises(RankFailure, match="stopped on request while starting") as failure:
         run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)")
