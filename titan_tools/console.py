@@ -14,7 +14,24 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """The one JSON object of a `--json` run. NaN and infinity become null, so that every JSON reader takes it."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False), flush=True)
+    print(json_text(_finite(value), indent=2), flush=True)
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """JSON for stdout: with the letters themselves where its encoding is UTF-8, else with their escapes."""
+    return json.dumps(value, indent=indent, ensure_ascii=not _takes_all_letters())
+
+
+def stream(text: str) -> None:
+    """A piece of text to stdout, shown at once; a letter that its encoding does not know becomes a question mark."""
+    if not _takes_all_letters():
+        text = text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _takes_all_letters() -> bool:
+    return (sys.stdout.encoding or "utf-8").lower().replace("-", "").replace("_", "") == "utf8"
 
 
 def _finite(value: Any) -> Any:

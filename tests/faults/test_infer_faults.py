@@ -17,10 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from converters.errors import TitanError
 from tests.tiny_llama import BOS, EOS, write_llama
 from titan_tools import cli
 from titan_tools.infer import run as infer_run
+from titan_tools.infer.batch_lines import read_batch
+from titan_tools.infer.results_file import open_results
 from trainer.data import tokenizer as tokenizers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,6 +249,32 @@ def test_i6_temperature_0_is_greedy(titan, hf):
         for options in ((), ("--temperature", "0", "--seed", "5"))
     )
     assert greedy == cold
+
+
+BROKEN = st.one_of(
+    st.binary(max_size=300),
+    st.lists(st.sampled_from([*b'{}[]":,\\u0dDe18 \n\t', 0, 0xC3, 0xFF]), max_size=120).map(bytes),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=9) | st.integers(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["id", "prompt", "x"]), inner),
+    ).map(lambda value: json.dumps(value).encode()),
+)
+
+
+@settings(
+    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(content=BROKEN, lead=st.sampled_from([b"", b'{"prompt": "a"}\n', b'{"id": 0, "prompt": "a", "text": "b"}\n']))
+def test_i4_any_bytes_are_a_batch_or_told(tmp_path, content, lead):
+    """And any bytes of OUT are results, the beginning of one, or told; only errors of ours leave."""
+    file = tmp_path / "lines"
+    file.write_bytes(lead + content)
+    with suppress(TitanError):
+        for line in read_batch(file, lambda line: line, keys=("prompt",)):
+            assert isinstance(line.id, str | int)
+            json.dumps([line.id, line.values], ensure_ascii=False).encode()
+    with suppress(TitanError), open_results(file, [(0, 0)], lambda key, result: "") as results:
+        assert file.read_bytes() == (lead if (0, 0) in results else b"")
 
 
 # --- batches that are interrupted

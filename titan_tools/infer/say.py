@@ -1,16 +1,14 @@
 """What follows one prompt: text as it comes, or one JSON object."""
 
-import sys
 from dataclasses import dataclass
 from time import perf_counter
 
 import torch
 
-from titan_tools.console import note, print_json
+from titan_tools.console import note, print_json, stream
 from titan_tools.infer.chat_template import turn_end_ids
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.generate import Completion, Settings, Timings, generate
-from titan_tools.infer.logprobs import check_logprobs
 from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
@@ -45,12 +43,12 @@ class OnePrompt:
             self.settings,
             self.work.vocabulary,
             timings=timings,
-            on_text=_print if talks and samples == 1 else None,
+            on_text=stream if talks and samples == 1 else None,
         ):
             for due in ordered.put((self.prompt.id, completion.sample), completion):
                 completions.append(due)
                 if talks:
-                    _print("\n" if samples == 1 else _with_header(due))
+                    stream("\n" if samples == 1 else _with_header(due))
         stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
         if talks:
             note(describe(stats, num=samples))
@@ -68,12 +66,8 @@ def prepare_one(work: Work) -> OnePrompt:
 
 
 def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
-    """How `generate` shall continue, from what was asked and from what the checkpoint says of its ends.
-
-    Raises ConfigError where more logprobs were asked for than there are tokens.
-    """
+    """How `generate` shall continue, from what was asked and from what the checkpoint says of its ends."""
     request, vocabulary = work.request, work.vocabulary
-    check_logprobs(request.logprobs, vocab_size=work.args.vocab_size)
     stop_ids = vocabulary.stop_ids
     if work.template is not None:
         stop_ids |= turn_end_ids(work.template, vocabulary.tokenizer)
@@ -94,8 +88,3 @@ def rows_of(request: Request, num_sequences: int) -> int:
 
 def _with_header(completion: Completion) -> str:
     return f"--- {completion.sample}\n{completion.text}\n"
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

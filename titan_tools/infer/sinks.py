@@ -1,13 +1,11 @@
 """Where the results of a batch go: OUT, lines on standard output, or one JSON object."""
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_tools.console import print_json
+from titan_tools.console import json_text, print_json, stream
 from titan_tools.infer.results_file import Key, ResultsFile, open_results
 
 
@@ -63,8 +61,7 @@ class _Lines:
 
     def append(self, key: Key, result: Mapping[str, Any]) -> None:
         for due in self._ordered.put(key, result):
-            print(json.dumps(due, ensure_ascii=False))
-        sys.stdout.flush()
+            stream(json_text(due) + "\n")
 
     def finish(self, stats: Mapping[str, Any]) -> None:
         pass  # every line has left

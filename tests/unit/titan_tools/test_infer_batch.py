@@ -5,19 +5,13 @@ import json
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.batch import prepare_batch
 from titan_tools.infer.batch_lines import read_batch
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.ranks import Ranks
-from titan_tools.infer.request import Request
-from titan_tools.infer.sampling import Sampling
 
 # Of different lengths, the first with the most new tokens by far: results end in another order than they began
 LINES = [
@@ -108,7 +102,7 @@ def test_lines_leave_in_the_batchs_order_as_soon_as_they_can(hf, place, monkeypa
     from titan_tools.infer import sinks
 
     events = []
-    monkeypatch.setattr(sinks, "print", lambda line: events.append(json.loads(line)["id"]), raising=False)
+    monkeypatch.setattr(sinks, "stream", lambda line: events.append(json.loads(line)["id"]))
     keys = [(id, 0) for id in IDS]
     with sinks.open_sink(None, keys, lambda key, result: "", as_json=False) as sink:
         for id, due in ((1, []), ("a", ["a", 1]), (3, ["a", 1]), (IDS[2], IDS[:4]), (10**20, IDS)):
@@ -451,32 +445,6 @@ def test_prompts_that_do_not_fit_may_lose_their_beginning(titan, hf, tmp_path):
     assert code == 0 and "--truncate left: the beginning of 1 prompt is left out (id 0: 145 tokens)" in err
     assert cut["prompt_tokens"] == [256, *ids("b" * 155)] and cut["prompt"] == "a" * 100 + "b" * 200
     assert len(cut["tokens"]) == 100 and len(kept["prompt_tokens"]) == 2
-
-
-def test_ranks_that_are_not_the_first_do_what_it_says_and_write_nothing(hf, place, monkeypatch):
-    """Which prompts are done is known to the first rank alone; the others make the same calls."""
-    request = Request(hf, Sampling(), batch=place / "in.jsonl", out=place / "out.jsonl", max_new_tokens=2)
-    calls = []
-
-    class Second(Ranks):
-        def share(self, value):
-            assert value is None
-            return [2, 4]
-
-    class Counting(Engine):
-        def prefill(self, *arguments, **options):
-            calls.append("prefill")
-            return super().prefill(*arguments, **options)
-
-    def prepare(work):
-        task = prepare_batch(work)
-        return replace(task)
-
-    monkeypatch.setattr(infer_run, "join", lambda tp, device: Second(1, 1, device))
-    monkeypatch.setattr(infer_run, "Engine", Counting)
-    monkeypatch.setattr(infer_run, "_prepare", prepare)
-    infer_run.infer(request)
-    assert calls == ["prefill"] * 2 and not (place / "out.jsonl").exists()
 
 
 def test_a_pipe_is_a_batch_for_one_rank_only(titan, hf, untouched):

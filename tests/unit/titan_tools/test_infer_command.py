@@ -196,6 +196,26 @@ def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
     assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err
 
 
+def test_a_terminal_that_does_not_know_all_letters_shows_the_others(titan, hf, tmp_path, monkeypatch):
+    """Text gets question marks, JSON escapes: neither ends in an error."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": "é", "prompt": PROMPT}))
+    told = [
+        titan("infer", hf, *options, "--max-new-tokens", "12")[1]
+        for options in (("--prompt", PROMPT), ("--batch", tmp_path / "in.jsonl"))
+    ]
+    for options, expected in zip((SHORT, ("--batch", tmp_path / "in.jsonl", *SHORT[2:])), told, strict=True):
+        stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            assert titan("infer", hf, *options)[0] == 0
+        stdout.flush()
+        said = stdout.buffer.getvalue().decode("latin-1")
+        if expected.startswith("{"):
+            assert said.isascii() and json.loads(said) == json.loads(expected)
+        else:
+            assert "?" in said and said == expected.encode("latin-1", "replace").decode("latin-1")
+
+
 def test_samples_are_shown_one_after_another(titan, hf):
     sampled = (*SHORT, "--samples", "3", "--temperature", "1", "--batch-size", "2")
     _, out, _ = titan("infer", hf, *sampled, "--json")
