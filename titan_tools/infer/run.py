@@ -16,7 +16,6 @@ from titan_tools.infer.chat_template import read_template
 from titan_tools.infer.compiled import check_compiler
 from titan_tools.infer.engine import Engine
 from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
-from titan_tools.infer.huge_pages import use_huge_pages
 from titan_tools.infer.load import SlicedModel, load_model
 from titan_tools.infer.logprobs import check_logprobs
 from titan_tools.infer.options import check_options
@@ -36,7 +35,6 @@ _INTERRUPTED = 130
 
 def infer(request: Request) -> None:
     """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
-    use_huge_pages()
     with rank_errors():
         check_options(request)
         checkpoint = find_checkpoint(request.checkpoint)
