@@ -414,6 +414,17 @@ def test_ctrl_c_ends_a_process_with_its_finished_lines(hf, batch):
     assert any(f"error: interrupted\nhint: {hint}" in err for hint in hints) and "Traceback" not in err
 
 
+def test_who_started_the_ranks_says_where_the_finished_lines_are(titan, hf, batch, monkeypatch):
+    def interrupted(*_, **__):
+        batch[1].touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(infer_run, "run_ranks", interrupted)
+    code, _, err = titan(*command(hf, *batch)[1:], "--tp", "2")
+    hint = f"finished results are in {batch[1]}; the same command goes on from there"
+    assert (code, err) == (130, f"error: interrupted\nhint: {hint}\n")
+
+
 def test_a_full_disk_keeps_the_finished_lines(titan, hf, batch, whole):
     argv, out = command(hf, *batch), batch[1]
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

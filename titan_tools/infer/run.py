@@ -94,7 +94,12 @@ def _start_ranks(request: Request, checkpoint: Path, work: Work) -> None:
         asked = Path(folder) / "request.json"
         save_request(request, asked)
         argv = ["infer", f"--tp={work.tp}", f"--request={asked}", "--", str(checkpoint)]
-        exit_code = run_ranks(argv, nproc=work.tp, saves=False)
+        try:
+            exit_code = run_ranks(argv, nproc=work.tp, saves=False)
+        except BaseException as error:
+            if request.out and request.out.exists():
+                error.add_note(f"finished results are in {request.out}; the same command goes on from there")
+            raise
     if exit_code:  # no rank had anything to tell: they were stopped from outside
         raise typer.Exit(_INTERRUPTED if exit_code < 0 else exit_code)
 

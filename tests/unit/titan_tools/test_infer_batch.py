@@ -91,6 +91,21 @@ def test_results_are_those_of_each_prompt_by_itself(titan, hf, whole):
     assert [len(result["tokens"]) for result in results] == [128, 5, 128, 4, 128]
 
 
+def test_results_are_those_of_transformers(hf, whole):
+    """Which continues each prompt's tokens by itself."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(hf).eval()
+    for result in read(whole.decode()):
+        prompt = torch.tensor([result["prompt_tokens"]])
+        num_new = len(result["tokens"])
+        said = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=num_new, pad_token_id=0
+        )
+        assert said[0, prompt.shape[1] :].tolist() == result["tokens"]
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_batch_size_changes_nothing_but_the_order_of_work(titan, hf, place, whole, batch_size):
     code, out, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--batch-size", batch_size)
