@@ -134,12 +134,13 @@ def _within_top_p(weights_BV: Tensor, logits_BV: Tensor, top_p: float) -> Tensor
     total_B1 = weights_BV.sum(-1, keepdim=True)
     # To sort all is slow on a CPU, and the weight mostly lies in a few; on a GPU a look at the result costs more.
     for num_sorted in (vocab_size,) if logits_BV.is_cuda else (min(_FEW, vocab_size), vocab_size):
-        logits_BK, tokens_BK = logits_BV.topk(num_sorted)
+        is_all = num_sorted == vocab_size
+        logits_BK, tokens_BK = logits_BV.sort(descending=True) if is_all else logits_BV.topk(num_sorted)
         weights_BK = weights_BV.gather(-1, tokens_BK)
         before_BK = weights_BK.cumsum(-1) - weights_BK
         kept_BK = total_B1 - before_BK > (1 - top_p) * total_B1.double()
         kept_BK[:, 0] = True  # where 1 - top_p rounds to 1
-        if num_sorted == vocab_size or not kept_BK[:, -1].any():
+        if is_all or not kept_BK[:, -1].any():
             break
     lowest_B1 = logits_BK.gather(-1, kept_BK.sum(-1, keepdim=True) - 1)
     num_lowest_B1 = (kept_BK & (logits_BK == lowest_B1)).sum(-1, keepdim=True)

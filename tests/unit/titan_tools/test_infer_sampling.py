@@ -83,6 +83,7 @@ def test_a_large_vocabulary_equals_transformers():
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 100.0])
 def test_greedy_with_a_penalty_equals_transformers(penalty):
     logits_BV = torch.stack([some_logits(seed=seed) for seed in range(30)])
+    logits_BV[10:] = logits_BV[10:] / 10 - 0.3  # most of the likeliest near 0, on both sides
     seen_BL = logits_BV.topk(4).indices
     seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, seen_BL, True)
     sampling = Sampling(repetition_penalty=penalty)
