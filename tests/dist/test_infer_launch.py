@@ -4,8 +4,10 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,18 +34,21 @@ ARGUMENTS = (
 )
 DYING_RANK = """
 import os, signal, sys, time
-from titan_tools.infer import generate
+from titan_tools.infer import generate, run
 from titan_tools.cli import main
 
-choose = generate.choose
+RANK, PLACE = os.environ["DYING"].split()
 
-def dying(logits, sampling, seats, **more):
-    if os.environ["RANK"] == "1" and seats[0].position == 18:
-        open(sys.argv[0] + ".died", "w").write(repr(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return choose(logits, sampling, seats, **more)
+def dying(work, place, holds=lambda *args: True):
+    def replaced(*args, **more):
+        if place == PLACE and os.environ["RANK"] == RANK and holds(*args):
+            open(sys.argv[0] + ".died", "w").write(repr(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work(*args, **more)
+    return replaced
 
-generate.choose = dying
+generate.choose = dying(generate.choose, "generating", lambda logits, sampling, seats: seats[0].position == 18)
+run.load_model = dying(run.load_model, "loading")
 main()
 """
 OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TITAN_LAUNCH", "OMP_NUM_THREADS", "PYTHONPATH")
@@ -170,15 +175,91 @@ def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
     assert len(out.read_bytes().splitlines()) == 1  # what was finished stays
 
 
-def test_a_rank_that_dies_ends_the_others(titan, hf, tmp_path, monkeypatch):
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "dying", ["1 generating", pytest.param("0 generating", marks=slow), pytest.param("1 loading", marks=slow)]
+)
+def test_a_rank_that_dies_ends_the_others(titan, hf, tmp_path, monkeypatch, dying):
     program = tmp_path / "rank.py"
     program.write_text(DYING_RANK)
+    monkeypatch.setenv("DYING", dying)
     monkeypatch.setattr(infer_run, "run_ranks", partial(launch.run_ranks, program=("-P", str(program))))
     code, _, err = titan("infer", hf, *ARGUMENTS, "--tp", "2")
     ended_after = time.time() - float((tmp_path / "rank.py.died").read_text())
     assert code == 3
-    assert "rank 1 was ended by SIGKILL" in err and "Traceback" not in err
+    assert f"rank {dying[0]} was ended by SIGKILL" in err and "Traceback" not in err
     assert ended_after < 2
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """`endless(*command, options=…)` generates on two ranks until something ends it: the process, and its ranks."""
+    write_llama(tmp_path / "hf", max_position_embeddings=100_000)
+    (tmp_path / "tmp").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCH}
+    started = []
+
+    def start(*command, options=()):
+        asked = ("--prompt", "a", "--max-new-tokens", "99000", "--ignore-eos")
+        started.append(
+            subprocess.Popen(
+                [*command, "infer", str(tmp_path / "hf"), *asked, *options],
+                env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")},
+                stdout=(tmp_path / "out").open("wb"),
+                stderr=(tmp_path / "err").open("wb"),
+                start_new_session=True,
+            )
+        )
+        _wait_for(lambda: (tmp_path / "out").stat().st_size > 0)
+        pid = started[0].pid
+        ranks = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        ranks.sort(key=lambda child: b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes())
+        assert len(ranks) == 2
+        return started[0], ranks
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+TITAN = (sys.executable, "-P", "-m", "titan_tools")
+
+
+@slow
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "error: interrupted\n"), (signal.SIGTERM, 143, "error: ended by SIGTERM\n")],
+)
+def test_ctrl_c_and_sigterm_end_all_ranks_and_leave_nothing(endless, tmp_path, number, code, said):
+    process, ranks = endless(*TITAN, options=["--tp=2"])
+    send = os.killpg if number == signal.SIGINT else os.kill  # a terminal sends Ctrl-C to all
+    send(process.pid, number)
+    _wait_for(lambda: not any(map(_is_alive, ranks)), secs=2)
+    assert process.wait(timeout=10) == code
+    assert (tmp_path / "err").read_text() == said
+    assert [*(tmp_path / "tmp").glob("titan-*")] == []
+
+
+@slow
+@pytest.mark.parametrize("dies", [0, 1])
+def test_a_rank_that_dies_under_torchrun_ends_the_others(endless, tmp_path, dies):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "titan_tools")
+    process, ranks = endless(sys.executable, *torchrun)
+    os.kill(ranks[dies], signal.SIGKILL)
+    _wait_for(lambda: not any(map(_is_alive, ranks)), secs=2)
+    assert process.wait(timeout=20) == 1
+    assert "this is a fault of titan" not in (tmp_path / "err").read_text()
+
+
+def _is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _wait_for(holds, secs=60):
