@@ -34,7 +34,7 @@ CONFIG = {
     "vocab_size": 96000,
     "tie_word_embeddings": False,
 }
-SLACK = 12 * MIB  # allocators keep what they have freed; pages are rounded up
+SLACK = 32 * MIB  # malloc keeps of what was freed up to twice the largest piece below 32 MiB, however large the model
 
 
 def tell(name: str) -> int:

@@ -55,7 +55,8 @@ def read_in_order(
         ]
         return _Pending(joined, weight, memory, reads)
 
-    pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device)
+    largest = max(prod(joined_shape([slices[fqn] for fqn in joined.fqns])) for joined in wanted) * dtype.itemsize
+    pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device, most=largest)
     pending: deque[_Pending] = deque()
     following = iter(wanted)
     try:
@@ -68,9 +69,11 @@ def read_in_order(
             for done in first.reads:
                 done.result()  # an error of a reader rises here
             yield first.joined, first.weight
-            if first.memory is not None:
-                scratch.give_back(first.memory)
+            memory = first.memory
             del first  # what the caller let go of must go at once
+            if memory is not None:
+                scratch.give_back(memory)
+            memory = None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -89,21 +92,28 @@ class _Pending:
 
 
 class _Scratch:
-    """Memory that is used again: fresh pages, which the kernel must find and clear, cost more than what is read."""
+    """Memory that is used again: fresh pages, which the kernel must find and clear, cost more than what is read.
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    What is free is let go of where it and what is in use are more than `most` bytes, those of the largest weight.
+    """
+
+    def __init__(self, device: torch.device, *, most: int):
+        self._device, self._most = device, most
         self._free: list[Tensor] = []
+        self._num_bytes = 0
 
     def take(self, num_bytes: int) -> Tensor:
         """The smallest free piece that is large enough, else a new one."""
         fitting = [n for n, memory in enumerate(self._free) if memory.nbytes >= num_bytes]
         if fitting:
             return self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
+        self._num_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, memory: Tensor) -> None:
         self._free.append(memory)
+        while self._num_bytes > self._most and self._free:
+            self._num_bytes -= self._free.pop(0).nbytes
 
 
 def _num_ahead(pending: Sequence[_Pending]) -> int:
