@@ -31,6 +31,15 @@ LLAMA_1B: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+LLAMA_8B: Mapping[str, Any] = {
+    **LLAMA_1B,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "rope_scaling": {**LLAMA_1B["rope_scaling"], "factor": 8.0},
+    "tie_word_embeddings": False,
+}
 # Not a published size: Qwen 3 1.7B's numbers with fewer layers, so that it has as many bytes as the Llama beside it
 QWEN3_1B: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -79,8 +88,11 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False) -> int:
-    """Write config.json and one model.safetensors; its bytes. `sparse`: zeros that take no room on the disk."""
+def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False, normal: bool = False) -> int:
+    """Write config.json and one model.safetensors; its bytes. `sparse`: zeros that take no room on the disk.
+
+    `normal`: values that a forward pass can be run with, 16 million of them over and over.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=1))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -97,6 +109,12 @@ def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False
         file.write(len(raw).to_bytes(8, "little") + raw)
         if sparse:
             file.truncate(8 + len(raw) + position)
+            return path.stat().st_size
+        if normal:
+            values = random.standard_normal(1 << 24, dtype=np.float32) * np.float32(0.02)
+            some = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()  # cut to bf16
+            for start in range(0, position, len(some)):
+                file.write(some[: position - start])
             return path.stat().st_size
         for start in range(0, position, 1 << 24):
             count = min(1 << 24, position - start) // 2

@@ -1,0 +1,243 @@
+"""Inference speed of whole `titan infer` runs, as they report it, beside transformers and a bare loop of products.
+
+python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8, with and without --compile
+python scripts/bench/infer.py --on cpu   1.2B in fp32 and bf16 on two threads, and the time from start to first token
+
+The rows take turns, `--rounds` times; of each the medians count. Weights are random: speed does not depend on them.
+Where a limit is missed, the exit code is 1. `--dir` keeps the checkpoints for the next time.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import LLAMA_1B, LLAMA_8B, write_model  # noqa: E402
+from rounds import ROOT, TITAN, machine, read_once  # noqa: E402
+
+HF, DCP, SHORT, LONG = "hf", "dcp", "short.txt", "long.txt"
+_LETTERS = {SHORT: 200, LONG: 1600}  # about 128 and 1024 tokens
+_PEERS = Path(__file__).parent / "infer_peers.py"
+_START_SECS = 6.0
+
+
+@dataclass(slots=True)
+class Row:
+    """A process to run. `reads`: takes the JSON that it prints apart; wall time is added to that."""
+
+    name: str
+    argv: Sequence[str]
+    threads: int | None = None
+    readings: list[dict[str, float]] = field(default_factory=list)
+
+    def middle(self, what: str) -> float | None:
+        values = [reading[what] for reading in self.readings if reading.get(what) is not None]
+        return median(values) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """`what` of `row`, divided by that of `over` if there is one, is at least (or at most) `bound`."""
+
+    row: str
+    what: str
+    bound: float
+    over: str = ""
+    is_most: bool = False
+
+    def value(self, rows: Mapping[str, Row]) -> float | None:
+        """None where the rows were not run, or do not tell."""
+        values = [rows[name].middle(self.what) for name in filter(None, (self.row, self.over)) if name in rows]
+        if None in values or len(values) < 1 + bool(self.over):
+            return None
+        return values[0] / values[1] if self.over else values[0]
+
+    def holds(self, value: float) -> bool:
+        return value <= self.bound if self.is_most else value >= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.row}: {self.what}" + (f" over {self.over}" if self.over else "")
+
+
+def cpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
+    """Two threads, batch 1. Rates are of the tokens behind the first; the first is timed in a fresh process."""
+    rows, limits = [], []
+    for dtype, faster in (("float32", 1.05), ("bfloat16", 1.1)):
+        titan, peer, bare = (f"{who}, {dtype}" for who in ("titan", "transformers", "bare loop"))
+        rows += [
+            Row(peer, _peer("transformers", HF, dtype, SHORT, tokens), 2),
+            Row(titan, _titan(HF, SHORT, tokens, "--dtype", dtype), 2),
+            Row(f"{titan}, tp 2", _titan(HF, SHORT, tokens, "--dtype", dtype, "--tp", "2"), 1),
+            Row(bare, _peer("bare", HF, dtype, SHORT, tokens), 2),
+            Row(f"{peer}, long prompt", _peer("transformers", HF, dtype, LONG, 2), 2),
+            Row(f"{titan}, long prompt", _titan(HF, LONG, 2, "--dtype", dtype), 2),
+        ]
+        limits += [
+            Limit(titan, "tokens_per_sec", faster, over=peer),
+            Limit(titan, "tokens_per_sec", 0.85, over=bare),
+            Limit(f"{titan}, tp 2", "tokens_per_sec", 0.9, over=titan),
+            Limit(titan, "ttft_ms", 1.0, over=peer, is_most=True),
+            Limit(f"{titan}, long prompt", "ttft_ms", 1.0, over=f"{peer}, long prompt", is_most=True),
+        ]
+    for form in (HF, DCP):
+        rows.append(Row(f"start to first token, {form}", _titan(form, SHORT, 1), 2))
+        limits.append(Limit(f"start to first token, {form}", "wall_secs", _START_SECS, is_most=True))
+    return rows, limits
+
+
+def gpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
+    """Limits are shares of the memory's bandwidth on one H200; gpt-fast reaches 0.57 to 0.70 on H100 and A100."""
+    rows, limits = [], []
+    for name, options, least in (
+        ("bfloat16", (), 0.65),
+        ("int8", ("--quantize", "int8"), 0.50),
+        ("float8", ("--quantize", "float8"), 0.48),
+    ):
+        rows += [
+            Row(f"8B, {name}", _titan(HF, SHORT, tokens, *options)),
+            Row(f"8B, {name}, --compile", _titan(HF, SHORT, tokens, "--compile", *options)),
+        ]
+        limits.append(Limit(f"8B, {name}", "bandwidth_share", least))
+    return rows, limits
+
+
+def _titan(form: str, prompt: str, tokens: int, *options: str) -> list[str]:
+    return [
+        *TITAN,
+        *("infer", form, "--prompt-file", prompt, "--max-new-tokens", str(tokens), "--ignore-eos", "--json"),
+        *options,
+    ]
+
+
+def _peer(what: str, form: str, dtype: str, prompt: str, tokens: int) -> list[str]:
+    return [sys.executable, str(_PEERS), what, form, dtype, prompt, str(tokens)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, help="new ones of each run; default: 40 on a CPU, 512 on a GPU")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--dir", type=Path, help="where the checkpoints are, or are put and kept")
+    chosen = parser.parse_args()
+    on_cpu = chosen.on == "cpu"
+    tokens = chosen.tokens or (40 if on_cpu else 512)
+    rows, limits = (cpu_rows if on_cpu else gpu_rows)(tokens)
+    rows = [row for row in rows if chosen.only in row.name]
+    with TemporaryDirectory(prefix="titan-bench-") as temporary:
+        work = (chosen.dir or Path(temporary)).absolute()
+        prepare(work, LLAMA_1B if on_cpu else LLAMA_8B, dcp=on_cpu)
+        for number in range(chosen.rounds):
+            for row in rows:
+                print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
+                row.readings.append(_read(row, work, on_cpu=on_cpu))
+        ok = _print_table(rows, limits, machine(work))
+    raise SystemExit(0 if ok else 1)
+
+
+def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool) -> None:
+    """Checkpoints and prompts, those that are not there, and every file in the page cache."""
+    work.mkdir(parents=True, exist_ok=True)
+    for name, letters in _LETTERS.items():
+        (work / name).write_text((ROOT / "README.md").read_text()[:letters])
+    if not (work / HF / "tokenizer.json").is_file():
+        shutil.rmtree(work / HF, ignore_errors=True)
+        write_model(work / HF, config, normal=True)
+        write_tokenizer(work / HF, config["vocab_size"])
+    if dcp and not (work / DCP).is_dir():
+        _run(["convert", "hf-to-dcp", HF, DCP], work)
+    read_once(work)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer.json as large as Llama 3's: every pair of bytes is a token, and pairs with a byte behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in letters for b in letters]
+    merges += [(a + b, letters[0]) for a, b in merges]
+    tokens = [*letters, *dict.fromkeys(a + b for a, b in merges)]
+    num = min(len(tokens), vocab_size - 256)
+    known = set(tokens[:num])
+    merges = [(a, b) for a, b in merges if a + b in known]
+    tokenizer = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(tokens[:num])}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<|{n}|>" for n in range(vocab_size - num)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _read(row: Row, work: Path, *, on_cpu: bool) -> dict[str, float]:
+    """What one run tells, and how long it took from its start to its end."""
+    environment = dict(os.environ)
+    if on_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if row.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(row.threads)
+    started = time.perf_counter()
+    told = json.loads(_output(row.argv, work, environment))
+    reading = {"wall_secs": time.perf_counter() - started} | told.get("stats", told)
+    if reading.get("tpot_ms"):
+        reading["tokens_per_sec"] = 1000 / reading["tpot_ms"]  # behind the first, as everyone counts here
+    else:
+        reading.pop("tokens_per_sec", None)
+    return {name: value for name, value in reading.items() if isinstance(value, int | float)}
+
+
+def _run(arguments: Sequence[str], work: Path) -> None:
+    _output([*TITAN, *arguments], work, dict(os.environ))
+
+
+def _output(argv: Sequence[str], work: Path, environment: Mapping[str, str]) -> str:
+    done = subprocess.run(argv, cwd=work, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(argv)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _print_table(rows: Sequence[Row], limits: Sequence[Limit], place: dict[str, Any]) -> bool:
+    columns = (
+        ("tokens_per_sec", "tokens/s", "{:.2f}"),
+        ("tpot_ms", "ms a token", "{:.1f}"),
+        ("ttft_ms", "first token ms", "{:.0f}"),
+        ("bandwidth_gb_per_sec", "GB/s", "{:.1f}"),
+        ("bandwidth_share", "share", "{:.1%}"),
+        ("peak_memory_gib", "GiB", "{:.2f}"),
+        ("wall_secs", "whole run s", "{:.1f}"),
+    )
+    table = [["", *(title for _, title, _ in columns)]]
+    for row in rows:
+        middles = [(row.middle(name), form) for name, _, form in columns]
+        table.append([row.name, *("" if value is None else form.format(value) for value, form in middles)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = zip(line, widths, strict=True)
+        print("  ".join(c.ljust(w) if n == 0 else c.rjust(w) for n, (c, w) in enumerate(cells)))
+    by_name = {row.name: row for row in rows}
+    judged = []
+    for limit in limits:
+        if (value := limit.value(by_name)) is not None:
+            judged.append({"limit": str(limit), "value": value, "bound": limit.bound, "ok": limit.holds(value)})
+            sense = "at most" if limit.is_most else "at least"
+            print(f"{limit}: {value:.2f} ({sense} {limit.bound:g}){'' if limit.holds(value) else '  MISSED'}")
+    ok = all(j["ok"] for j in judged)
+    results = [{"name": row.name, "readings": row.readings} for row in rows]
+    versions = {name: version(name) for name in ("torch", "torchao", "transformers")}
+    print(json.dumps({"ok": ok, "machine": place, "versions": versions, "limits": judged, "results": results}))
+    return ok
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What infer.py compares with, each in a process of its own: transformers' generate, and products without a model.
+
+python scripts/bench/infer_peers.py (transformers|bare) FOLDER DTYPE PROMPT_FILE NEW_TOKENS
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import shapes_of  # noqa: E402
+
+
+def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
+    """Greedy generation of one prompt as its first call; times of tokens as a streamer gets them."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    class Clock:
+        def __init__(self) -> None:
+            self.times = [time.perf_counter()]
+
+        def put(self, _: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    clock = Clock()
+    tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
+    with torch.inference_mode():
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=num_new, streamer=clock
+        )
+    start, _, first, *_ = clock.times  # the second is the prompt itself
+    later = clock.times[2:]
+    gaps = [b - a for a, b in zip(later, later[1:], strict=False)]
+    return {"ttft_ms": 1000 * (first - start), "tpot_ms": 1000 * mean(gaps), "prompt_tokens": tokens.shape[1]}
+
+
+def bare(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
+    """Every product with a weight that one token takes, one after another: what nobody who calls F.linear can beat."""
+    config = json.loads((folder / "config.json").read_text())
+    shapes = [shape for name, shape in shapes_of(config).items() if len(shape) == 2]  # tied: the embedding's is one
+    if not config["tie_word_embeddings"]:
+        shapes.remove(shapes_of(config)["model.embed_tokens.weight"])
+    weights = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
+    inputs = {k: torch.randn(1, k).to(dtype) for _, k in shapes}
+    secs = []
+    with torch.inference_mode():
+        for _ in range(num_new):
+            started = time.perf_counter()
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)
+            secs.append(time.perf_counter() - started)
+    return {"tpot_ms": 1000 * mean(secs[1:])}
+
+
+def main() -> None:
+    what, folder, dtype, prompt, num_new = sys.argv[1:]
+    measure = {"transformers": transformers, "bare": bare}[what]
+    print(json.dumps(measure(Path(folder), getattr(torch, dtype), Path(prompt).read_text(), int(num_new))))
+
+
+if __name__ == "__main__":
+    main()
