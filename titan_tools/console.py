@@ -91,10 +91,10 @@ def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def tally(total: int, what: str) -> Iterator[Callable[[], None]]:
-    """A bar of `total` things on a terminal, nothing elsewhere. Yields what to call when one more is done."""
+def tally(total: int, what: str) -> Iterator[Callable[..., None]]:
+    """A bar of `total` things on a terminal, nothing elsewhere. Yields `advance(num=1)`, for when so many are done."""
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield lambda num=1: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -102,4 +102,4 @@ def tally(total: int, what: str) -> Iterator[Callable[[], None]]:
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda num=1: bar.advance(task, num)

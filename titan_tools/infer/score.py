@@ -6,8 +6,9 @@ score. One longer than the model's context goes through in windows, see likeliho
 
 import math
 import os
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
@@ -93,13 +94,12 @@ class Scoring:
             if ranks.is_first and before.sums:
                 note(f"{len(before.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
             now, started = Sum(), perf_counter()
-            with tally(len(missing), "scoring") if ranks.is_first else nullcontext(lambda: None) as advance:
+            with self._bar(missing, ranks) as advance:
                 for i in missing:
-                    one = score(likelihood, self.texts[i], num_top=request.logprobs)
+                    one = score(likelihood, self.texts[i], num_top=request.logprobs, advance=advance)
                     now += one.sum
                     if sink is not None:
                         sink.append((one.text.id, 0), result_of_score(one))
-                    advance()
             timings = Timings(num_tokens=now.num_tokens)
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
             total = sum(before.sums.values(), now).told()
@@ -115,6 +115,13 @@ class Scoring:
         if request.batch is None and not request.as_json:
             return nullcontext()
         return open_sink(request.out, _keys(self.texts), before.differs, as_json=request.as_json)
+
+    def _bar(self, missing: list[int], ranks: Ranks) -> AbstractContextManager[Callable[[int], None]]:
+        request = self.work.request
+        lines_pass = request.batch is not None and request.out is None and not request.as_json and sys.stdout.isatty()
+        if not ranks.is_first or lines_pass:
+            return nullcontext(lambda num: None)
+        return tally(sum(len(self.texts[i].tokens) - self.texts[i].first for i in missing), "scoring tokens")
 
     def _tell(self, total: dict[str, Any]) -> None:
         """The sum of all texts, on stdout where no results went there; an object holds it in its stats."""
@@ -226,10 +233,12 @@ def text_of(work: Work, *, id: str | int, prompt: str, completion: str | None = 
     return Text(id, prompt, completion, array("i", tokens), first, len(scored.encode()))
 
 
-def score(likelihood: Likelihood, text: Text, *, num_top: int | None = None) -> Score:
+def score(
+    likelihood: Likelihood, text: Text, *, num_top: int | None = None, advance: Callable[[int], None] = lambda num: None
+) -> Score:
     """How likely the tokens of `text` are; with `num_top` also each of them, and that many likelier ones.
 
-    Raises CheckpointError where logits are not finite.
+    `advance` hears of tokens as they are scored. Raises CheckpointError where logits are not finite.
     """
     logprob, told = 0.0, None if num_top is None else []
     for targets, logits_PV in likelihood.logits(text.tokens, first=text.first):
@@ -245,6 +254,7 @@ def score(likelihood: Likelihood, text: Text, *, num_top: int | None = None) -> 
                 hint="the weights hold NaN or infinity, or overflow in this dtype",
                 tries=["--dtype float32"],
             )
+        advance(len(targets))
     return Score(text, Sum(logprob, len(text.tokens) - text.first, text.num_bytes), told)
 
 
