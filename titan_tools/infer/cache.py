@@ -106,9 +106,9 @@ class StaticDecode:
 
 def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11T: Tensor | None) -> Tensor:
     # The G query heads of a KV head stand in for query positions: no key is copied G times.
-    q_BKGH = q_B1NH.squeeze(1).unflatten(1, (keys_BKTH.shape[1], -1))
+    q_BKGH = q_B1NH.reshape(*keys_BKTH.shape[:2], -1, q_B1NH.shape[-1])
     out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys_BKTH, values_BKTH, attn_mask=bias_B11T)
-    return out_BKGH.flatten(1, 2).unsqueeze(1)
+    return out_BKGH.reshape(q_B1NH.shape)
 
 
 def _bias(positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
