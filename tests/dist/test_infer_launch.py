@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -82,12 +83,12 @@ def titan(monkeypatch, capfd):
 class Started:
     """Two ranks that somebody else than titan has started: forked, so that none has to import torch again."""
 
-    def __init__(self, folder, *arguments):
+    def __init__(self, folder, *arguments, patience=None):
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.output = [folder / f"output_of_rank_{rank}" for rank in (0, 1)]
         self.processes = []
         for rank in (0, 1):
-            given = (rank, self._store.port, [*map(str, arguments)], self.output[rank])
+            given = (rank, self._store.port, [*map(str, arguments)], self.output[rank], patience)
             self.processes.append(_FORK_SERVER.Process(target=_be_rank, args=given, daemon=True))
             self.processes[-1].start()
 
@@ -98,7 +99,7 @@ class Started:
         return self.processes[rank].exitcode
 
 
-def _be_rank(rank, port, arguments, output):
+def _be_rank(rank, port, arguments, output, patience):
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
     os.dup2(1, 2)
     for name in OF_A_LAUNCH:
@@ -111,7 +112,10 @@ def _be_rank(rank, port, arguments, output):
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     import torch
 
+    from titan_tools.infer import ranks
+
     torch.set_num_threads(1)
+    ranks.COLLECTIVE_TIMEOUT = patience or ranks.COLLECTIVE_TIMEOUT
     cli.main()
 
 
@@ -120,8 +124,8 @@ def started(tmp_path):
     """`started(*arguments)`: two ranks of `titan`, which do not outlive the test."""
     running = []
 
-    def start(*arguments):
-        running.append(Started(tmp_path, *arguments))
+    def start(*arguments, **more):
+        running.append(Started(tmp_path, *arguments, **more))
         return running[-1]
 
     yield start
@@ -176,6 +180,18 @@ def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
 
 
 slow = pytest.mark.slow
+
+
+@slow
+def test_a_rank_that_hangs_is_given_up(started, tmp_path):
+    write_llama(tmp_path / "hf", max_position_embeddings=100_000)
+    asked = ("--prompt", "a", "--max-new-tokens", "99000", "--ignore-eos")
+    ranks = started("infer", tmp_path / "hf", *asked, patience=timedelta(seconds=5))
+    _wait_for(lambda: ranks.output[0].exists() and ranks.output[0].stat().st_size > 0)
+    os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+    assert ranks.wait(0) == 3
+    told = ranks.output[0].read_text(errors="replace")
+    assert "error: rank 0 has waited in vain for another rank" in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

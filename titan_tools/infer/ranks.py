@@ -19,15 +19,16 @@ from trainer.gloo import use_one_worker
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 _LOADING_TIMEOUT = timedelta(hours=2)  # until ranks meet: under torchrun the first reads every file for damage
 _A_PERSON_TYPES = timedelta(days=30)
-# What gloo, NCCL and the store say when a peer is gone
+# What gloo, NCCL and the store say when a peer is gone, and when it hangs
 _LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "Connection refused",
     "Connection was likely closed", "remote process exited", "Failed to recv",
 )  # fmt: skip
+_HANGS = ("Timed out", "timed out")
 
 
 class LostRank(TitanError):
-    """Another rank has ended, and with it this one's work."""
+    """Another rank has ended or hangs, and with it this one's work."""
 
     exit_code = 3
 
@@ -90,7 +91,7 @@ def own_device() -> torch.device:
 def joined(tp: int, device: torch.device) -> Iterator[Ranks]:
     """Meet the other ranks, of which there are none with tp 1, and part from them when the work went well.
 
-    Raises LostRank where one of them has gone: its own error is the news.
+    Raises LostRank where one of them has gone or hangs: what is wrong is told there.
     """
     if tp == 1:
         yield Ranks(1, 0, device)
@@ -106,10 +107,15 @@ def joined(tp: int, device: torch.device) -> Iterator[Ranks]:
         yield Ranks(tp, dist.get_rank(), device, talk)
         dist.barrier()  # so that no rank sees a peer vanish
     except RuntimeError as error:
-        if any(sign in str(error) for sign in _LOST):
+        told, rank = str(error), f"rank {os.environ['RANK']}"
+        if any(sign in told for sign in _LOST):
             raise LostRank(
-                f"rank {os.environ['RANK']} has lost another rank, which ended or cannot be reached",
-                hint=f"that one says why: {str(error).splitlines()[0]:.200}",
+                f"{rank} has lost another rank, which ended or cannot be reached",
+                hint=f"that one says why: {told.splitlines()[0]:.200}",
+            ) from error
+        if any(sign in told for sign in _HANGS):
+            raise LostRank(
+                f"{rank} has waited in vain for another rank", hint=f"{told.splitlines()[0]:.200}"
             ) from error
         raise
     dist.destroy_process_group()  # not after an error: a peer may be gone, and tearing down would hang
