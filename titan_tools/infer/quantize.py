@@ -1,8 +1,9 @@
 """Weights of 8 bits, one scale per output feature: torchao rounds them, activations and products keep their dtype.
 
 - int8: w ≈ scale · q with q in -128 … 127 and scale = (largest of the row) / 127.5, held in the compute dtype. On a CPU
-  in bfloat16, few rows of activations go through torch's int8 kernel (sums in fp32, half the memory traffic). All
-  others, and fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale.
+  in bfloat16, few rows of activations go through torch's int8 kernel (sums in fp32). It reads half the bytes, but is
+  bound by its arithmetic: two cores decoded as fast as with packed.py's bfloat16, in half the memory. All others, and
+  fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale.
 - float8: e4m3, scale = (largest of the row) / 448 in fp32; the same product of cast blocks. No CPU kernel multiplies
   with it: there it saves memory and costs time.
 - On a GPU one row of activations goes through a compiled kernel that reads the 8 bits and casts them in registers.
@@ -87,13 +88,13 @@ def quantize(weight_NK: Tensor, how: str) -> QuantizedWeight:
 
 
 def why_slow(how: str, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What to tell a user for whom 8 bits save memory and cost time; None where they save both."""
+    """What to tell a user for whom 8 bits save memory and cost time; None where they cost none."""
     if device.type != "cpu":
         return None
     if how == "float8":
         return "--quantize float8 saves memory, but no CPU multiplies with it: each product casts its weight first"
     if dtype != torch.bfloat16:
-        return "--quantize int8 saves memory here, and is fast on a CPU with --dtype bfloat16 only"
+        return "--quantize int8 saves memory, but in float32 a CPU casts each weight first; --dtype bfloat16 does not"
     return None
 
 

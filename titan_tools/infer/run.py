@@ -67,7 +67,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     vocabulary = read_vocabulary(folder, weights.info)
     template = read_template(folder) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
-    # 8 bits are fast beside bfloat16 alone, and more exact sums would not make up for what they lose
+    # Beside 8 bits kernels take bfloat16 alone, and more exact sums would not make up for what they lose
     own = "bfloat16" if request.quantize else stored if stored in ("float32", "bfloat16") else "float32"
     return Work(request, args, vocabulary, template, tp, request.dtype or own)
 
