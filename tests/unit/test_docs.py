@@ -1,9 +1,10 @@
-"""docs/training.md tells the truth as far as can be checked: its TOML loads, its commands, presets and links exist."""
+"""The pages for users tell the truth as far as can be checked: TOML loads, commands, options and links exist."""
 
 import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from titan_tools.cli import app
 from trainer.config.load import load_config
@@ -11,7 +12,7 @@ from trainer.config.preset import preset_names
 from trainer.config.sections import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINING = (ROOT / "docs" / "training.md").read_text()
+TRAINING, INFERENCE = ((ROOT / "docs" / name).read_text() for name in ("training.md", "inference.md"))
 
 
 def blocks(kind: str) -> list[str]:
@@ -41,3 +42,9 @@ def test_the_training_page_names_every_schedule_and_preset():
     for name in preset_names():
         family, _, size = name.partition("_")
         assert f"`{name}`" in TRAINING or (family in TRAINING and f"`_{size}`" in TRAINING), name
+
+
+def test_the_page_on_inference_names_every_option_and_no_other():
+    command = typer.main.get_command(app).commands["infer"]
+    options = {name for p in command.params if not getattr(p, "hidden", False) for name in p.opts if name[:2] == "--"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", INFERENCE)) == options - {"--help"}

@@ -42,7 +42,11 @@ def infer(
     ] = None,
     batch: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='JSON lines, each {"id": …, "prompt": …}.', show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help='JSON lines, each {"id": …, "prompt": …}; with --score also "completion", with --chat "messages".',
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -86,7 +90,10 @@ def infer(
     context: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Tokens a conversation may hold. Default: the model's, at most 8192.", show_default=False
+            min=2,
+            help="Tokens a conversation may hold (default: the model's, at most 8192), or of the windows that --score "
+            "reads (default: the model's).",
+            show_default=False,
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -151,6 +158,7 @@ def infer(
       titan infer outputs/debug --prompt "def main(" --max-new-tokens 32
       titan infer outputs/debug --tp 2 --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 7 --json
       titan infer outputs/debug --batch prompts.jsonl --out answers.jsonl
+      titan infer Llama-3.1-8B-Instruct --chat
       titan infer outputs/debug --score --prompt-file README.md
 
     Each rank reads only its slices. Sizes, tokenizer, chat template and stop tokens come from the checkpoint.
