@@ -31,10 +31,11 @@ def family_of(name: str) -> str:
     return name.partition("_")[0]
 
 
-def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, numbers=None, **save):
+def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, numbers=None, std=0.2, **save):
     """Write an HF folder and return its model; `numbers` are the config's.
 
-    Every weight is random and large, norms too: none is like another.
+    Every weight is random and large, norms too: none is like another. `std`: of matrices; less for a wide model, whose
+    attention would be so sharp that rounding decides.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -55,7 +56,8 @@ def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, n
         model = (Qwen3ForCausalLM if of_qwen else LlamaForCausalLM)(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+                is_norm = parameter.ndim == 1
+                parameter.copy_(torch.randn_like(parameter) * (0.2 if is_norm else std) + is_norm)
     model.to(dtype).save_pretrained(folder, **save)
     return model
 

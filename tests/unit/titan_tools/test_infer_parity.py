@@ -88,7 +88,7 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2051}
 def test_weights_large_enough_to_be_packed(called, tmp_path):
     """Those above lie as they came: a CPU's kernels gain nothing where a weight fits a core's cache."""
     name, numbers = MODELS[called]
-    reference = write_tiny(tmp_path, name, numbers=NUMBERS | numbers | WIDE)
+    reference = write_tiny(tmp_path, name, numbers=NUMBERS | numbers | WIDE, std=0.05)
     model = load(tmp_path)
     assert isinstance(model.head.weight, PackedWeight)
     prompts = ragged_prompts(num=12, longest=100, vocab_size=WIDE["vocab_size"])
