@@ -1,5 +1,6 @@
 """From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from converters.assets import find_assets
@@ -12,8 +13,11 @@ from trainer.checkpoints.step_folders import list_steps, size_problem, step_fold
 from trainer.config.sections import Checkpoint
 
 
-def find_checkpoint(path: Path) -> Path:
-    """`path` itself, or the newest whole step of a run's folder. Raises CheckpointError where no step is whole."""
+def find_checkpoint(path: Path, *, damaged: Collection[Path] = ()) -> Path:
+    """`path` itself, or the newest whole step of a run's folder that is not among `damaged`.
+
+    Raises CheckpointError where there is none.
+    """
     if not path.is_dir() or (path / DCP_METADATA).is_file():
         return path
     run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
@@ -22,9 +26,9 @@ def find_checkpoint(path: Path) -> Path:
     problems = []
     for step in list_steps(run):
         folder = step_folder(run, step)
-        problem = size_problem(folder)
+        problem = "it is damaged" if folder in damaged else size_problem(folder)
         if not problem:
-            for skipped in problems:
+            for skipped in problems if not damaged else ():  # told before
                 note(f"skipped {skipped}")
             return folder
         problems.append(f"{folder.name}: {problem}")

@@ -2,11 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 import typer
 
+from converters.errors import CheckpointError
 from converters.source_check import check_read_files
 from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
@@ -33,18 +35,28 @@ from titan_tools.launch import inside_launch, rank_errors, run_ranks, started_by
 _INTERRUPTED = 130
 
 
-def infer(request: Request) -> None:
-    """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
+def infer(request: Request, *, damaged: Collection[Path] = ()) -> None:
+    """Do what was asked and print it. Ranks that this process starts do and print it in its place.
+
+    `damaged`: steps of a run that are passed over. One that turns out to be damaged is told, as training does.
+    """
     with rank_errors():
         check_options(request)
-        checkpoint = find_checkpoint(request.checkpoint)
+        checkpoint = find_checkpoint(request.checkpoint, damaged=damaged)
         with open_native(checkpoint, model_from=find_model_place(request.model_from)) as weights:
             work = _look(request, weights)
             task = _prepare(work)
             if checkpoint != request.checkpoint:
                 note(f"reading {checkpoint}")
             if _looks_for_all():
-                check_read_files(weights.catalog, weights.source.ledger.used.values())
+                try:
+                    check_read_files(weights.catalog, weights.source.ledger.used.values())
+                except CheckpointError as damage:
+                    if checkpoint == request.checkpoint or inside_launch():  # ranks must agree on the step
+                        raise
+                    note(f"WARNING: passing over a damaged step: {damage.message}")
+                    infer(request, damaged=[*damaged, checkpoint])
+                    return
             model = _load(work, weights) if work.tp == 1 or inside_launch() else None
         if model is not None:
             with joined(work.tp, model.device) as ranks:

@@ -234,3 +234,25 @@ def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path
     file = flip(folder, "optimizer.state.norm.weight.exp_avg")
     code, out, err = titan("infer", folder, *ASK)
     assert code == 2 and out == "" and f"{file}: its bytes have changed (CRC32)" in err
+
+
+def test_a_damaged_step_of_a_run_is_passed_over_as_in_training(titan, training, tmp_path):
+    for step in (5, 7, 9):
+        shutil.copytree(training[0], tmp_path / "run" / "checkpoint" / f"step-{step}")
+    older = tmp_path / "run" / "checkpoint" / "step-7"
+    (tmp_path / "run" / "checkpoint" / "step-9" / ".metadata").unlink()
+    flip(older, "norm.weight")
+    code, out, err = titan("infer", tmp_path / "run", *ASK)
+    assert code == 0, err
+    assert ids(out) == training[1]
+    assert f"WARNING: passing over a damaged step: {older}" in err and "step-5" in err
+    assert err.count("skipped step-9") == 1
+    code, out, err = titan("infer", older, *ASK)  # one that was named is that one
+    assert code == 2 and out == ""
+
+
+def test_a_run_whose_steps_are_all_damaged_is_refused(titan, training, tmp_path):
+    for step in (5, 7):
+        flip(shutil.copytree(training[0], tmp_path / f"step-{step}"), "norm.weight")
+    code, out, err = titan("infer", tmp_path, *ASK)
+    assert code == 2 and out == "" and f"no step in {tmp_path} is whole" in err
