@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.formats.paths import checked_file_name
 from converters.names import EDITABLE, MANIFEST
 
 VERSION = 2
 _READ_BYTES = 8 << 20
+_PART_BYTES = 256 << 20  # of a large file, which several threads sum
 _NUM_READERS = 4
 _FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
 
@@ -140,10 +142,15 @@ def check_files(folder: Path, names: Iterable[str] | None = None) -> list[str]:
     broken = _size_problems(folder, manifest, wanted)
     problems = list(broken.values())
     whole = [name for name in wanted if name not in broken]
+    parts = [(name, start) for name in whole for start in range(0, manifest.files[name].size or 1, _PART_BYTES)]
+    sums = dict.fromkeys(whole, 0)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
-        for name, found in zip(whole, pool.map(lambda name: sum_file(folder / name), whole), strict=True):
-            if found.crc32 != manifest.files[name].crc32:
-                problems.append(f"{name}: its bytes have changed (CRC32)")
+        found = pool.map(lambda part: _sum_part(folder / part[0], part[1], manifest.files[part[0]].size), parts)
+        for (name, _), part in zip(parts, found, strict=True):
+            sums[name] = join_crc32(sums[name], part.crc32, part.size)
+    for name in whole:
+        if sums[name] != manifest.files[name].crc32:
+            problems.append(f"{name}: its bytes have changed (CRC32)")
     if names is None:
         strangers = [name for name in _files_to_keep(folder) if name not in manifest.files]
         problems += [f"{name}: not in the manifest" for name in strangers]
@@ -163,9 +170,19 @@ def _files_to_keep(folder: Path) -> list[str]:
 
 def sum_file(path: Path) -> FileSum:
     """Read a file in blocks and sum it."""
+    return _sum(path, 0, None)
+
+
+def _sum_part(path: Path, start: int, size: int) -> FileSum:
+    """Of the part that begins at `start`; the last one goes to the file's end, wherever that is by now."""
+    return _sum(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
+
+
+def _sum(path: Path, start: int, num_bytes: int | None) -> FileSum:
     size = crc = 0
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
+        file.seek(start)
+        while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
             crc = crc32(block, crc)
             size += len(block)
     return FileSum(size, crc)

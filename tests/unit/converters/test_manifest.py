@@ -73,7 +73,20 @@ def test_missing_short_changed_and_strange_files_are_told_together(folder):
         assert part in problems
 
 
-def test_every_flipped_bit_is_found(folder):
+@pytest.mark.parametrize("part_bytes", [1, 256, 1000, 2560, 1 << 20])
+def test_large_files_are_summed_in_parts(folder, monkeypatch, part_bytes):
+    monkeypatch.setattr("converters.manifest._PART_BYTES", part_bytes)
+    assert check_files(folder) == []
+    path = folder / "data.bin"
+    good = path.read_bytes()
+    for at in (0, 255, 256, 999, 1000, 2559):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        assert check_files(folder) == ["data.bin: its bytes have changed (CRC32)"]
+
+
+@pytest.mark.parametrize("part_bytes", [1000, 1 << 30])
+def test_every_flipped_bit_is_found(folder, monkeypatch, part_bytes):
+    monkeypatch.setattr("converters.manifest._PART_BYTES", part_bytes)
     generator = random.Random(0)
     files = [p for p in folder.rglob("*") if p.is_file() and p.stat().st_size]
     for _ in range(300):
