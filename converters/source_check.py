@@ -85,7 +85,8 @@ def check_read_files(catalog: Catalog, names: Iterable[str]) -> None:
 def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, files: Iterable[str]) -> bool:
     """Whether tensors are less than half of what their files hold, and have digests to be known by.
 
-    CRC32s are twice as fast as digests. Only DCP holds anything beside weights, and its rows lie as they are digested.
+    Only DCP holds anything beside weights, and its rows lie as they are digested. Of 1.6 GB, a third of them weights,
+    0.1 s instead of 0.4 s in the page cache; from a disk a third of the time.
     """
     if catalog.container != "dcp" or not all(name in manifest.tensors for name in names):
         return False
