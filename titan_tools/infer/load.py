@@ -107,7 +107,7 @@ class _NoInitialValues(TorchFunctionMode):
 def _make_parallel(model: nn.Module, parameters: list[Parameter], *, tp: int, rank: int) -> None:
     for name in summed_inputs(parameters):
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name)))
+        setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name), tp=tp))
     model.tok_embeddings = SlicedEmbedding(model.tok_embeddings, tp=tp, rank=rank)
     model.output = GatheredOutput(model.output, tp=tp)
 
