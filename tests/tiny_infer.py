@@ -3,11 +3,11 @@
 import torch
 
 from converters.weights import open_native
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Completion, Settings, generate
-from titan_tools.infer.load import SlicedModel, load_model
-from titan_tools.infer.prompts import Prompt
-from titan_tools.infer.vocabulary import Vocabulary
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Completion, Settings, generate
+from titan_tools.infer.model.load import SlicedModel, load_model
+from titan_tools.infer.text.prompts import Prompt
+from titan_tools.infer.text.vocabulary import Vocabulary
 
 CPU = torch.device("cpu")
 

@@ -56,7 +56,7 @@ def train_in_a_layout(folder, config):
 
 def logits_of(folder, checkpoint, tokens):
     """Case: what the page's model says to tokens, from a checkpoint of any format."""
-    from titan_tools.infer.load import load_model
+    from titan_tools.infer.model.load import load_model
 
     import_custom(str(folder / "mine"))
     with open_native(checkpoint) as weights:

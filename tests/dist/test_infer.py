@@ -6,8 +6,8 @@ import torch
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.sampling import Sampling
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.sampling import Sampling
 
 PROMPTS = [[BOS, 72, 101, 108], [BOS, *range(30, 80)]]
 SAMPLINGS = [Sampling(), Sampling(1.0, top_k=50, top_p=0.95, seed=11)]

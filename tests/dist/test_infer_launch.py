@@ -35,7 +35,8 @@ ARGUMENTS = (
 )
 DYING_RANK = """
 import os, signal, sys, time
-from titan_tools.infer import generate, run
+from titan_tools.infer.decoding import generate
+from titan_tools.infer import run
 from titan_tools.cli import main
 
 RANK, PLACE = os.environ["DYING"].split()

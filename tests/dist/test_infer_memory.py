@@ -21,7 +21,7 @@ from converters.model_info import read_model_info, write_model_info
 from scripts.bench.models import LLAMA_1B, write_model
 from tests.big_shapes import write_sparse_dcp
 from tests.tiny_llama import write_llama
-from titan_tools.infer.slices import slice_for_rank
+from titan_tools.infer.model.slices import slice_for_rank
 
 # 219 M parameters, 438 MB in bf16. As in any real model, half of the embedding is more than the blocks that are read.
 CONFIG = {

@@ -13,10 +13,10 @@ from converters.convert import convert
 from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, greedy, ragged_prompts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import NO_TEXT, complete, load
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, generate
-from titan_tools.infer.prompts import Prompt
-from titan_tools.infer.sampling import Sampling, Seat, choose
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Settings, generate
+from titan_tools.infer.text.prompts import Prompt
+from titan_tools.infer.decoding.sampling import Sampling, Seat, choose
 
 VOCAB = 301  # odd: no tp cuts it evenly
 NUMBERS = {

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding.engine import Engine
 
 PROMPT = [BOS, *range(30, 80)]
 

@@ -24,8 +24,8 @@ from converters.errors import TitanError
 from tests.tiny_llama import BOS, EOS, write_llama
 from titan_tools import cli
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.batch_lines import read_batch
-from titan_tools.infer.results_file import open_results
+from titan_tools.infer.tasks.batch_lines import read_batch
+from titan_tools.infer.tasks.results_file import open_results
 from trainer.data import tokenizer as tokenizers
 
 ROOT = Path(__file__).resolve().parents[2]

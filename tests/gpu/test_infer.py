@@ -11,12 +11,12 @@ from tests.gpu.running import titan
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
 from tests.tiny_infer import NO_TEXT, load
 from tests.tiny_llama import write_llama
-from titan_tools.infer import engine as engine_file
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, generate
-from titan_tools.infer.prompts import Prompt
-from titan_tools.infer.quantize import quantize
-from titan_tools.infer.sampling import Sampling
+from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Settings, generate
+from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.model.quantize import quantize
+from titan_tools.infer.text.prompts import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)

@@ -165,10 +165,10 @@ def infer(
     """
     from dataclasses import replace
 
-    from titan_tools.infer.prompts import read_prompt
+    from titan_tools.infer.decoding.sampling import Sampling
     from titan_tools.infer.request import Request, load_request
     from titan_tools.infer.run import infer
-    from titan_tools.infer.sampling import Sampling
+    from titan_tools.infer.text.prompts import read_prompt
 
     if request is not None:
         infer(replace(load_request(request), checkpoint=checkpoint, tp=tp))

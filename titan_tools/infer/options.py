@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from converters.errors import ConfigError, list_offenders
-from titan_tools.infer.prompts import FROM_BOS, what_is_missing
+from titan_tools.infer.decoding.sampling import check_sampling
 from titan_tools.infer.request import Request
-from titan_tools.infer.sampling import check_sampling
+from titan_tools.infer.text.prompts import FROM_BOS, what_is_missing
 
 
 class _Problem(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from titan_tools.console import count
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Completion, Timings
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Completion, Timings
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.task import Work
 

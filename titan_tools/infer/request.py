@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from titan_tools.infer.sampling import Sampling
+from titan_tools.infer.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)

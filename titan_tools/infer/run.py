@@ -12,24 +12,24 @@ from converters.errors import CheckpointError
 from converters.source_check import check_read_files
 from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
-from titan_tools.infer.batch import prepare_batch
-from titan_tools.infer.chat import prepare_chat
-from titan_tools.infer.chat_template import read_template
-from titan_tools.infer.compiled import check_compiler
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding.compiled import check_compiler
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.logprobs import check_logprobs
+from titan_tools.infer.decoding.sampling import check_sampling
 from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
-from titan_tools.infer.load import SlicedModel, load_model
-from titan_tools.infer.logprobs import check_logprobs
+from titan_tools.infer.model.load import SlicedModel, load_model
+from titan_tools.infer.model.quantize import why_slow
+from titan_tools.infer.model.slices import check_tp
 from titan_tools.infer.options import check_options
-from titan_tools.infer.quantize import why_slow
 from titan_tools.infer.ranks import check_devices, degree, joined, own_device
 from titan_tools.infer.request import Request, save_request
-from titan_tools.infer.sampling import check_sampling
-from titan_tools.infer.say import prepare_one
-from titan_tools.infer.score import prepare_score
-from titan_tools.infer.slices import check_tp
 from titan_tools.infer.task import Task, Work
-from titan_tools.infer.vocabulary import read_vocabulary
+from titan_tools.infer.tasks.batch import prepare_batch
+from titan_tools.infer.tasks.chat import prepare_chat
+from titan_tools.infer.tasks.say import prepare_one
+from titan_tools.infer.tasks.score import prepare_score
+from titan_tools.infer.text.chat_template import read_template
+from titan_tools.infer.text.vocabulary import read_vocabulary
 from titan_tools.launch import inside_launch, rank_errors, run_ranks, started_by_titan
 
 _INTERRUPTED = 130

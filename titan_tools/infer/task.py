@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from converters.families.base import ModelArgs
-from titan_tools.infer.chat_template import ChatTemplate
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.request import Request
-from titan_tools.infer.vocabulary import Vocabulary
+from titan_tools.infer.text.chat_template import ChatTemplate
+from titan_tools.infer.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

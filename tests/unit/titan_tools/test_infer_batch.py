@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.batch_lines import read_batch
+from titan_tools.infer.tasks.batch_lines import read_batch
 
 # Of different lengths, the first with the most new tokens by far: results end in another order than they began
 LINES = [
@@ -114,7 +114,7 @@ def test_the_batch_size_changes_nothing_but_the_order_of_work(titan, hf, place, 
 
 def test_lines_leave_in_the_batchs_order_as_soon_as_they_can(hf, place, monkeypatch):
     """With two rows the second prompt ends long before the first, and waits for it."""
-    from titan_tools.infer import sinks
+    from titan_tools.infer.tasks import sinks
 
     events = []
     monkeypatch.setattr(sinks, "stream", lambda line: events.append(json.loads(line)["id"]))
@@ -253,7 +253,7 @@ def test_two_cannot_write_one_file(titan, hf, place, untouched):
 
 def test_a_writer_that_replaced_the_file_while_another_waited_is_noticed(tmp_path):
     """The lock is of the file that was, so the one that is there now must be locked anew."""
-    from titan_tools.infer import results_file
+    from titan_tools.infer.tasks import results_file
 
     (tmp_path / "out").write_bytes(b'{"id": 0, "text": "old"}\n')
     lock = results_file._lock

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.tiny_llama import write_llama
-from titan_tools.infer import generate
-from titan_tools.infer.chat_history import History
-from titan_tools.infer.chat_template import read_template
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding import generate
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.tasks.chat_history import History
+from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer
 
 TEMPLATE = (

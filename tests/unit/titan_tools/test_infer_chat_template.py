@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as JsonTokenizer
 from transformers import AutoTokenizer
 
 from converters.errors import CheckpointError, ConfigError
-from titan_tools.infer import template_sandbox
-from titan_tools.infer.chat_template import ChatTemplate, encode_chat, read_template, turn_end_ids
+from titan_tools.infer.text import template_sandbox
+from titan_tools.infer.text.chat_template import ChatTemplate, encode_chat, read_template, turn_end_ids
 from trainer.data.tokenizer import load_tokenizer
 
 CHATML = """\

@@ -9,9 +9,9 @@ import torch
 from tests.tiny_families import write_tiny
 from tests.tiny_infer import load
 from tests.tiny_llama import write_llama
-from titan_tools.infer import compiled, graphs
-from titan_tools.infer import engine as engine_file
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding import compiled, graphs
+from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding.engine import Engine
 
 VOCAB_SIZE = 97
 ROOM = 60

@@ -13,7 +13,7 @@ from tests.greedy_reference import assert_same, greedy, ragged_prompts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, EOS, write_tokenizer
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding.engine import Engine
 
 PROMPT = "def main("
 VOCAB = 301

@@ -8,12 +8,12 @@ import torch
 from converters.weights import open_native
 from tests.tiny_infer import CPU, NO_TEXT, complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer import generate as generate_file
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, Timings
-from titan_tools.infer.load import load_model
-from titan_tools.infer.prompts import Prompt
-from titan_tools.infer.sampling import Sampling
+from titan_tools.infer.decoding import generate as generate_file
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Settings, Timings
+from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.model.load import load_model
+from titan_tools.infer.text.prompts import Prompt
 from trainer.models.registry import get_trainer_family
 
 NUM_NEW = 64
@@ -200,7 +200,7 @@ def test_the_prompt_of_several_samples_is_prefilled_once(llama):
 
 def separately(model, prompt, n, sample, settings):
     """One sample of one prompt, token by token, each from a prefill of its own."""
-    from titan_tools.infer.sampling import Seat, choose
+    from titan_tools.infer.decoding.sampling import Seat, choose
 
     tokens = list(prompt)
     while len(tokens) < len(prompt) + settings["max_new_tokens"]:

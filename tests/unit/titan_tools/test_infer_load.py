@@ -13,10 +13,10 @@ from converters.weights import open_native
 from tests.tiny_families import TINY, write_tiny
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.fused import FusedLinear, fuse
-from titan_tools.infer.load import load_model
-from titan_tools.infer.packed import PackedWeight, can_pack
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model.fused import FusedLinear, fuse
+from titan_tools.infer.model.load import load_model
+from titan_tools.infer.model.packed import PackedWeight, can_pack
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 WIDE = {"hidden_size": 512, "intermediate_size": 1200, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -158,7 +158,7 @@ import sys
 from pathlib import Path
 from titan_tools.infer.request import Request
 from titan_tools.infer.run import infer
-from titan_tools.infer.sampling import Sampling
+from titan_tools.infer.decoding.sampling import Sampling
 infer(Request(Path(sys.argv[1]), Sampling(), text="a", max_new_tokens=2))
 slow = ("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor", "transformers")
 slow += ("torchao", "sympy", "matplotlib", "tensorboard", "datasets", "pyarrow")

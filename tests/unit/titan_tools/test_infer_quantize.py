@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, EOS, write_llama
-from titan_tools.infer import quantize as quantizing
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes, why_slow
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model import quantize as quantizing
+from titan_tools.infer.model.quantize import QuantizedWeight, quantize, quantize_linears, stored_bytes, why_slow
 
 HOW = ["int8", "float8"]
 DTYPES = [torch.bfloat16, torch.float32]

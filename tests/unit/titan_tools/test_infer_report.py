@@ -13,15 +13,15 @@ from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.console import print_json
 from titan_tools.infer import report
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Completion, Settings, Timings, generate
-from titan_tools.infer.logprobs import TokenLogprobs
-from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Completion, Settings, Timings, generate
+from titan_tools.infer.decoding.logprobs import TokenLogprobs
+from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, peak_gb_per_sec, result_of, stats_of
 from titan_tools.infer.request import Request
-from titan_tools.infer.sampling import Sampling
 from titan_tools.infer.task import Work
+from titan_tools.infer.text.prompts import Prompt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KEYS = [

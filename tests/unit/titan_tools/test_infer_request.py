@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.request import Request, load_request, save_request
-from titan_tools.infer.sampling import Sampling
 
 # Bytes of the shell that are no UTF-8 arrive as lone surrogates; other halves cannot arrive, and survive all the same.
 texts = st.text(st.characters(blacklist_categories=()), max_size=20)

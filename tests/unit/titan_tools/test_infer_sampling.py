@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from converters.errors import CheckpointError, ConfigError
-from titan_tools.infer.sampling import Sampling, Seat, _draw, check_sampling, choose, token_weights, uniform
+from titan_tools.infer.decoding.sampling import Sampling, Seat, _draw, check_sampling, choose, token_weights, uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
-from titan_tools.infer import likelihood
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.likelihood import Likelihood, windows
+from titan_tools.infer.decoding import likelihood
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.likelihood import Likelihood, windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "# Design\n\nEin Absatz über `titan`: it moves bytes, 東京.\n"

@@ -8,7 +8,7 @@ import pytest
 from converters.catalog import Box
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS, parameters
-from titan_tools.infer.slices import check_tp, slice_for_rank, summed_inputs, together, valid_tp
+from titan_tools.infer.model.slices import check_tp, slice_for_rank, summed_inputs, together, valid_tp
 
 ODD = replace(FLAVORS["debug_gqa"], vocab_size=301, ffn_hidden=90)  # 8 heads, 4 KV heads
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_tools.infer.text_stream import TextStream
-from titan_tools.infer.vocabulary import Vocabulary
+from titan_tools.infer.text.text_stream import TextStream
+from titan_tools.infer.text.vocabulary import Vocabulary
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 

@@ -11,7 +11,7 @@ from converters.model_info import read_model_info
 from converters.outputs.base import OutputOptions
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
 from titan_tools.infer.find import find_tokenizer
-from titan_tools.infer.vocabulary import read_vocabulary
+from titan_tools.infer.text.vocabulary import read_vocabulary
 from trainer.data.train_tokenizer import train_ranks
 from trainer.data.train_tokenizer import write_tokenizer as write_ranks
 

@@ -7,12 +7,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.logprobs import TokenLogprobs, token_logprobs
-from titan_tools.infer.prompts import Prompt
-from titan_tools.infer.sampling import Sampling, Seat, choose
-from titan_tools.infer.text_stream import TextStream
-from titan_tools.infer.vocabulary import Vocabulary
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.logprobs import TokenLogprobs, token_logprobs
+from titan_tools.infer.decoding.sampling import Sampling, Seat, choose
+from titan_tools.infer.text.prompts import Prompt
+from titan_tools.infer.text.text_stream import TextStream
+from titan_tools.infer.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from titan_tools.infer.cache import KVCache, StaticDecode
+from titan_tools.infer.decoding.cache import KVCache, StaticDecode
 
 SHORTEST = 256  # keys that a step looks at, at least; then powers of two
 _WARM_UP_RUNS = 2  # as torch's docs ask before a capture; the first one also compiles

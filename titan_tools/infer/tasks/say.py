@@ -6,15 +6,15 @@ from time import perf_counter
 import torch
 
 from titan_tools.console import note, print_json, stream
-from titan_tools.infer.chat_template import turn_end_ids
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Completion, Settings, Timings, generate
-from titan_tools.infer.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Completion, Settings, Timings, generate
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.request import Request
-from titan_tools.infer.sinks import InOrder
 from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.sinks import InOrder
+from titan_tools.infer.text.chat_template import turn_end_ids
+from titan_tools.infer.text.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
 
 _ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
 

@@ -9,14 +9,14 @@ from time import perf_counter
 
 from converters.errors import ConfigError, TitanError
 from titan_tools.console import count, note
-from titan_tools.infer.chat_history import History, Turn
-from titan_tools.infer.chat_lines import Lines
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, Timings, generate
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Settings, Timings, generate
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, stats_of
-from titan_tools.infer.say import settings_of
 from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.chat_history import History, Turn
+from titan_tools.infer.tasks.chat_lines import Lines
+from titan_tools.infer.tasks.say import settings_of
 
 DEFAULT_CONTEXT = 8192  # of a conversation, where the model has more: a cache for all of it may not fit
 HELP = """\

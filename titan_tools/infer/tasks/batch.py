@@ -16,23 +16,23 @@ from typing import Any
 
 from converters.errors import ConfigError
 from titan_tools.console import count, note, tally
-from titan_tools.infer.batch_lines import Line, read_batch, shown
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Settings, Timings, generate
-from titan_tools.infer.prompts import (
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Settings, Timings, generate
+from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.report import describe, result_of, stats_of
+from titan_tools.infer.request import Request
+from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.batch_lines import Line, read_batch, shown
+from titan_tools.infer.tasks.results_file import Key, check_place, check_results
+from titan_tools.infer.tasks.say import rows_of, settings_of
+from titan_tools.infer.tasks.sinks import Sink, open_sink
+from titan_tools.infer.text.prompts import (
     DEFAULT_NEW_TOKENS,
     Prompt,
     make_conversation,
     make_prompt,
     new_tokens_that_fit,
 )
-from titan_tools.infer.ranks import Ranks
-from titan_tools.infer.report import describe, result_of, stats_of
-from titan_tools.infer.request import Request
-from titan_tools.infer.results_file import Key, check_place, check_results
-from titan_tools.infer.say import rows_of, settings_of
-from titan_tools.infer.sinks import Sink, open_sink
-from titan_tools.infer.task import Work
 
 _ROLES = ("system", "user", "assistant", "tool")
 

@@ -15,7 +15,7 @@ from converters.errors import CheckpointError, ConfigError, TitanError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG
 from converters.tokenizers.tiktoken_model import BEGIN, END, looks_like_tiktoken
-from titan_tools.infer.template_sandbox import Refusal, render_template
+from titan_tools.infer.text.template_sandbox import Refusal, render_template
 from trainer.data.tokenizer import Tokenizer
 
 Message = Mapping[str, str]  # role, content

@@ -7,7 +7,7 @@ beginning. So a few tokens are decoded together with those before them, never th
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
-from titan_tools.infer.vocabulary import Vocabulary
+from titan_tools.infer.text.vocabulary import Vocabulary
 
 _LONGEST_PART = 3  # bytes of an unfinished letter, each at most one U+FFFD
 _MOST_OPEN = 16  # tokens that are decoded together

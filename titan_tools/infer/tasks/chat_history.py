@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from converters.errors import ConfigError
-from titan_tools.infer.chat_template import ChatTemplate, encode_chat
-from titan_tools.infer.prompts import Prompt
+from titan_tools.infer.text.chat_template import ChatTemplate, encode_chat
+from titan_tools.infer.text.prompts import Prompt
 from trainer.data.tokenizer import Tokenizer
 
 MOST_ANSWER_TOKENS = 1024  # unless --max-new-tokens says another number

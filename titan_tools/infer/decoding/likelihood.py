@@ -9,7 +9,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from titan_tools.infer.engine import Engine
+from titan_tools.infer.decoding.engine import Engine
 
 LOGITS_BYTES = 64 * 1024**2  # of fp32 logits at a time; what is computed from them takes as much again
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tools.infer.tensor_parallel import SlicedEmbedding
+from titan_tools.infer.model.tensor_parallel import SlicedEmbedding
 from trainer.parallel.compile import why_inductor_cannot
 
 _BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from converters.errors import ConfigError
 from titan_tools.console import count
-from titan_tools.infer.chat_template import encode_chat
 from titan_tools.infer.task import Work
+from titan_tools.infer.text.chat_template import encode_chat
 from titan_tools.launch import inside_launch
 from trainer.data.tokenizer import Tokenizer
 

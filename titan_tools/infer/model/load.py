@@ -16,12 +16,12 @@ from converters.catalog import Box, TensorSource
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from titan_tools.infer.fused import fuse
-from titan_tools.infer.packed import PackedWeight, can_pack
-from titan_tools.infer.quantize import quantize_linears, stored_bytes
-from titan_tools.infer.reading import Joined, joined_shape, read_in_order
-from titan_tools.infer.slices import slice_for_rank, summed_inputs, together
-from titan_tools.infer.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
+from titan_tools.infer.model.fused import fuse
+from titan_tools.infer.model.packed import PackedWeight, can_pack
+from titan_tools.infer.model.quantize import quantize_linears, stored_bytes
+from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
+from titan_tools.infer.model.slices import slice_for_rank, summed_inputs, together
+from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
 from trainer.models.registry import get_trainer_family
 
 

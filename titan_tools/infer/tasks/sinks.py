@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_tools.console import json_text, print_json, stream
-from titan_tools.infer.results_file import Key, ResultsFile, open_results
+from titan_tools.infer.tasks.results_file import Key, ResultsFile, open_results
 
 
 class Sink(Protocol):

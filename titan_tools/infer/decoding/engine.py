@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from titan_tools.infer.cache import Decode, Prefill, StaticDecode, Step, attach_cache, attention_kernels
-from titan_tools.infer.compiled import compiled_body, compiled_module
-from titan_tools.infer.graphs import StaticDecoder
-from titan_tools.infer.load import SlicedModel
+from titan_tools.infer.decoding.cache import Decode, Prefill, StaticDecode, Step, attach_cache, attention_kernels
+from titan_tools.infer.decoding.compiled import compiled_body, compiled_module
+from titan_tools.infer.decoding.graphs import StaticDecoder
+from titan_tools.infer.model.load import SlicedModel
 
 PREFILL_TOKENS = 2048  # of one pass; a longer prompt goes through in pieces, so that its activations stay bounded
 _MASK_ELEMENTS = 1 << 26  # queries × keys of one pass behind earlier tokens

@@ -19,16 +19,16 @@ from torch import tensor
 
 from converters.errors import CheckpointError, ConfigError
 from titan_tools.console import count, note, table, tally
-from titan_tools.infer.batch_lines import Line, read_batch
-from titan_tools.infer.engine import Engine
-from titan_tools.infer.generate import Timings
-from titan_tools.infer.likelihood import Likelihood
-from titan_tools.infer.logprobs import TokenLogprobs, check_logprobs, token_logprobs
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.generate import Timings
+from titan_tools.infer.decoding.likelihood import Likelihood
+from titan_tools.infer.decoding.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, stats_of
-from titan_tools.infer.results_file import Key, check_place, check_results
-from titan_tools.infer.sinks import Sink, open_sink
 from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.batch_lines import Line, read_batch
+from titan_tools.infer.tasks.results_file import Key, check_place, check_results
+from titan_tools.infer.tasks.sinks import Sink, open_sink
 
 
 @dataclass(frozen=True, slots=True)
