@@ -14,6 +14,7 @@ from tests.tiny_families import TINY, write_tiny
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model import packed as packed_file
 from titan_tools.infer.model.fused import FusedLinear, fuse
 from titan_tools.infer.model.load import load_model
 from titan_tools.infer.model.packed import PackedWeight, can_pack
@@ -107,6 +108,42 @@ def test_a_packed_weight_multiplies_any_rows(shape):
         F.linear(x, PackedWeight(weight), torch.zeros(1030))
     with pytest.raises(TypeError):
         torch.mm(x, PackedWeight(weight))
+
+
+def no_operator(*_):
+    raise AttributeError("no such operator")
+
+
+def refuse(*_):
+    raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, avx512vl and avx512dq")
+
+
+def other_product(*_):
+    return torch.ones(1, 48, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(not can_pack((1024, 1024), torch.bfloat16, CPU), reason="no oneDNN here")
+@pytest.mark.parametrize(
+    ("operator", "does"),
+    [
+        ("_reorder_linear_weight", no_operator),
+        ("_reorder_linear_weight", refuse),
+        ("_linear_pointwise", other_product),
+    ],
+)
+def test_nothing_is_packed_where_the_operators_are_not_there_or_do_something_else(wide, monkeypatch, operator, does):
+    """torch promised nothing of them, and a CPU without AVX-512 has none for bfloat16."""
+    monkeypatch.setattr(torch.ops.mkldnn, operator, does)
+    packed_file._works.cache_clear()
+    try:
+        assert isinstance(load(wide[0], dtype=torch.bfloat16).head.weight, torch.Tensor)
+    finally:
+        packed_file._works.cache_clear()
+
+
+def test_nothing_is_packed_on_another_processor(monkeypatch):
+    monkeypatch.setattr(packed_file.platform, "machine", lambda: "aarch64")
+    assert not can_pack((1024, 1024), torch.float32, CPU)
 
 
 @pytest.mark.parametrize("how", ["int8", "float8"])
