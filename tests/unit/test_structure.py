@@ -27,6 +27,13 @@ BELOW = {
     "training": {"families", "formats", "engine"},
     "outputs": {"families", "formats", "torchtune"},
 }
+# What each package of inference may import of the others and of the modules beside them
+INFER_BELOW = {
+    "text": set(),
+    "model": set(),
+    "decoding": {"text", "model"},
+    "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
+}
 
 
 def imported_names(file: Path) -> set[str]:
@@ -61,6 +68,17 @@ def test_packages_in_converters_point_one_way():
         for file in (ROOT / "converters" / package).glob("*.py"):
             used = {name.split(".")[1] for name in imported_names(file) if name.startswith("converters.")}
             wrong[file.name] = sorted((used & set(BELOW)) - below - {package})
+    assert {file: packages for file, packages in wrong.items() if packages} == {}
+
+
+def test_packages_of_inference_point_one_way():
+    folder = ROOT / "titan_tools" / "infer"
+    assert {file.parent.name for file in folder.glob("*/__init__.py")} == set(INFER_BELOW)
+    wrong = {}
+    for package, below in INFER_BELOW.items():
+        for file in (folder / package).glob("*.py"):
+            used = {name.split(".")[2] for name in imported_names(file) if name.startswith("titan_tools.infer.")}
+            wrong[f"{package}/{file.name}"] = sorted(used - below - {package})
     assert {file: packages for file, packages in wrong.items() if packages} == {}
 
 

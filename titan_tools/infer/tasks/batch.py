@@ -23,16 +23,11 @@ from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import Line, read_batch, shown
+from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
 from titan_tools.infer.tasks.results_file import Key, check_place, check_results
 from titan_tools.infer.tasks.say import rows_of, settings_of
 from titan_tools.infer.tasks.sinks import Sink, open_sink
-from titan_tools.infer.text.prompts import (
-    DEFAULT_NEW_TOKENS,
-    Prompt,
-    make_conversation,
-    make_prompt,
-    new_tokens_that_fit,
-)
+from titan_tools.infer.text.prompts import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
 

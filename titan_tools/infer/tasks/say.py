@@ -12,9 +12,10 @@ from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.make_prompt import make_prompt, new_tokens_that_fit, notes_on
 from titan_tools.infer.tasks.sinks import InOrder
 from titan_tools.infer.text.chat_template import turn_end_ids
-from titan_tools.infer.text.prompts import Prompt, new_tokens_that_fit, notes_on, read_one
+from titan_tools.infer.text.prompts import Prompt
 
 _ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
 
@@ -59,7 +60,7 @@ class OnePrompt:
 def prepare_one(work: Work) -> OnePrompt:
     """The prompt of `work.request.text`, which must fit the model's context."""
     request = work.request
-    prompt = read_one(work)
+    prompt = make_prompt(work, "0", request.text)
     num_new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=work.args.max_seq_len)
     settings, rows = settings_of(work, max_new_tokens=num_new), rows_of(request, request.samples)
     return OnePrompt(work, prompt, settings, rows, len(prompt.tokens) + num_new)
