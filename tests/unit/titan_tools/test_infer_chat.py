@@ -259,3 +259,15 @@ def test_ctrl_c_ends_a_script(talk, folder, monkeypatch):
 
     monkeypatch.setattr(generate, "choose", interrupted)
     assert talk(folder, ["one"])[0] == 130
+
+
+def test_a_terminal_that_does_not_know_all_letters_shows_the_others(talk, folder, monkeypatch):
+    asked = (["Hello"], "--max-new-tokens", "20", "--temperature", "3")
+    _, expected, _ = talk(folder, *asked)
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        code, _, err = talk(folder, *asked)
+    stdout.flush()
+    said = expected.encode("latin-1", "replace")
+    assert code == 0 and stdout.buffer.getvalue() == said != expected.encode(), err

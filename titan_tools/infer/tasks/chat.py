@@ -3,12 +3,11 @@
 Where standard input is no terminal its lines are the messages, one after another, and anything wrong ends the program.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from converters.errors import ConfigError, TitanError
-from titan_tools.console import count, note
+from titan_tools.console import count, note, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, Timings, generate
 from titan_tools.infer.ranks import Ranks
@@ -114,7 +113,7 @@ class Conversation:
 
         def show(text: str) -> None:
             said.append(text)
-            _print(text)
+            stream(text)
 
         try:
             (completion,) = generate(
@@ -129,11 +128,11 @@ class Conversation:
         except KeyboardInterrupt:
             if not (lines and lines.is_terminal):
                 raise
-            _print("\n")
+            stream("\n")
             note("(stopped)")
             return "".join(said)
         if lines:
-            _print("\n")
+            stream("\n")
             if completion.finish_reason == "length":
                 note(f"(cut after {count(len(completion.tokens), 'token')})")
         return completion.text
@@ -158,8 +157,3 @@ def prepare_chat(work: Work) -> Conversation:
         system=request.system or "",
     )
     return Conversation(work, settings_of(work, max_new_tokens=context), history, room=context)
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
