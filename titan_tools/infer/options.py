@@ -1,6 +1,7 @@
 """Which options of `titan infer` go together: all that do not are told at once, before anything is read."""
 
 from collections.abc import Iterator
+from dataclasses import MISSING, fields
 from typing import NamedTuple
 
 from converters.errors import ConfigError, list_offenders
@@ -82,34 +83,21 @@ _OF_GENERATION = (
 )  # fmt: skip
 _OF_RESULTS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
 _OF_PLAIN_TEXT = ("--from-bos", "--special-tokens")
+_NAMES = {"as_json": "json"}  # of fields that are not named as their options
 
 
 def _without_meaning(names: tuple[str, ...], request: Request, where: str) -> Iterator[_Problem]:
-    said = _said(request)
-    yield from (_Problem(f"{name} has no meaning {where}") for name in names if said[name])
+    given = _given(request)
+    yield from (_Problem(f"{name} has no meaning {where}") for name in names if given[name])
 
 
-def _said(request: Request) -> dict[str, bool]:
-    """Which of the options that have no meaning somewhere were given."""
-    sampling = request.sampling
+def _given(request: Request) -> dict[str, bool]:
+    """Whether an option has another value than its default, by its name."""
     return {
-        "--chat": request.chat,
-        "--max-new-tokens": request.max_new_tokens is not None,
-        "--stop": bool(request.stop),
-        "--ignore-eos": request.ignore_eos,
-        "--temperature": sampling.temperature != 0,
-        "--top-k": sampling.top_k is not None,
-        "--top-p": sampling.top_p is not None,
-        "--min-p": sampling.min_p is not None,
-        "--repetition-penalty": sampling.repetition_penalty != 1,
-        "--samples": request.samples != 1,
-        "--logprobs": request.logprobs is not None,
-        "--json": request.as_json,
-        "--truncate": request.truncate is not None,
-        "--from-bos": request.from_bos,
-        "--special-tokens": request.special_tokens,
-        "--compile": request.compile,
-        "--batch-size": request.batch_size is not None,
+        f"--{_NAMES.get(field.name, field.name).replace('_', '-')}": getattr(record, field.name) != field.default
+        for record in (request, request.sampling)
+        for field in fields(record)
+        if field.default is not MISSING
     }
 
 
