@@ -34,7 +34,7 @@ _START_SECS = 6.0
 
 @dataclass(slots=True)
 class Row:
-    """A process to run. `reads`: takes the JSON that it prints apart; wall time is added to that."""
+    """A process to run, and what each of its runs told, its wall time among that."""
 
     name: str
     argv: Sequence[str]
