@@ -1,36 +1,41 @@
 """From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 
 from converters.assets import find_assets
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.hf_cache import snapshot_of
+from converters.manifest import check_files, read_manifest
 from converters.model_info import says_model
 from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
 from titan_tools.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
+_DATA = ".distcp"  # the files that hold tensors
 
-def find_checkpoint(path: Path, *, damaged: Collection[Path] = ()) -> Path:
-    """`path` itself, or the newest whole step of a run's folder that is not among `damaged`.
 
-    Raises CheckpointError where there is none.
+def find_checkpoints(path: Path) -> Iterator[Path]:
+    """`path` itself, or those steps of a run's folder that look whole, newest first.
+
+    To ask for another one is to say that the last one was damaged. Raises CheckpointError where no step is left.
     """
-    if not path.is_dir() or (path / DCP_METADATA).is_file():
-        return path
-    run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
+    run = None
+    if path.is_dir() and not (path / DCP_METADATA).is_file():
+        run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
     if run is None:
-        return path
-    problems = []
+        yield path
+        return
+    problems, num_told = [], 0
     for step in list_steps(run):
         folder = step_folder(run, step)
-        problem = "it is damaged" if folder in damaged else size_problem(folder)
+        problem = size_problem(folder) or _small_file_problem(folder)
         if not problem:
-            for skipped in problems if not damaged else ():  # told before
+            for skipped in problems[num_told:]:
                 note(f"skipped {skipped}")
-            return folder
+            yield folder
+            problem, num_told = "it is damaged", len(problems) + 1  # whoever found that has told it
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is whole:" + list_offenders(problems))
 
@@ -56,6 +61,12 @@ def find_tokenizer(root: Path, model_from: Path | None) -> Path:
         hint=f"looked for {TOKENIZER_JSON} and {TIKTOKEN_MODEL}",
         tries=["--model-from FOLDER, a folder that has the model's tokenizer"],
     )
+
+
+def _small_file_problem(step: Path) -> str:
+    """What is wrong with a step's files that hold no tensors: reading them would fail before anything is compared."""
+    small = [name for name in read_manifest(step).files if not name.endswith(_DATA)]
+    return "; ".join(check_files(step, small))
 
 
 def _places_of_steps(path: Path) -> list[Path]:

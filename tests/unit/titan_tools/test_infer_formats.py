@@ -237,16 +237,19 @@ def test_without_digests_the_files_are_read_for_damage(titan, training, tmp_path
 
 
 def test_a_damaged_step_of_a_run_is_passed_over_as_in_training(titan, training, tmp_path):
-    for step in (5, 7, 9):
+    for step in (5, 7, 8, 9):
         shutil.copytree(training[0], tmp_path / "run" / "checkpoint" / f"step-{step}")
     older = tmp_path / "run" / "checkpoint" / "step-7"
     (tmp_path / "run" / "checkpoint" / "step-9" / ".metadata").unlink()
+    unreadable = tmp_path / "run" / "checkpoint" / "step-8" / ".metadata"  # of which no catalog can be made
+    unreadable.write_bytes(bytes(unreadable.stat().st_size))
     flip(older, "norm.weight")
     code, out, err = titan("infer", tmp_path / "run", *ASK)
     assert code == 0, err
     assert ids(out) == training[1]
     assert f"WARNING: passing over a damaged step: {older}" in err and "step-5" in err
     assert err.count("skipped step-9") == 1
+    assert err.count("skipped step-8: .metadata: its bytes have changed (CRC32)") == 1
     code, out, err = titan("infer", older, *ASK)  # one that was named is that one
     assert code == 2 and out == ""
 
