@@ -6,6 +6,8 @@ with the same bytes of logits, so each can choose the next token by itself.
 Shape letters: B batch, L tokens, D model dim, V vocabulary, R the vocabulary rows of one rank.
 """
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,15 +18,51 @@ from converters.layout import chunk_bounds
 _GATHERED_BYTES = 256 << 10  # of all ranks together; beyond, all-reduce moves less
 
 
+class OverRanks(Protocol):
+    """How partial results come together: the same bytes on all ranks."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of every rank's `part`, which may be overwritten."""
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Every rank's `part`, joined along the last dim."""
+
+
+class Messages:
+    """Through torch's process group."""
+
+    def __init__(self, tp: int):
+        self.tp = tp
+
+    def sum(self, part: Tensor) -> Tensor:
+        """What is small is gathered and summed here, on a CPU.
+
+        gloo's all-reduce takes two rounds of messages, a gather one, and in decoding it is their number that costs.
+        """
+        if part.is_cuda or self.tp * part.nbytes > _GATHERED_BYTES:
+            dist.all_reduce(part)
+            return part
+        return torch.stack(self._all(part)).sum(dim=0)
+
+    def gather(self, part: Tensor) -> Tensor:
+        return torch.cat(self._all(part), dim=-1)
+
+    def _all(self, part: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(part) for _ in range(self.tp)]
+        dist.all_gather(parts, part)
+        return parts
+
+
 class SummedLinear(nn.Module):
     """A linear layer whose input features lie on several ranks: each multiplies its own, the sum is the output."""
 
     def __init__(self, linear: nn.Linear, *, tp: int):
         super().__init__()
-        self.weight, self.tp = linear.weight, tp
+        self.weight = linear.weight
+        self.over_ranks: OverRanks = Messages(tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum_over_ranks(F.linear(x, self.weight), tp=self.tp)
+        return self.over_ranks.sum(F.linear(x, self.weight))
 
 
 class SlicedEmbedding(nn.Module):
@@ -34,7 +72,7 @@ class SlicedEmbedding(nn.Module):
         super().__init__()
         self.weight = embedding.weight
         self.start, self.num_rows = chunk_bounds(embedding.num_embeddings, tp, rank)
-        self.tp = tp
+        self.over_ranks: OverRanks = Messages(tp)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         rows_BL = tokens_BL - self.start
@@ -44,7 +82,7 @@ class SlicedEmbedding(nn.Module):
             x_BLD = x_BLD.masked_fill(elsewhere_BL.unsqueeze(-1), 0)
         else:  # more ranks than blocks of rows
             x_BLD = self.weight.new_zeros(*tokens_BL.shape, self.weight.shape[1])
-        return sum_over_ranks(x_BLD, tp=self.tp)
+        return self.over_ranks.sum(x_BLD)
 
 
 class GatheredOutput(nn.Module):
@@ -54,25 +92,17 @@ class GatheredOutput(nn.Module):
         super().__init__()
         self.weight = linear.weight
         self.vocab_size, self.tp = linear.out_features, tp
+        self.over_ranks: OverRanks = Messages(tp)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         _, num_rows = chunk_bounds(self.vocab_size, self.tp, 0)
         own_BR = F.linear(x_BD, self.weight)
         own_BR = F.pad(own_BR, (0, num_rows - own_BR.shape[-1]))  # the last ranks may have fewer rows
-        parts = [torch.empty_like(own_BR) for _ in range(self.tp)]
-        dist.all_gather(parts, own_BR)
-        return torch.cat(parts, dim=-1)[..., : self.vocab_size]
+        return self.over_ranks.gather(own_BR)[..., : self.vocab_size]
 
 
-def sum_over_ranks(part: Tensor, *, tp: int) -> Tensor:
-    """The sum of every rank's `part`, which may be overwritten; the same bytes on all ranks.
-
-    What is small is gathered and summed here: gloo's all-reduce takes two rounds of messages, a gather one, and when
-    decoding on a CPU it is their number that costs.
-    """
-    if part.is_cuda or tp * part.nbytes > _GATHERED_BYTES:
-        dist.all_reduce(part)
-        return part
-    parts = [torch.empty_like(part) for _ in range(tp)]
-    dist.all_gather(parts, part)
-    return torch.stack(parts).sum(dim=0)
+def bring_together(model: nn.Module, over_ranks: OverRanks) -> None:
+    """Let the parallel modules inside of `model` (or itself) use `over_ranks` from here on."""
+    for module in model.modules():
+        if isinstance(module, SummedLinear | SlicedEmbedding | GatheredOutput):
+            module.over_ranks = over_ranks
