@@ -21,10 +21,11 @@ from converters.diff import diff
 from converters.engine.read import CatalogReader
 from converters.errors import TitanError
 from tests.dist import slow_saver
+from trainer.build import build
 from trainer.checkpoints import background as checkpoint_async
 from trainer.checkpoints import io as checkpoint_io
-from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.write import write_step
 from trainer.chosen_model import chosen_model
 from trainer.config.sections import (
@@ -50,7 +51,6 @@ from trainer.optim import GradientClip, build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
 from trainer.run_data import text_preparation, train_loader
-from trainer.checkpoints.run_state import Progress, RunState
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.train import train

@@ -46,7 +46,8 @@ def references(pools):
     return [pools[1].run(train, layout, "debug_gqa", STEPS)[0] for layout in layouts]
 
 
-SLOW = {"fsdp 2", "fsdp 2, rowwise", "tp 2, rowwise", "cp 2", "ddp 2"}  # other layouts of the normal set have what these have
+# Other layouts of the normal set have what these have
+SLOW = {"fsdp 2", "fsdp 2, rowwise", "tp 2, rowwise", "cp 2", "ddp 2"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from converters.weights import open_native
 from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.tasks.batch import prepare_batch
 from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.model.load import load_model
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.request import Request
-from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.tasks.batch import prepare_batch
 
 LINES = [{"id": i, "prompt": f"def f{i}(" + "x" * (40 * i % 70)} for i in range(6)]
 

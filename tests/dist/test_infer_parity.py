@@ -15,8 +15,8 @@ from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import NO_TEXT, complete, load
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, generate
-from titan_tools.infer.text.prompts import Prompt
 from titan_tools.infer.decoding.sampling import Sampling, Seat, choose
+from titan_tools.infer.text.prompts import Prompt
 
 VOCAB = 301  # odd: no tp cuts it evenly
 NUMBERS = {

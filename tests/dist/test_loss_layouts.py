@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout, build_model, global_batch, own_batch, whole_loss
-from trainer.loss import registry as loss_registry
 from trainer.data.batch import IGNORED, Batch
+from trainer.loss import registry as loss_registry
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
 from trainer.loss.registry import register_loss
 from trainer.step import TrainStep

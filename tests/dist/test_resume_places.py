@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from converters.names import RUN_LOCK
 from tests.dist import runs
 from trainer.checkpoints.run_lock import only_run

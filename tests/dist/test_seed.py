@@ -8,8 +8,8 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from converters.catalog import Box
-from converters.open import open_checkpoint
 from converters.engine.read import CatalogReader
+from converters.open import open_checkpoint
 from tests.dist.training import SEED, Layout, build_model
 from trainer import init
 from trainer.checkpoints.arrays import as_array, dtype_name

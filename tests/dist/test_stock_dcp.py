@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from converters.catalog import Box
+from converters.engine.read import CatalogReader
 from converters.formats.dcp_write import plan_dcp
 from converters.open import open_checkpoint
-from converters.engine.read import CatalogReader
 from tests.unit.converters.samples import infos, raw, read_all, write
 
 PLACEMENTS = {

@@ -104,11 +104,12 @@ def test_every_package_is_named_in_pyproject():
     assert named - {"trainer.config.presets"} == found - {"trainer.config.presets"}
 
 
-def test_pytest_passes_over_no_folder_of_tests(pytestconfig):
-    patterns = pytestconfig.getini("norecursedirs")
+def test_pytest_and_ruff_pass_over_no_folder_of_tests(pytestconfig):
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     folders = {part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parent.parts}
     assert {"dist", "gpu"} <= folders
-    assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == []
+    for patterns in (pytestconfig.getini("norecursedirs"), settings["ruff"]["exclude"]):
+        assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in patterns)] == []
 
 
 def modules_loaded_by(*arguments: str) -> set[str]:
