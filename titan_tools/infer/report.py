@@ -34,7 +34,7 @@ def result_of(completion: Completion, *, samples: int = 1) -> dict[str, Any]:
     return result if samples == 1 else {"id": result.pop("id"), "sample": completion.sample, **result}
 
 
-def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs: float) -> dict[str, Any]:
+def stats_of(timings: Timings, engine: Engine | None, ranks: Ranks, work: Work, *, secs: float) -> dict[str, Any]:
     """The object `stats` of a run that took `secs`, loading not included. What has no meaning in it is None.
 
     - ttft_ms: from the beginning of a prompt's prefill until its first token is chosen; the mean of a run's prompts.
@@ -59,11 +59,11 @@ def stats_of(timings: Timings, engine: Engine, ranks: Ranks, work: Work, *, secs
     return {
         "ttft_ms": 1000 * mean(timings.first_token_secs) if timings.first_token_secs else None,
         "tpot_ms": 1000 * decode_secs / steps if steps else None,  # there is no token after the first
-        "tokens_per_sec": timings.num_tokens / (secs - timings.prepare_secs),
+        "tokens_per_sec": timings.num_tokens / (secs - timings.prepare_secs) if timings.num_tokens else None,
         "bandwidth_gb_per_sec": gb_per_sec,
         "bandwidth_share": gb_per_sec / peak if gb_per_sec and peak else None,
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
-        "tp": ranks.tp,
+        "tp": work.tp,
         "dtype": work.request.quantize or work.dtype,
         "seed": work.request.sampling.seed,
     }

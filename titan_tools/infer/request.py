@@ -1,7 +1,8 @@
 """What a user asked of `titan infer`, and how that travels to the ranks that one process starts."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 
 from titan_tools.infer.decoding.sampling import Sampling
@@ -39,6 +40,8 @@ class Request:
     compile: bool = False
     batch_size: int | None = None  # sequences at a time
     model_from: Path | None = None  # a folder that says what the model is and has its tokenizer
+    # what time it is to a chat template: the first process's, as ranks that asked for themselves could disagree
+    moment: datetime = field(default_factory=datetime.now)
 
 
 _PATHS = ("checkpoint", "batch", "out", "model_from")
@@ -50,6 +53,7 @@ def save_request(request: Request, path: Path) -> None:
     for name in _PATHS:
         if values[name] is not None:
             values[name] = str(Path(values[name]).absolute())
+    values["moment"] = request.moment.isoformat()
     path.write_text(json.dumps(values), encoding="utf-8")
 
 
@@ -59,4 +63,5 @@ def load_request(path: Path) -> Request:
     for name in _PATHS:
         if values[name] is not None:
             values[name] = Path(values[name])
-    return Request(**values | {"sampling": Sampling(**values["sampling"]), "stop": tuple(values["stop"])})
+    made = {"sampling": Sampling(**values["sampling"]), "moment": datetime.fromisoformat(values["moment"])}
+    return Request(**values | made | {"stop": tuple(values["stop"])})

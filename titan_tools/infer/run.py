@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,12 +16,13 @@ from titan_tools.infer.decoding.compiled import check_compiler
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
-from titan_tools.infer.find import find_checkpoint, find_model_place, find_tokenizer
+from titan_tools.infer.find import find_checkpoints, find_model_place, find_tokenizer
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.model.quantize import why_slow
+from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.model.slices import check_tp
 from titan_tools.infer.options import check_options
-from titan_tools.infer.ranks import check_devices, degree, joined, own_device
+from titan_tools.infer.ranks import Ranks, check_devices, degree, joined, own_device
 from titan_tools.infer.request import Request, save_request
 from titan_tools.infer.task import Task, Work
 from titan_tools.infer.tasks.batch import prepare_batch
@@ -35,31 +36,28 @@ from titan_tools.launch import inside_launch, rank_errors, run_ranks, started_by
 _INTERRUPTED = 130
 
 
-def infer(request: Request, *, damaged: Collection[Path] = ()) -> None:
-    """Do what was asked and print it. Ranks that this process starts do and print it in its place.
-
-    `damaged`: steps of a run that are passed over. One that turns out to be damaged is told, as training does.
-    """
+def infer(request: Request) -> None:
+    """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
     with rank_errors():
         check_options(request)
-        checkpoint = find_checkpoint(request.checkpoint, damaged=damaged)
-        with open_native(checkpoint, model_from=find_model_place(request.model_from)) as weights:
-            work = _look(request, weights)
-            task = _prepare(work)
-            if checkpoint != request.checkpoint:
-                note(f"reading {checkpoint}")
-            if _looks_for_all():
-                try:
-                    check_read_files(weights.catalog, weights.source.ledger.used.values())
-                except CheckpointError as damage:
-                    if checkpoint == request.checkpoint or inside_launch():  # ranks must agree on the step
-                        raise
-                    note(f"WARNING: passing over a damaged step: {damage.message}")
-                    infer(request, damaged=[*damaged, checkpoint])
+        for checkpoint in find_checkpoints(request.checkpoint):
+            with open_native(checkpoint, model_from=find_model_place(request.model_from)) as weights:
+                work = _look(request, weights)
+                task = _prepare(work)
+                if task.rows == 0:
+                    task.run(None, Ranks(1, 0, torch.device("cpu")))
                     return
-            model = _load(work, weights) if work.tp == 1 or inside_launch() else None
+                if checkpoint != request.checkpoint:
+                    note(f"reading {checkpoint}")
+                if _passes_over(weights, is_named=checkpoint == request.checkpoint):
+                    continue
+                model = _load(work, weights) if work.tp == 1 or inside_launch() else None
+            break
         if model is not None:
             with joined(work.tp, model.device) as ranks:
+                task = _at_one_moment(task, work, ranks)
+                if model.device.type == "cpu" and not request.compile:  # which would find no graph in it
+                    sum_in_shared_memory([model.body, model.head], rank=ranks.rank, tp=ranks.tp)
                 task.run(Engine(model, rows=task.rows, room=task.room, compile=request.compile), ranks)
             return
     _start_ranks(request, checkpoint, work)
@@ -77,7 +75,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     check_logprobs(request.logprobs, vocab_size=args.vocab_size)
     folder = find_tokenizer(weights.catalog.root, request.model_from)
     vocabulary = read_vocabulary(folder, weights.info)
-    template = read_template(folder) if request.chat else None
+    template = replace(read_template(folder), moment=request.moment) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
     # Beside 8 bits kernels take bfloat16 alone, and more exact sums would not make up for what they lose
     own = "bfloat16" if request.quantize else stored if stored in ("float32", "bfloat16") else "float32"
@@ -95,9 +93,36 @@ def _prepare(work: Work) -> Task:
     return prepare_chat(work)
 
 
+def _passes_over(weights: NativeWeights, *, is_named: bool) -> bool:
+    """Whether the checkpoint is a run's damaged step, of which there may be older ones; that is told, as in training.
+
+    Raises CheckpointError where it is damaged and may not be passed over: the user named it.
+    """
+    if not _looks_for_all():
+        return False
+    try:
+        check_read_files(weights.catalog, weights.source.ledger.used.values())
+    except CheckpointError as damage:
+        if is_named or inside_launch():  # ranks must agree on the step
+            raise
+        note(f"WARNING: passing over a damaged step: {damage.message}")
+        return True
+    return False
+
+
 def _looks_for_all() -> bool:
     """Whether this process is the one that reads every file for damage: the first, and before it starts others."""
     return not inside_launch() or (os.environ["RANK"] == "0" and not started_by_titan())
+
+
+def _at_one_moment(task: Task, work: Work, ranks: Ranks) -> Task:
+    """The task, made anew where its chat template tells the time: ranks that torchrun started have one each."""
+    if work.template is None or not work.template.tells_time:
+        return task
+    moment = ranks.share(work.template.moment)
+    if moment == work.template.moment:
+        return task
+    return _prepare(replace(work, template=replace(work.template, moment=moment)))
 
 
 def _start_ranks(request: Request, checkpoint: Path, work: Work) -> None:

@@ -26,8 +26,8 @@ class Work:
 class Task(Protocol):
     """Made from `Work` by its file's `prepare`, which raises where what was asked cannot be."""
 
-    rows: int  # sequences at a time
+    rows: int  # sequences at a time; 0 where an earlier run has left nothing to do
     room: int  # tokens of the longest, new ones included
 
-    def run(self, engine: Engine, ranks: Ranks) -> None:
-        """Do it on all ranks; the first one prints."""
+    def run(self, engine: Engine | None, ranks: Ranks) -> None:
+        """Do it on all ranks; the first one prints. There is no engine where there are no rows."""

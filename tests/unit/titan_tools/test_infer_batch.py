@@ -178,8 +178,22 @@ def test_lines_in_another_order_are_put_in_order_and_nothing_is_made_again(titan
     out.symlink_to(real)
     code, told, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--json")
     assert code == 0 and json.loads(told)["results"] == read(whole.decode())
-    assert json.loads(told)["stats"]["ttft_ms"] is None and "5 of 5 prompts" in talk
+    assert json.loads(told)["stats"]["ttft_ms"] is None and "all results are in" in talk
     assert out.is_symlink() and real.read_bytes() == whole and real.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_where_all_results_are_there_nothing_is_loaded(titan, hf, place, whole, untouched, tp):
+    out = place / "out.jsonl"
+    out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
+    argv = ("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--tp", tp)
+    code, told, talk = titan(*argv)
+    assert (code, told, talk) == (0, "", f"all results are in {out} already: nothing to do\n")
+    assert out.read_bytes() == whole
+    code, told, talk = titan(*argv, "--json")
+    stats = json.loads(told)["stats"]
+    assert code == 0 and json.loads(told)["results"] == read(whole.decode())
+    assert stats["tp"] == tp and stats["tokens_per_sec"] is stats["ttft_ms"] is None
 
 
 def test_a_batch_may_have_grown_since(titan, hf, place, whole):

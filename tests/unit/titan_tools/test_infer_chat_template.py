@@ -1,6 +1,7 @@
 """Chat templates: rendered and encoded as transformers does, safe from what messages say and from hostile templates."""
 
 import json
+from datetime import datetime
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -342,6 +343,12 @@ def test_broken_and_hostile_templates(source, told):
     with pytest.raises(CheckpointError) as caught:
         ChatTemplate(source, {}, "t.jinja").render(said(("user", "a")))
     assert told in caught.value.message and "--prompt without --chat" in caught.value.hint
+
+
+def test_a_template_is_told_the_requests_time():
+    moment = datetime(1999, 12, 31, 23, 59)
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, moment=moment)
+    assert template.render(said(("user", "a"))) == "31 Dec 1999" and template.tells_time
 
 
 def test_a_template_that_writes_too_much_is_told(monkeypatch):

@@ -1,6 +1,7 @@
 """What was asked reaches started ranks as it was, whatever it is: every field, through a file."""
 
 from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
 
 from hypothesis import given
@@ -22,6 +23,7 @@ by_type = {
     int | None: st.none() | numbers,
     tuple[str, ...]: st.lists(texts, max_size=3).map(tuple),
     float: st.floats(allow_nan=False),
+    datetime: st.datetimes(),
     float | None: st.none() | st.floats(allow_nan=False),
 }
 

@@ -4,7 +4,6 @@ Prompts are taken up in the file's order, not the longest first: results then le
 as each prompt goes through the model by itself, lengths that are alike would save nothing.
 """
 
-import os
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import Line, read_batch, shown
 from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
-from titan_tools.infer.tasks.results_file import Key, check_place, check_results
+from titan_tools.infer.tasks.results_file import Key, all_there, check_place, is_complete
 from titan_tools.infer.tasks.say import rows_of, settings_of
 from titan_tools.infer.tasks.sinks import Sink, open_sink
 from titan_tools.infer.text.prompts import Prompt
@@ -57,7 +56,7 @@ class Batch:
     rows: int
     room: int
 
-    def run(self, engine: Engine, ranks: Ranks) -> None:
+    def run(self, engine: Engine | None, ranks: Ranks) -> None:
         samples = self.settings.samples
         with self._open_sink() if ranks.is_first else nullcontext() as sink:
             # Told by one rank to all: the file changes while they run, and each must make the same calls.
@@ -66,8 +65,9 @@ class Batch:
                 self._tell_beforehand(missing)
             timings, started = Timings(), perf_counter()
             prompts = (self.asked[i].prompt() for i in missing)
+            completions = generate(engine, prompts, self.settings, self.work.vocabulary, timings=timings)
             with self._bar(len(missing) * samples, ranks) as advance:
-                for completion in generate(engine, prompts, self.settings, self.work.vocabulary, timings=timings):
+                for completion in completions if missing else ():
                     key = (completion.prompt.id, completion.sample)
                     if ranks.is_first and key not in sink:
                         sink.append(key, result_of(completion, samples=samples))
@@ -90,7 +90,9 @@ class Batch:
         if lost := [one for one in self.asked if one.lost]:
             first = f"(id {lost[0].id!r}: {lost[0].lost})"
             note(f"--truncate left: the beginning of {count(len(lost), 'prompt')} is left out {first}")
-        if num_done := len(self.asked) - len(missing):
+        if not missing:
+            note(all_there(self.request.out))
+        elif num_done := len(self.asked) - len(missing):
             note(f"{num_done:,} of {count(len(self.asked), 'prompt')} are in {self.request.out} already: skipped")
 
     def _bar(self, num: int, ranks: Ranks) -> AbstractContextManager[Callable[[], None]]:
@@ -123,9 +125,8 @@ def prepare_batch(work: Work) -> Batch:
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
     settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
     keys = [(one.id, sample) for one in asked for sample in range(settings.samples)]
-    if request.out is not None and os.environ.get("RANK", "0") == "0":
-        check_results(request.out, keys, _comparison(asked, settings))
-    return Batch(request, work, asked, keys, settings, rows_of(request, len(keys)), longest)
+    is_done = is_complete(request.out, keys, _comparison(asked, settings))
+    return Batch(request, work, asked, keys, settings, 0 if is_done else rows_of(request, len(keys)), longest)
 
 
 def _prompt_of(line: Line, work: Work) -> Prompt:

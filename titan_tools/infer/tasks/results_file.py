@@ -18,6 +18,7 @@ from typing import Any
 from converters.commit import fsync
 from converters.errors import ConfigError, list_offenders
 from converters.names import TEMPORARY_PREFIX
+from titan_tools.launch import inside_launch
 
 _LINE_START = b'{"id"'  # of every line that we write
 Key = tuple[str | int, int]  # a prompt's id, and which of its samples
@@ -116,15 +117,26 @@ def check_place(path: Path, *, batch: Path) -> None:
         raise ConfigError(f"{name} cannot be written: {error.strerror}") from None
 
 
-def check_results(path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> None:
-    """Raise ConfigError where an OUT that is there already cannot be gone on with; see `open_results`."""
-    if path.exists():
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _lock(descriptor, path, fcntl.LOCK_SH)
-            _read(descriptor, path, keys, differs)
-        finally:
-            os.close(descriptor)
+def is_complete(path: Path | None, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> bool:
+    """Whether OUT, if there is one, holds the results of all `keys`, so that no weights are needed.
+
+    Raises ConfigError where it cannot be gone on with; see `open_results`. In a launch only the first rank looks, since
+    it will write; and it says no, since the others wait for it.
+    """
+    if path is None or not path.exists() or os.environ.get("RANK", "0") != "0":
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, path, fcntl.LOCK_SH)
+        places, _ = _read(descriptor, path, keys, differs)
+    finally:
+        os.close(descriptor)
+    return len(places) == len(keys) and not inside_launch()
+
+
+def all_there(path: Path) -> str:
+    """What is told where `is_complete`."""
+    return f"all results are in {path} already: nothing to do"
 
 
 def open_results(path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> ResultsFile:

@@ -5,7 +5,6 @@ score. One longer than the model's context goes through in windows, see likeliho
 """
 
 import math
-import os
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, stats_of
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import Line, read_batch
-from titan_tools.infer.tasks.results_file import Key, check_place, check_results
+from titan_tools.infer.tasks.results_file import Key, all_there, check_place, is_complete
 from titan_tools.infer.tasks.sinks import Sink, open_sink
 
 
@@ -84,14 +83,16 @@ class Scoring:
     rows: int
     room: int
 
-    def run(self, engine: Engine, ranks: Ranks) -> None:
+    def run(self, engine: Engine | None, ranks: Ranks) -> None:
         request = self.work.request
         likelihood = Likelihood(engine, context=self.context, vocab_size=self.work.args.vocab_size)
         before = _Before(self.texts, with_logprobs=request.logprobs is not None)
         with self._open_sink(before) if ranks.is_first else nullcontext() as sink:
             # Told by one rank to all: the file changes while they run, and each must make the same calls.
             missing = ranks.share([i for i, text in enumerate(self.texts) if (text.id, 0) not in before.sums])
-            if ranks.is_first and before.sums:
+            if ranks.is_first and not missing:
+                note(all_there(request.out))
+            elif ranks.is_first and before.sums:
                 note(f"{len(before.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
             now, started = Sum(), perf_counter()
             with self._bar(missing, ranks) as advance:
@@ -177,8 +178,10 @@ def prepare_score(work: Work) -> Scoring:
         texts = [text_of(work, id="0", prompt=request.text)]
     else:
         texts = _read_texts(work)
+    before = _Before(texts, with_logprobs=request.logprobs is not None)
+    is_done = is_complete(request.out, _keys(texts), before.differs)
     room = min(context, max(len(text.tokens) for text in texts) - 1)
-    return Scoring(work, texts, context, rows=1, room=room)
+    return Scoring(work, texts, context, rows=0 if is_done else 1, room=room)
 
 
 def _read_texts(work: Work) -> list[Text]:
@@ -192,10 +195,7 @@ def _read_texts(work: Work) -> list[Text]:
 
     if request.out is not None:
         check_place(request.out, batch=request.batch)
-    texts = read_batch(request.batch, take, keys=("prompt", "completion"))
-    if request.out is not None and os.environ.get("RANK", "0") == "0":
-        check_results(request.out, _keys(texts), _Before(texts, with_logprobs=request.logprobs is not None).differs)
-    return texts
+    return read_batch(request.batch, take, keys=("prompt", "completion"))
 
 
 def _keys(texts: Sequence[Text]) -> list[Key]:

@@ -5,7 +5,8 @@ What a message says is text, whatever it says: only the template's own special t
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _Encode = Callable[[str], list[int]]
 
 _JINJA, _PROCESSOR, _SPECIAL_MAP = "chat_template.jinja", "chat_template.json", "special_tokens_map.json"
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_NOW = "strftime_now"  # as templates call it
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)  # Unicode promises never to give these a meaning
 
 # How Meta's own code writes messages for Llama 3 (llama-models, models/llama3/chat_format.py), whose releases bring no
@@ -40,11 +42,17 @@ _LLAMA3_HEADERS = """\
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A Jinja template, the special tokens that it may name, and where it came from."""
+    """A Jinja template, the special tokens that it may name, where it came from, and what time it is to it."""
 
     source: str
     special_tokens: Mapping[str, str]
     where: str = "memory"
+    moment: datetime = field(default_factory=datetime.now)
+
+    @property
+    def tells_time(self) -> bool:
+        """Whether what it writes may be something else on another day."""
+        return _NOW in self.source
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of `messages`; `answer`: with the beginning of the model's next one.
@@ -62,6 +70,7 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
         names = {
             **self.special_tokens,
+            _NOW: self.moment.strftime,
             "messages": [dict(message) for message in messages],
             "tools": None,
             "documents": None,

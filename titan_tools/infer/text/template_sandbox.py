@@ -10,7 +10,6 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -69,7 +68,7 @@ def _compiled(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
+    environment.globals.update(raise_exception=_refuse, dict=_Dict(), namespace=_Namespace)
     return environment.from_string(source)
 
 
@@ -96,10 +95,6 @@ def _to_json(
 
 def _refuse(message: str) -> None:
     raise Refusal(str(message))
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
 
 
 class _Dict:
