@@ -11,6 +11,7 @@ import torch
 from converters.convert import convert
 from tests.tiny_llama import BOS, write_llama, write_meta
 from titan_tools.infer import run as infer_run
+from titan_tools.infer.tasks import say
 
 PROMPT = "def main("
 SHORT = ("--prompt", PROMPT, "--max-new-tokens", "12")
@@ -118,12 +119,37 @@ def test_new_tokens_stop_at_the_context_by_themselves(titan, hf):
 
 
 def test_stop_tokens_come_from_the_generation_config(titan, hf, broken):
-    free = tokens(titan("infer", hf, *SHORT, "--json")[1])
+    (whole,) = json.loads(titan("infer", hf, *SHORT, "--json")[1])["results"]
+    free, end = whole["tokens"], whole["tokens"].index(ord("z") - ord("!"))  # where the answer says a z
     config = json.loads((broken / "generation_config.json").read_text())
-    (broken / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [257, free[4]]}))
-    _, out, _ = titan("infer", broken, *SHORT, "--json")
-    (result,) = json.loads(out)["results"]
-    assert result["tokens"] == free[: free.index(free[4]) + 1] and result["finish_reason"] == "stop"
+    (broken / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [257, free[end]]}))
+    (result,) = json.loads(titan("infer", broken, *SHORT, "--json")[1])["results"]
+    assert result["tokens"] == free[: end + 1] and result["finish_reason"] == "stop"
+    assert result["text"] == whole["text"].partition("z")[0]
+    just_enough = ("--prompt", PROMPT, "--max-new-tokens", end + 1, "--json")
+    assert json.loads(titan("infer", broken, *just_enough)[1])["results"] == [result]  # both ends: it had said all
+    (result,) = json.loads(titan("infer", broken, *SHORT, "--json", "--ignore-eos")[1])["results"]
+    assert result == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "of_config", "end"),
+    [(("--stop", "\x14", "--stop", "z"), None, "z"), ((), ["\x14"], "\x14"), (("--stop", "z"), "\x14", "z")],
+    ids=["options", "generation config", "both"],
+)
+def test_an_answer_ends_before_a_stop_string(titan, hf, broken, monkeypatch, options, of_config, end):
+    """And is shown in pieces, as it comes."""
+    (whole,) = json.loads(titan("infer", hf, *SHORT, "--json")[1])["results"]
+    config = json.loads((broken / "generation_config.json").read_text())
+    (broken / "generation_config.json").write_text(json.dumps(config | {"stop_strings": of_config}))
+    (result,) = json.loads(titan("infer", broken, *SHORT, *options, "--json", "--logprobs", "0")[1])["results"]
+    assert (result["text"], result["finish_reason"]) == (whole["text"].partition(end)[0], "stop")
+    at = whole["tokens"].index({"z": 89, "\x14": 208}[end])  # ids of the tiny tokenizer
+    assert result["tokens"] == whole["tokens"][: at + 1] and len(result["logprobs"]) == at + 1
+    pieces = []
+    monkeypatch.setattr(say, "stream", pieces.append)
+    titan("infer", broken, *SHORT, *options)
+    assert "".join(pieces) == result["text"] + "\n" and len(pieces) > 3
 
 
 def test_dtype_is_the_checkpoints_unless_said(titan, dcp, hf, tmp_path):
