@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 
 from converters.errors import CheckpointError, ConfigError
 from titan_tools.infer.text import template_sandbox
-from titan_tools.infer.text.chat_template import ChatTemplate, encode_chat, read_template, turn_end_ids
+from titan_tools.infer.text.chat_template import ChatTemplate, read_template
+from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
 from trainer.data.tokenizer import load_tokenizer
 
 CHATML = """\

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from converters.errors import ConfigError
-from titan_tools.infer.text.chat_template import ChatTemplate, encode_chat
+from titan_tools.infer.text.chat_template import ChatTemplate
+from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
 from trainer.data.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from converters.errors import ConfigError
 from titan_tools.console import count
 from titan_tools.infer.task import Work
-from titan_tools.infer.text.chat_template import encode_chat
+from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, what_is_missing
 from trainer.data.tokenizer import Tokenizer
 

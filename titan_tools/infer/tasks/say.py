@@ -14,7 +14,7 @@ from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.make_prompt import make_prompt, new_tokens_that_fit, notes_on
 from titan_tools.infer.tasks.sinks import InOrder
-from titan_tools.infer.text.chat_template import turn_end_ids
+from titan_tools.infer.text.chat_tokens import turn_end_ids
 from titan_tools.infer.text.prompts import Prompt
 
 _ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
