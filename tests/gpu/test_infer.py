@@ -15,6 +15,7 @@ from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, generate
 from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.decoding.split_keys import can_split
 from titan_tools.infer.model.quantize import quantize
 from titan_tools.infer.text.prompts import Prompt
 
@@ -112,6 +113,39 @@ def test_logits_of_decode_steps_are_those_of_one_pass(reference, folder, engine,
     assert_close(found, exact, cosine=0.99 if dtype == torch.bfloat16 else 0.99999)
     if dtype == torch.float32:
         assert (found - exact).abs().max() < 2e-3 * exact.std()
+
+
+def test_keys_are_split_where_flash_attention_is():
+    is_ampere_or_newer = torch.cuda.get_device_capability(GPU) >= (8, 0) and torch.version.hip is None
+    assert [can_split(GPU, torch.bfloat16, dim) for dim in (64, 128, 256)] == [is_ampere_or_newer] * 3
+    assert not can_split(GPU, torch.float32, 128) and not can_split(GPU, torch.bfloat16, 36)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_ragged_rows_with_split_keys_are_those_with_masked_ones(folder, monkeypatch, compile):
+    model, prompts = load(folder, dtype=torch.bfloat16, device=GPU), [tokens_of(n, seed=n) for n in (3, 250, 700)]
+    found = []
+    for splits in (False, True):
+        monkeypatch.setattr(engine_file, "can_split", lambda *_, splits=splits: splits)
+        engine = Engine(model, rows=5, room=900, compile=compile)
+        for row, prompt in enumerate(prompts):
+            engine.prefill(row, prompt)
+        found.append(torch.cat([engine.decode([token] * 3) for token in tokens_of(20)]).cpu())
+    assert_close(found[1], found[0], cosine=0.999)
+
+
+def test_every_shape_more_takes_little_memory(folder):
+    """A stream for each would have a workspace of 32 MiB for each."""
+    engine = Engine(load(folder, dtype=torch.bfloat16, device=GPU), rows=4, room=1100)
+    held = []
+    for num in (1, 2, 3):
+        for length in (10, 300, 600, 1030):
+            for row in range(num):
+                engine.prefill(row, tokens_of(length))
+            engine.decode([1] * num)
+            held.append(torch.cuda.memory_allocated(GPU))
+    assert len(engine._static._steps) == 12
+    assert held[-1] - held[0] < 32 << 20
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -5,12 +5,15 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.tiny_families import write_tiny
-from tests.tiny_infer import load
+from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
+from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import compiled, graphs
 from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding import split_keys as split_keys_file
 from titan_tools.infer.decoding.engine import Engine
 
 VOCAB_SIZE = 97
@@ -31,18 +34,51 @@ def short_shapes(monkeypatch):
     monkeypatch.setattr(graphs, "SHORTEST", 16)
 
 
+def flash_attention(q_BNH, keys, values, first_query, first_key, most_q, most_k, dropout, is_causal, _, *, seqused_k):
+    """What torch.ops.aten._flash_attention_forward is on a GPU for sequences packed behind each other."""
+    assert first_query.tolist() == [*range(len(q_BNH) + 1)] and (most_q, dropout, is_causal) == (1, 0, False)
+    assert {first_query.dtype, first_key.dtype, seqused_k.dtype} == {torch.int32}
+    out = []
+    for q_NH, start, num, end in zip(q_BNH, first_key, seqused_k, first_key[1:], strict=False):
+        assert 0 < num <= min(most_k, end - start)
+        seen = (kept[start : start + num].transpose(0, 1)[None] for kept in (keys, values))
+        out.append(F.scaled_dot_product_attention(q_NH[None, :, None], *seen, enable_gqa=True)[0, :, 0])
+    return torch.stack(out), None
+
+
+@pytest.fixture
+def split_keys(monkeypatch):
+    """Attention as on a GPU, over a cache that lies as there. The list tells for each call whether keys were copied."""
+    memory, copied = set(), []
+
+    def attend(q_BNH, keys, values, *others, **named):
+        copied.append(not memory.issuperset((keys.data_ptr(), values.data_ptr())))
+        return flash_attention(q_BNH, keys, values, *others, **named)
+
+    def token_by_token(rows, num_kv_heads, room, head_dim, dtype, _):
+        kept = torch.zeros(rows, room, num_kv_heads, head_dim, dtype=dtype)
+        memory.add(kept.data_ptr())
+        return kept.transpose(1, 2)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
+    monkeypatch.setattr(cache_file, "_zeros", token_by_token)
+    monkeypatch.setattr(engine_file, "can_split", lambda *_: True)
+    return copied
+
+
 def one_pass(reference, tokens):
     """Logits [L, V] of `tokens`."""
     with torch.inference_mode():
         return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("how", ["dynamic", "static", "compiled"])
-def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how):
+@pytest.mark.parametrize("how", ["dynamic", "static", "split", "compiled"])
+def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how, request):
     """Rows begin, go on, are taken up behind what they hold, copied and cut, as many at work as may be."""
     reference, model = pair
-    modes = {"dynamic": {"static": False}, "static": {"static": True}, "compiled": {"compile": True}}
-    engine = Engine(model, rows=5, room=ROOM, **modes[how], backend="aot_eager")
+    copied = request.getfixturevalue("split_keys") if how == "split" else []
+    modes = {"dynamic": {"static": False}, "compiled": {"compile": True}}.get(how, {"static": True})
+    engine = Engine(model, rows=5, room=ROOM, **modes, backend="aot_eager")
     draw = random.Random(1)
     expected, furthest, num_steps = [[] for _ in range(5)], 0, {"decode": 0, "prefill": 0, "copy": 0}
 
@@ -77,6 +113,20 @@ def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes,
         assert engine.held == expected
     assert furthest < 1e-4
     assert one_pass(reference, list(range(50))).std() > 0.5  # the bound above means something
+    assert bool(copied) == (how == "split") and not any(copied)
+
+
+def test_splitting_keys_is_tried_before_it_is_used(monkeypatch):
+    """The operator is private to torch: one that sees a key too many, or too few, is not for us."""
+    for off in (0, 1, -1):
+
+        def attend(*given, off=off, seqused_k):
+            return flash_attention(*given, seqused_k=seqused_k + off)
+
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
+        found = [split_keys_file._is_right(CPU, torch.bfloat16, 16, num_heads=num) for num in (2, 8)]
+        assert found == [off == 0] * 2
+    assert not split_keys_file.can_split(CPU, torch.bfloat16, 16)
 
 
 def test_a_sequence_grows_through_the_fixed_shapes(pair, short_shapes):

@@ -74,19 +74,28 @@ class Decode:
         return _attend_one(q_BLNH, keys, values, self.bias_B11T)
 
 
+class Seen(Protocol):
+    """Which keys the rows of a static step look at, and how."""
+
+    def begin(self, positions_B1: Tensor) -> None:
+        """What is the same for all layers; `positions_B1` of the new tokens, whose keys lie in the cache by then."""
+
+    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
+        """Attention over a layer's cache, of which all rows and tokens are given: out_B1NH."""
+
+
 class StaticDecode:
-    """One new token for each of the first `num` rows over their first `length` keys: the same shapes at every length.
+    """One new token for each of the first `num` rows, which looks at `seen`: the same shapes at every length.
 
     What changes from step to step lies in tensors that stay where they are, so a CUDA graph can be made of a step.
     """
 
-    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
-        self.num, self.length, self.dtype = num, length, dtype
+    def __init__(self, *, num: int, seen: Seen, device: torch.device):
+        self.num, self.seen = num, seen
         self.inputs_2B = torch.zeros(2, num, dtype=torch.int64, device=device)
         self.tokens, self.positions = self.inputs_2B.unsqueeze(-1)  # [B, 1] each
         self.at_B = self.inputs_2B[1]
-        self.rows, self.columns = torch.arange(num, device=device), torch.arange(length, device=device)
-        self.bias_B11T: Tensor | None = None
+        self.rows = torch.arange(num, device=device)
 
     def fill(self, tokens: Sequence[int], lengths: Sequence[int]) -> None:
         """Take the next token of the first rows. Rows past them do as if they began: only their first key is lost."""
@@ -95,13 +104,28 @@ class StaticDecode:
 
     def begin(self) -> None:
         """What is the same for all layers; part of the graph."""
-        self.bias_B11T = _bias(self.positions, self.columns, self.dtype)[:, None, None]
+        self.seen.begin(self.positions)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         keys_RKTH[self.rows, :, self.at_B] = k_BLKH[:, 0]
         values_RKTH[self.rows, :, self.at_B] = v_BLKH[:, 0]
+        return self.seen.attend(q_BLNH, keys_RKTH, values_RKTH)
+
+
+class MaskedKeys:
+    """What a static step of `num` rows looks at: the first `length` tokens of each, less what lies past its own."""
+
+    def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
+        self.num, self.length, self.dtype = num, length, dtype
+        self.columns = torch.arange(length, device=device)
+        self.bias_B11T: Tensor | None = None
+
+    def begin(self, positions_B1: Tensor) -> None:
+        self.bias_B11T = _bias(positions_B1, self.columns, self.dtype)[:, None, None]
+
+    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
         keys, values = keys_RKTH[: self.num, :, : self.length], values_RKTH[: self.num, :, : self.length]
-        return _attend_one(q_BLNH, keys, values, self.bias_B11T)
+        return _attend_one(q_B1NH, keys, values, self.bias_B11T)
 
 
 def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11T: Tensor | None) -> Tensor:
@@ -160,18 +184,19 @@ def attach_cache(
     cache = KVCache(rows=rows, room=room)
     for layer in model.layers.values():
         attention = layer.attention
-        shape = (rows, num_kv_heads, room, attention.head_dim)
-        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
+        keys, values = (_zeros(rows, num_kv_heads, room, attention.head_dim, dtype, device) for _ in range(2))
         attention.inner_attention = CachedAttention(cache, keys, values)
         cache.layers.append((keys, values))
     return cache
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros and not what lies there, because a masked key still counts 0 times its value, and 0 × NaN is NaN.
+def _zeros(rows: int, num_kv_heads: int, room: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [R, K, T, H] and not what lies there: a masked key still counts 0 times its value, and 0 × NaN is NaN.
 
-    On a CPU they are the system's own: memory is taken as tokens come, not for all that there is room for.
+    On a GPU token by token, as its kernels take them. On a CPU head by head, and the system's own: memory is taken as
+    tokens come, not for all that there is room for.
     """
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(rows, room, num_kv_heads, head_dim, dtype=dtype, device=device).transpose(1, 2)
+    shape = (rows, num_kv_heads, room, head_dim)
     return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from titan_tools.infer.decoding.cache import Decode, Prefill, StaticDecode, Step, attach_cache, attention_kernels
 from titan_tools.infer.decoding.compiled import compiled_body, compiled_module
 from titan_tools.infer.decoding.graphs import StaticDecoder
+from titan_tools.infer.decoding.split_keys import can_split
 from titan_tools.infer.model.load import SlicedModel
 
 PREFILL_TOKENS = 2048  # of one pass; a longer prompt goes through in pieces, so that its activations stay bounded
@@ -38,8 +39,8 @@ class Engine:
         """
         self.model, self.rows, self.room = model, rows, room
         self.held: list[list[int]] = [[] for _ in range(rows)]
-        heads_dim = model.num_kv_heads * model.body.layers["0"].attention.head_dim
-        self.bytes_per_cached_token = 2 * len(model.body.layers) * heads_dim * model.dtype.itemsize
+        head_dim = model.body.layers["0"].attention.head_dim
+        self.bytes_per_cached_token = 2 * len(model.body.layers) * model.num_kv_heads * head_dim * model.dtype.itemsize
         self._cache = attach_cache(
             model.body,
             rows=rows,
@@ -51,7 +52,14 @@ class Engine:
         on_gpu = model.device.type == "cuda"
         self._static = None
         if compile or (on_gpu if static is None else static):
-            self._static = StaticDecoder(self._static_logits, self._cache, model.device, model.dtype, records=on_gpu)
+            self._static = StaticDecoder(
+                self._static_logits,
+                self._cache,
+                model.device,
+                model.dtype,
+                records=on_gpu,
+                splits=can_split(model.device, model.dtype, head_dim),
+            )
         self._decoding_body, self._decoding_head = model.body, model.head
         if compile:
             self._decoding_body = compiled_body(model.body, backend=backend)

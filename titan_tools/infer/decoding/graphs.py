@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from titan_tools.infer.decoding.cache import KVCache, StaticDecode
+from titan_tools.infer.decoding.cache import KVCache, MaskedKeys, StaticDecode
+from titan_tools.infer.decoding.split_keys import SplitKeys
 
 SHORTEST = 256  # keys that a step looks at, at least; then powers of two
 _WARM_UP_RUNS = 2  # as torch's docs ask before a capture; the first one also compiles
 
 
 class StaticDecoder:
-    """Runs `forward`, which makes a step's logits [B, V]; `records`: as CUDA graphs.
+    """Runs `forward`, which makes a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
 
     Rows and keys are padded to the next power of two, so that there are few shapes to record.
     """
@@ -25,10 +26,13 @@ class StaticDecoder:
         dtype: torch.dtype,
         *,
         records: bool,
+        splits: bool,
     ):
         self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
         self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
-        self._records = records
+        self._records, self._splits = records, splits
+        # One for all: each stream that multiplies matrices has a workspace of its own, 32 MiB on an H100
+        self._stream = torch.cuda.Stream(device) if records else None
         self._memory = torch.cuda.graph_pool_handle() if records else None  # one for all: they never run at once
 
     def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -42,10 +46,15 @@ class StaticDecoder:
         num = power_of_two(len(lengths), self._cache.rows)
         length = power_of_two(max(*lengths, SHORTEST - 1) + 1, self._cache.room)
         if (num, length) not in self._steps:
-            step = StaticDecode(num=num, length=length, device=self._device, dtype=self._dtype)
+            step = StaticDecode(num=num, seen=self._seen(num, length), device=self._device)
             step.fill([0] * len(lengths), lengths)  # trial runs write only keys that the step itself will write again
             self._steps[num, length] = step, self._made(step)
         return self._steps[num, length]
+
+    def _seen(self, num: int, length: int) -> MaskedKeys | SplitKeys:
+        if self._splits:
+            return SplitKeys(num=num, length=length, room=self._cache.room, device=self._device)
+        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
 
     def _made(self, step: StaticDecode) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -55,15 +64,14 @@ class StaticDecoder:
         if not self._records:
             run()  # compiles, where that is asked for
             return run
-        aside = torch.cuda.Stream(self._device)
-        aside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(aside):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_RUNS):
                 run()
-        torch.cuda.current_stream(self._device).wait_stream(aside)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog is a thread that may ask CUDA things in the meantime
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             logits_BV = run()
 
         def replay() -> Tensor:
