@@ -211,6 +211,35 @@ def separately(model, prompt, n, sample, settings):
     return tokens[len(prompt) :]
 
 
+def test_the_time_of_a_run_is_told_apart(llama, monkeypatch):
+    """To a first token, in decode steps, and in what prepares them: by a clock that only the engine moves on."""
+    now = 0
+
+    class Clocked(Engine):
+        def _goes_by(self, secs):
+            nonlocal now
+            now += secs
+
+        def prefill(self, row, tokens, *, keep=0):
+            self._goes_by(1000)
+            return super().prefill(row, tokens, keep=keep)
+
+        def prepare_decode(self, num):
+            self._goes_by(100)
+            super().prepare_decode(num)
+
+        def decode(self, tokens):
+            self._goes_by(len(tokens))
+            return super().decode(tokens)
+
+    monkeypatch.setattr(generate_file, "perf_counter", lambda: now)
+    timings, prompts = Timings(), ragged(3, 9)
+    run(Clocked(llama[1], rows=2, room=32), prompts, timings=timings, max_new_tokens=5)
+    assert timings.first_token_secs == [1000] * 3
+    assert (timings.num_decode_steps, timings.num_decoded) == (8, 12)
+    assert (timings.prepare_secs, timings.decode_secs) == (800, 12)
+
+
 def test_the_repetition_penalty_is_transformers(llama):
     """Of prompt and new tokens alike, in every row by itself."""
     reference, model = llama
