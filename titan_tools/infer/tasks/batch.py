@@ -4,7 +4,6 @@ Prompts are taken up in the file's order, not the longest first: results then le
 as each prompt goes through the model by itself, lengths that are alike would save nothing.
 """
 
-import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,18 +13,18 @@ from time import perf_counter
 from typing import Any
 
 from converters.errors import ConfigError
-from titan_tools.console import count, note, tally
+from titan_tools.console import count, note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, Timings, generate
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
-from titan_tools.infer.tasks.batch_lines import Line, read_batch, shown
+from titan_tools.infer.tasks.batch_lines import Line, read_lines, shown
 from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
-from titan_tools.infer.tasks.results_file import Key, all_there, check_place, is_complete
+from titan_tools.infer.tasks.results_file import Key, all_there, is_complete
 from titan_tools.infer.tasks.say import rows_of, settings_of
-from titan_tools.infer.tasks.sinks import Sink, open_sink
+from titan_tools.infer.tasks.sinks import Sink, bar, open_sink
 from titan_tools.infer.text.prompts import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -66,7 +65,7 @@ class Batch:
             timings, started = Timings(), perf_counter()
             prompts = (self.asked[i].prompt() for i in missing)
             completions = generate(engine, prompts, self.settings, self.work.vocabulary, timings=timings)
-            with self._bar(len(missing) * samples, ranks) as advance:
+            with bar(self.request, ranks, len(missing) * samples, "generating") as advance:
                 for completion in completions if missing else ():
                     key = (completion.prompt.id, completion.sample)
                     if ranks.is_first and key not in sink:
@@ -95,12 +94,6 @@ class Batch:
         elif num_done := len(self.asked) - len(missing):
             note(f"{num_done:,} of {count(len(self.asked), 'prompt')} are in {self.request.out} already: skipped")
 
-    def _bar(self, num: int, ranks: Ranks) -> AbstractContextManager[Callable[[], None]]:
-        lines_pass = self.request.out is None and not self.request.as_json and sys.stdout.isatty()
-        if not ranks.is_first or lines_pass:
-            return nullcontext(lambda: None)
-        return tally(num, "generating")
-
 
 def prepare_batch(work: Work) -> Batch:
     """The prompts of `work.request.batch`, each of which must fit, and an OUT that can take their results.
@@ -108,8 +101,6 @@ def prepare_batch(work: Work) -> Batch:
     Raises DataError with all lines that are wrong, and ConfigError for what is wrong with OUT; nothing is written.
     """
     request, context = work.request, work.args.max_seq_len
-    if work.tp > 1 and not request.batch.is_file():
-        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
     longest = 0
 
     def take(line: Line) -> _Asked:
@@ -119,9 +110,7 @@ def prepare_batch(work: Work) -> Batch:
         longest = max(longest, len(prompt.tokens) + new)
         return _Asked(line.id, prompt.text, array("i", prompt.tokens), prompt.lost)
 
-    if request.out is not None:
-        check_place(request.out, batch=request.batch)
-    asked = read_batch(request.batch, take, keys=("prompt", "messages"))
+    asked = read_lines(work, take, keys=("prompt", "messages"))
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
     settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
     keys = [(one.id, sample) for one in asked for sample in range(settings.samples)]

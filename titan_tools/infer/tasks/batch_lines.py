@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from converters.errors import ConfigError, DataError, TitanError, in_words, list_offenders
+from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.results_file import check_place
 
 _ESCAPES = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -31,6 +33,19 @@ class Line:
         if not isinstance(self.values[key], str):
             raise ConfigError(f"{key!r} must be a string, not {shown(self.values[key])}")
         return self.values[key]
+
+
+def read_lines(work: Work, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:
+    """What `take` makes of each line of the batch that was asked for, once its results have a place; see `read_batch`.
+
+    Raises ConfigError also where they have none, and where not every rank can read it.
+    """
+    request = work.request
+    if work.tp > 1 and not request.batch.is_file():
+        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
+    if request.out is not None:
+        check_place(request.out, batch=request.batch)
+    return read_batch(request.batch, take, keys=keys)
 
 
 def read_batch(path: Path, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:

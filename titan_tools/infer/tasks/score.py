@@ -1,24 +1,23 @@
 """How likely a model finds texts: a table of one text or file, or a result for each line of a batch."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from converters.errors import ConfigError
-from titan_tools.console import count, note, table, tally
+from titan_tools.console import count, note, table
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Timings
 from titan_tools.infer.decoding.likelihood import Likelihood
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, stats_of
 from titan_tools.infer.task import Work
-from titan_tools.infer.tasks.batch_lines import Line, read_batch
-from titan_tools.infer.tasks.results_file import Key, all_there, check_place, is_complete
+from titan_tools.infer.tasks.batch_lines import Line, read_lines
+from titan_tools.infer.tasks.results_file import Key, all_there, is_complete
 from titan_tools.infer.tasks.score_text import Sum, Text, result_of_score, score, text_of
-from titan_tools.infer.tasks.sinks import Sink, open_sink
+from titan_tools.infer.tasks.sinks import Sink, bar, open_sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,8 @@ class Scoring:
             elif ranks.is_first and before.sums:
                 note(f"{len(before.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
             now, started = Sum(), perf_counter()
-            with self._bar(missing, ranks) as advance:
+            num_tokens = sum(len(self.texts[i].tokens) - self.texts[i].first for i in missing)
+            with bar(request, ranks, num_tokens, "scoring tokens") as advance:
                 for i in missing:
                     one = score(likelihood, self.texts[i], num_top=request.logprobs, advance=advance)
                     now += one.sum
@@ -64,13 +64,6 @@ class Scoring:
         if request.batch is None and not request.as_json:
             return nullcontext()
         return open_sink(request.out, _keys(self.texts), before.differs, as_json=request.as_json)
-
-    def _bar(self, missing: list[int], ranks: Ranks) -> AbstractContextManager[Callable[[int], None]]:
-        request = self.work.request
-        lines_pass = request.batch is not None and request.out is None and not request.as_json and sys.stdout.isatty()
-        if not ranks.is_first or lines_pass:
-            return nullcontext(lambda num: None)
-        return tally(sum(len(self.texts[i].tokens) - self.texts[i].first for i in missing), "scoring tokens")
 
     def _tell(self, total: dict[str, Any]) -> None:
         """The sum of all texts, on stdout where no results went there; an object holds it in its stats."""
@@ -132,17 +125,11 @@ def prepare_score(work: Work) -> Scoring:
 
 
 def _read_texts(work: Work) -> list[Text]:
-    request = work.request
-    if work.tp > 1 and not request.batch.is_file():
-        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
-
     def take(line: Line) -> Text:
         completion = line.text("completion") if "completion" in line.values else None
         return text_of(work, id=line.id, prompt=line.text("prompt"), completion=completion)
 
-    if request.out is not None:
-        check_place(request.out, batch=request.batch)
-    return read_batch(request.batch, take, keys=("prompt", "completion"))
+    return read_lines(work, take, keys=("prompt", "completion"))
 
 
 def _keys(texts: Sequence[Text]) -> list[Key]:

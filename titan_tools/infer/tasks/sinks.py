@@ -1,11 +1,14 @@
 """Where the results of a batch go: OUT, lines on standard output, or one JSON object."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_tools.console import json_text, print_json, stream
+from titan_tools.console import json_text, print_json, stream, tally
+from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.results_file import Key, ResultsFile, open_results
 
 
@@ -36,6 +39,14 @@ def open_sink(
         return
     with open_results(out, keys, differs) as file:
         yield _File(file, as_json=as_json)
+
+
+def bar(request: Request, ranks: Ranks, total: int, what: str) -> AbstractContextManager[Callable[..., None]]:
+    """A bar of `total` things (see `tally`) on the first rank's terminal, unless results pass there as lines."""
+    lines_pass = request.batch and not request.out and not request.as_json and sys.stdout.isatty()
+    if not ranks.is_first or lines_pass:
+        return nullcontext(lambda num=1: None)
+    return tally(total, what)
 
 
 class InOrder:
