@@ -18,7 +18,6 @@ from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, Timings, generate
 from titan_tools.infer.ranks import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
-from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import Line, read_lines, shown
 from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
@@ -31,15 +30,15 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A prompt that waits. Its tokens take 4 bytes each; in a list they would take 36."""
+class _CompactPrompt:
+    """A prompt until its turn comes. Its tokens take 4 bytes each; in a list they would take 36."""
 
     id: str | int
     text: str
     tokens: array
     lost: str
 
-    def prompt(self) -> Prompt:
+    def unpack(self) -> Prompt:
         return Prompt(self.id, self.text, self.tokens.tolist())
 
 
@@ -47,9 +46,8 @@ class _Asked:
 class Batch:
     """A task; see task.py."""
 
-    request: Request
     work: Work
-    asked: list[_Asked]
+    prompts: list[_CompactPrompt]
     keys: list[Key]  # of all results, in their order
     settings: Settings
     rows: int
@@ -63,9 +61,9 @@ class Batch:
             if ranks.is_first:
                 self._tell_beforehand(missing)
             timings, started = Timings(), perf_counter()
-            prompts = (self.asked[i].prompt() for i in missing)
-            completions = generate(engine, prompts, self.settings, self.work.vocabulary, timings=timings)
-            with bar(self.request, ranks, len(missing) * samples, "generating") as advance:
+            waiting = (self.prompts[i].unpack() for i in missing)
+            completions = generate(engine, waiting, self.settings, self.work.vocabulary, timings=timings)
+            with bar(self.work.request, ranks, len(missing) * samples, "generating") as advance:
                 for completion in completions if missing else ():
                     key = (completion.prompt.id, completion.sample)
                     if ranks.is_first and key not in sink:
@@ -74,25 +72,26 @@ class Batch:
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
             if ranks.is_first:
                 sink.finish(stats)
-                if missing and not self.request.as_json:
+                if missing and not self.work.request.as_json:
                     note(describe(stats, num=len(missing) * samples))
 
     def _open_sink(self) -> AbstractContextManager[Sink]:
-        request = self.request
-        return open_sink(request.out, self.keys, _comparison(self.asked, self.settings), as_json=request.as_json)
+        request = self.work.request
+        return open_sink(request.out, self.keys, _comparison(self.prompts, self.settings), as_json=request.as_json)
 
     def _missing(self, sink: Sink) -> list[int]:
         samples = range(self.settings.samples)
-        return [i for i, one in enumerate(self.asked) if not all((one.id, sample) in sink for sample in samples)]
+        return [i for i, one in enumerate(self.prompts) if not all((one.id, sample) in sink for sample in samples)]
 
     def _tell_beforehand(self, missing: list[int]) -> None:
-        if lost := [one for one in self.asked if one.lost]:
+        out = self.work.request.out
+        if lost := [one for one in self.prompts if one.lost]:
             first = f"(id {lost[0].id!r}: {lost[0].lost})"
             note(f"--truncate left: the beginning of {count(len(lost), 'prompt')} is left out {first}")
         if not missing:
-            note(all_there(self.request.out))
-        elif num_done := len(self.asked) - len(missing):
-            note(f"{num_done:,} of {count(len(self.asked), 'prompt')} are in {self.request.out} already: skipped")
+            note(all_there(out))
+        elif num_done := len(self.prompts) - len(missing):
+            note(f"{num_done:,} of {count(len(self.prompts), 'prompt')} are in {out} already: skipped")
 
 
 def prepare_batch(work: Work) -> Batch:
@@ -103,19 +102,19 @@ def prepare_batch(work: Work) -> Batch:
     request, context = work.request, work.args.max_seq_len
     longest = 0
 
-    def take(line: Line) -> _Asked:
+    def take(line: Line) -> _CompactPrompt:
         nonlocal longest
         prompt = _prompt_of(line, work)
         new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context)
         longest = max(longest, len(prompt.tokens) + new)
-        return _Asked(line.id, prompt.text, array("i", prompt.tokens), prompt.lost)
+        return _CompactPrompt(line.id, prompt.text, array("i", prompt.tokens), prompt.lost)
 
-    asked = read_lines(work, take, keys=("prompt", "messages"))
+    prompts = read_lines(work, take, keys=("prompt", "messages"))
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
     settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
-    keys = [(one.id, sample) for one in asked for sample in range(settings.samples)]
-    is_done = is_complete(request.out, keys, _comparison(asked, settings))
-    return Batch(request, work, asked, keys, settings, 0 if is_done else rows_of(request, len(keys)), longest)
+    keys = [(one.id, sample) for one in prompts for sample in range(settings.samples)]
+    is_done = is_complete(request.out, keys, _comparison(prompts, settings))
+    return Batch(work, prompts, keys, settings, 0 if is_done else rows_of(request, len(keys)), longest)
 
 
 def _prompt_of(line: Line, work: Work) -> Prompt:
@@ -144,16 +143,16 @@ def _messages(value: Any) -> Sequence[Mapping[str, str]]:
     return value
 
 
-def _comparison(asked: Sequence[_Asked], settings: Settings) -> Callable[[Key, dict[str, Any]], str]:
-    return partial(_difference, {one.id: one for one in asked}, settings)
+def _comparison(prompts: Sequence[_CompactPrompt], settings: Settings) -> Callable[[Key, dict[str, Any]], str]:
+    return partial(_difference, {one.id: one for one in prompts}, settings)
 
 
-def _difference(asked: Mapping[str | int, _Asked], settings: Settings, key: Key, result: dict[str, Any]) -> str:
+def _difference(by_id: Mapping[str | int, _CompactPrompt], settings: Settings, key: Key, result: dict[str, Any]) -> str:
     """What makes a result of an earlier run another than one that this run would make; "" for nothing.
 
     A result does not tell all options that made it, so that another --temperature, say, goes unnoticed.
     """
-    one, tokens, prompt_tokens = asked[key[0]], result.get("tokens"), result.get("prompt_tokens")
+    one, tokens, prompt_tokens = by_id[key[0]], result.get("tokens"), result.get("prompt_tokens")
     if not isinstance(tokens, list) or not isinstance(prompt_tokens, list) or "text" not in result:
         return "no result"
     if result.get("prompt") != one.text:
