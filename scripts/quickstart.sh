@@ -51,6 +51,7 @@ cat from_dcp.txt
 run "what does the export say?" titan infer hf "${say[@]}" > from_hf.txt
 cmp from_dcp.txt from_hf.txt
 echo "the same"
+run "how well does it know Python?" titan infer hf --score --prompt-file "$home/titan_tools/cli.py"
 run "the loss curve"            titan inspect outputs/debug --loss-curve loss.png
 
 printf '\n── done in %ds\n' $((SECONDS - started))
