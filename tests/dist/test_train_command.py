@@ -1,4 +1,4 @@
-"""`titan train` as a user runs it: killed and started again, preempted, launched by torchrun, and given wrong input."""
+"""`titan train` as a user runs it: launched by torchrun, killed and started again, preempted, and given wrong input."""
 
 import json
 import os
@@ -74,43 +74,48 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(data, tmp_path_factory):
-    """A config file, and the dump folder of its run of 12 steps that was never stopped."""
+    """A config file, and the dump folder of its run of 12 steps that was never stopped: under torchrun, one of both.
+
+    Those that are stopped below are started by titan itself.
+    """
     folder = tmp_path_factory.mktemp("whole")
     path = folder / "job.toml"
     path.write_text(CONFIG.replace("DUMP", str(folder)).replace("DATA", str(data)).replace("STEPS", "12"))
-    code, out, err = _run("train", path, "--metrics.enable_tensorboard", "--metrics.save_tb_folder", "scalars")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    scalars = ("--metrics.enable_tensorboard", "--metrics.save_tb_folder", "scalars")
+    code, out, err = _run("train", path, *scalars, program=[*torchrun, "--no-python", *TITAN])
     assert code == 0, err
     assert len(list((folder / "scalars").glob("events.*"))) == 1
     assert [line.split()[1] for line in out.splitlines()] == [str(step) for step in range(1, 13)]
     return path
 
 
-def _assert_same_as_whole(config, dump):
-    assert read_losses(dump) == read_losses(config.parent)
-    assert differences(dump / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
+def _saved(dump):
+    return [int(path.name.removeprefix("step-")) for path in (dump / "checkpoint").glob("step-*")]
 
 
-def test_killed_after_a_checkpoint_and_started_again_is_the_run_that_was_not(config, tmp_path):
-    process = _start("train", config, "--job.dump_folder", tmp_path)
-    _wait_for(tmp_path / "checkpoint" / "step-4", process)
-    process.kill()  # the parent; its ranks die with it
-    process.communicate(timeout=30)
-    assert not (tmp_path / "checkpoint" / "step-12").exists()
-    code, _, err = _run("train", config, "--job.dump_folder", tmp_path)
-    assert code == 0 and "resumed from" in err
-    _assert_same_as_whole(config, tmp_path)
-
-
-def test_sigterm_saves_leaves_with_75_and_the_next_start_goes_on(config, tmp_path):
+def test_killed_then_asked_to_stop_and_started_again_is_the_run_that_was_not(config, tmp_path):
+    """Which torchrun had started. Asked by SIGTERM, it saves and leaves with 75."""
     process = _start("train", config, "--job.dump_folder", tmp_path)
     _wait_for(tmp_path / "checkpoint" / "step-2", process)
+    process.kill()  # the parent; its ranks die with it
+    process.communicate(timeout=30)
+    killed_at = max(_saved(tmp_path))
+    assert killed_at < 8
+
+    process = _start("train", config, "--job.dump_folder", tmp_path)
+    _wait_for(tmp_path / "checkpoint" / f"step-{killed_at + 2}", process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert err.count("stopped on request after step") == 1 and "Traceback" not in err
-    code, _, _ = _run("train", config, "--job.dump_folder", tmp_path)
-    assert code == 0
-    _assert_same_as_whole(config, tmp_path)
+    assert err.count("stopped on request after step") == 1 and "Traceback" not in err and "resumed from" in err
+    assert max(_saved(tmp_path)) < 12
+
+    code, out, err = _run("train", config, "--job.dump_folder", tmp_path)
+    assert code == 0 and "resumed from" in err
+    assert out.splitlines()[-1].split()[1] == "12"
+    assert read_losses(tmp_path) == read_losses(config.parent)
+    assert differences(tmp_path / "checkpoint" / "step-12", config.parent / "checkpoint" / "step-12") == []
 
 
 FAULT = """
@@ -135,7 +140,9 @@ if os.environ.get("RANK") == "1":
     ("fault", "told"),
     [
         ("raise ZeroDivisionError('a slip of ours')", "error: ZeroDivisionError: a slip of ours"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL"),
+        pytest.param(  # of smaller ranks in tests/unit/titan_tools/test_launch.py
+            "os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told):
@@ -152,15 +159,6 @@ def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told
     assert talk[0] == ("rank 1:" if is_slip else told), err
     assert err.count("Traceback") == is_slip and err.count("error:") == 1 and "lost a peer" not in err
     assert (tmp_path / "comm_traces" / "rank_0").is_file()  # what the other was doing
-
-
-def test_it_joins_torchrun(config, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [*torchrun, "--no-python", *TITAN]
-    code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.steps", 2, program=program)
-    assert code == 0, err
-    whole = read_losses(config.parent)
-    assert set(read_losses(tmp_path)) == {1, 2} and read_losses(tmp_path)[1] == whole[1]
 
 
 @pytest.mark.parametrize(
@@ -180,16 +178,17 @@ def test_config_errors_are_told_before_any_rank_starts(config, arguments, told):
     assert time.monotonic() - started < 10  # no torch: well under a second on an idle machine
 
 
+@pytest.mark.slow  # of smaller ranks in tests/unit/titan_tools/test_launch.py
 def test_an_error_of_the_ranks_is_told_once(config, tmp_path):
     code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.dataset_path", tmp_path / "none")
     assert code == 2 and "Traceback" not in err
     assert err.count("error:") == 1 and str(tmp_path / "none") in err
 
 
-def test_a_seed_checkpoint_is_made_once(config, tmp_path):
-    code, out, err = _run("seed", config, tmp_path / "seed", "--json")
+def test_a_seed_checkpoint_is_made_once(titan, config, tmp_path):
+    code, out, err = titan("seed", config, tmp_path / "seed", "--json")
     assert code == 0, err
     report = json.loads(out)
     assert (report["num_files"], report["mesh"], report["num_parameters"]) == (2, "dp_shard=2", 1_311_872)
-    code, _, err = _run("seed", config, tmp_path / "seed")
+    code, _, err = titan("seed", config, tmp_path / "seed")
     assert code == 2 and "exists already" in err
