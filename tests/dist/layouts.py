@@ -45,7 +45,6 @@ CASES = [
     *((layout, flavor) for layout in MAIN for flavor in (GQA, TIED)),
     # each axis; replicas alone are DDP
     (Layout("replicas 2", 2, {REPLICAS: 2}), TIED),
-    (Layout("fsdp 4", 4), TIED),
     (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),
     # each pair of axes; TP in a pipeline is InterleavedZeroBubble's below, FSDP in one is what always reshards
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
@@ -66,7 +65,6 @@ CASES = [
     (_pipe("LoopedBFS, a layer per stage", **{SCHEDULE: "LoopedBFS", LAYERS_PER_STAGE: 1} | EVEN), GQA),
     (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2, MICROBATCH: 4}), TIED),
     (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
-    (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2, MICROBATCH: 4}), GQA),
     # stages written out
     (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
     # each way to recompute
@@ -75,21 +73,23 @@ CASES = [
     (_pipe("every 2nd layer, pp 2", sections={"activation_checkpoint": EVERY_2ND}), TIED),
     # batch and loss
     (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
-    (Layout("plain loss, tp 2", 2, {TP: 2}, training={"loss": "plain"}), TIED),
     # when FSDP frees what it has gathered
     (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
     (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
     # compiled
     (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
-    (_pipe("compiled, pp 2", sections={"compile": AOT_EAGER}), GQA),
     (Layout("compiled, memory budget", 2, sections=BUDGET), TIED),
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
-    (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
     (_pipe("pp 2"), QWEN_TIED),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
 ]
 # More ranks, or one more of a kind that CASES has
 SLOW_CASES = [
+    (Layout("fsdp 4", 4), TIED),
+    (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2, MICROBATCH: 4}), GQA),
+    (Layout("plain loss, tp 2", 2, {TP: 2}, training={"loss": "plain"}), TIED),
+    (_pipe("compiled, pp 2", sections={"compile": AOT_EAGER}), GQA),
+    (Layout("cp 2", 2, {CP: 2}), QWEN_GQA),
     (Layout("tp 4", 4, {TP: 4}), GQA),
     (Layout("replicas 4", 4, {REPLICAS: 4}), GQA),
     (Layout("cp 4", 4, {CP: 4}), GQA),

@@ -76,7 +76,7 @@ def test_a_slow_layout_equals_one_rank(one_rank, compared, case):
 
 
 BY_NAME = {layout.name: layout for layout, _ in CASES}
-RERUN = [("fsdp 2 tp 2 pp 2", TIED), ("ZBVZeroBubble cp 2", GQA)]
+RERUN = [("fsdp 2 tp 2 pp 2", TIED), ("ZBVZeroBubble", TIED)]
 
 
 @pytest.mark.parametrize(("name", "flavor"), RERUN)
