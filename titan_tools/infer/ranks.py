@@ -1,5 +1,6 @@
 """The ranks of one model: this one's place and device, how they meet, and what the first tells the others."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,6 +107,8 @@ def joined(tp: int, device: torch.device) -> Iterator[Ranks]:
         talk = dist.new_group(backend="gloo", timeout=_A_PERSON_TYPES)
         yield Ranks(tp, dist.get_rank(), device, talk)
         dist.barrier()  # so that no rank sees a peer vanish
+        if on_gpu:
+            gc.collect()  # a CUDA graph that is still there holds NCCL up forever
     except RuntimeError as error:
         told, rank = str(error), f"rank {os.environ['RANK']}"
         if any(sign in told for sign in _LOST):

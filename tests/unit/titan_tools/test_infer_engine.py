@@ -1,7 +1,11 @@
 """Rows of one cache at every step of their lives hold what one pass of transformers over the same tokens says."""
 
+import gc
 import json
 import random
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +220,61 @@ def test_who_is_interrupted_holds_only_what_is_there(pair, monkeypatch):
     hook.remove()
     assert engine.held == [list(range(10))]
     assert (engine.prefill(0, list(range(30)), keep=10) - one_pass(reference, list(range(30)))[-1]).abs().max() < 1e-4
+
+
+class Graph:
+    """Stands for a CUDA graph."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """A CPU that records graphs: (graph, options) of each capture."""
+    captures = []
+
+    def capture(graph, **options):
+        captures.append((weakref.ref(graph), options))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return captures
+
+
+def test_all_shapes_are_recorded_alike_and_go_with_their_engine(pair, short_shapes, captures):
+    """On one stream, each of which has a workspace, and into one memory.
+
+    NCCL waits for CUDA graphs with its sums to be gone before it ends, so garbage collection would be too late.
+    """
+    _, model = pair
+    gc.disable()
+    try:
+        engine = Engine(model, rows=2, room=ROOM, static=True)
+        engine._static = engine_file.StaticDecoder(
+            engine_file._step_of(model, engine._cache, backend=None),
+            engine._cache,
+            CPU,
+            torch.float32,
+            records=True,
+            splits=False,
+        )
+        for num, length in ((1, 5), (1, 40), (2, 5)):
+            for row in range(num):
+                engine.prefill(row, list(range(length)))
+            engine.decode([7] * num)
+        assert len(captures) == 3
+        assert len({(id(options["stream"]), options["pool"]) for _, options in captures}) == 1
+        assert all(graph() is not None for graph, _ in captures)
+        del engine
+        assert all(graph() is None for graph, _ in captures)
+    finally:
+        gc.enable()
 
 
 def test_room_takes_memory_when_it_is_used(pair):

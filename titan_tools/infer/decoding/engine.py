@@ -1,11 +1,19 @@
 """Forward passes of a loaded model over sequences of different lengths, each a row of one preallocated cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from titan_tools.infer.decoding.cache import Decode, Prefill, StaticDecode, Step, attach_cache, attention_kernels
+from titan_tools.infer.decoding.cache import (
+    Decode,
+    KVCache,
+    Prefill,
+    StaticDecode,
+    Step,
+    attach_cache,
+    attention_kernels,
+)
 from titan_tools.infer.decoding.compiled import compiled_body, compiled_module
 from titan_tools.infer.decoding.graphs import StaticDecoder
 from titan_tools.infer.decoding.split_keys import can_split
@@ -53,17 +61,13 @@ class Engine:
         self._static = None
         if compile or (on_gpu if static is None else static):
             self._static = StaticDecoder(
-                self._static_logits,
+                _step_of(model, self._cache, backend=backend if compile else None),
                 self._cache,
                 model.device,
                 model.dtype,
                 records=on_gpu,
                 splits=can_split(model.device, model.dtype, head_dim),
             )
-        self._decoding_body, self._decoding_head = model.body, model.head
-        if compile:
-            self._decoding_body = compiled_body(model.body, backend=backend)
-            self._decoding_head = compiled_module(model.head, backend=backend)
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Tensor:
@@ -81,7 +85,8 @@ class Engine:
             piece = tokens[start : start + _piece_tokens(start)]
             step = Prefill(row=row, start=start, num_new=len(piece), device=self.model.device, dtype=self.model.dtype)
             with torch.inference_mode():
-                hidden_LD = self._forward(self.model.body, step, torch.tensor([piece], device=self.model.device))[0]
+                tokens_1L = torch.tensor([piece], device=self.model.device)
+                hidden_LD = _forward(self.model.body, self._cache, step, tokens_1L)[0]
             self.held[row] += piece
             start += len(piece)
             yield hidden_LD
@@ -96,7 +101,7 @@ class Engine:
         else:
             step = Decode(self.lengths(num), device=self.model.device, dtype=self.model.dtype)
             tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
-            logits_BV = self.model.head(self._forward(self.model.body, step, tokens_B1)[:, -1]).float()
+            logits_BV = self.model.head(_forward(self.model.body, self._cache, step, tokens_B1)[:, -1]).float()
         for held, token in zip(self.held, tokens, strict=False):
             held.append(token)
         return logits_BV
@@ -122,14 +127,27 @@ class Engine:
         """How many tokens the first `num` rows (default: all) hold."""
         return [len(tokens) for tokens in self.held[:num]]
 
-    def _static_logits(self, step: StaticDecode) -> Tensor:
-        hidden_B1D = self._forward(self._decoding_body, step, step.tokens)
-        return self._decoding_head(hidden_B1D[:, -1]).float()
 
-    def _forward(self, body: nn.Module, step: Step, tokens_BL: Tensor) -> Tensor:
-        self._cache.step = step
-        with attention_kernels(self.model.device):
-            return body(tokens_BL, step.positions)
+def _step_of(model: SlicedModel, cache: KVCache, *, backend: str | None) -> Callable[[StaticDecode], Tensor]:
+    """What makes a static step's logits [B, V]. `backend`: of torch.compile, None for running it as it is.
+
+    It knows no engine: a cycle would keep CUDA graphs until garbage is collected, and NCCL waits for those with its
+    sums to be gone before it ends.
+    """
+    body, head = model.body, model.head
+    if backend is not None:
+        body, head = compiled_body(body, backend=backend), compiled_module(head, backend=backend)
+
+    def logits_of(step: StaticDecode) -> Tensor:
+        return head(_forward(body, cache, step, step.tokens)[:, -1]).float()
+
+    return logits_of
+
+
+def _forward(body: nn.Module, cache: KVCache, step: Step, tokens_BL: Tensor) -> Tensor:
+    cache.step = step
+    with attention_kernels(tokens_BL.device):
+        return body(tokens_BL, step.positions)
 
 
 def _piece_tokens(start: int) -> int:
