@@ -56,8 +56,9 @@ def _problems(request: Request) -> Iterator[_Problem]:
 
 def _of_prompts(request: Request) -> Iterator[_Problem]:
     if request.text is None and request.batch is None and not is_conversation(request):
+        or_chat = "" if request.score else "; or --chat"
         yield _Problem(
-            "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE; or --chat",
+            f"give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE{or_chat}",
             ('--prompt "" --from-bos',) if request.from_bos else (),
         )
     if request.text is not None and request.batch is not None:

@@ -244,9 +244,11 @@ def test_a_file_of_other_results_is_refused_and_stays(titan, hf, place, whole, u
 def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched):
     (place / "closed").mkdir(mode=0o555)
     (place / "link").symlink_to(place / "in.jsonl")
+    (place / "loop").symlink_to(place / "loop")
     refused = {
         place / "in.jsonl": "is the batch itself",
         place / "link": "is the batch itself",
+        place / "loop": "is a link that leads back to itself",
         place: f"is a folder\ntry: --out {place}/results.jsonl",
         place / "no" / "out.jsonl": f"there is no folder {place}/no\ntry: mkdir -p {place}/no",
         Path("/dev/null"): "is no regular file",
@@ -255,7 +257,7 @@ def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched
     for out, said in refused.items():
         code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
         assert (code, told) == (2, "") and said in err, err
-    assert sorted(file.name for file in place.iterdir()) == ["closed", "in.jsonl", "link"]
+    assert sorted(file.name for file in place.iterdir()) == ["closed", "in.jsonl", "link", "loop"]
 
 
 def test_two_cannot_write_one_file(titan, hf, place, untouched):

@@ -189,7 +189,11 @@ REFUSED = {
     ),
     "empty chat": (("--prompt", "", "--chat"), "the prompt is empty"),
     "conversation in JSON": (("--chat", "--json"), "--json has no meaning in a conversation; give a prompt"),
-    "score of nothing": (("--score", "--chat"), "give a prompt"),
+    "score of nothing": (("--score",), "- for standard input, or --batch FILE\n"),
+    "more than the context": (
+        ("--prompt", "a", "--max-new-tokens", "255"),
+        "at most 254 new tokens fit behind this prompt\ntry: --max-new-tokens 254\n",
+    ),
     "score of a cut text": (
         ("--prompt", "a", "--score", "--truncate", "left"),
         "--truncate has no meaning with --score",

@@ -4,8 +4,10 @@ import contextlib
 import sys
 
 from converters.errors import ConfigError
+from titan_tools.launch import inside_launch
 
 _PROMPT = "> "
+_STARTS_RANKS = "titan infer … --tp N --chat, which starts the ranks itself"
 
 
 class Lines:
@@ -32,7 +34,7 @@ class Lines:
         if not self._is_there:
             raise ConfigError(
                 "there is no standard input to read messages from",
-                tries=["--chat --prompt TEXT", "titan infer … --tp N --chat, which starts the ranks itself"],
+                tries=["--chat --prompt TEXT", *([_STARTS_RANKS] if inside_launch() else [])],
             )
         while True:
             try:
@@ -57,6 +59,9 @@ class Lines:
             except EOFError:
                 print(flush=True)
                 return None
+            except KeyboardInterrupt:
+                print(flush=True)  # what is told of it must not stand behind the prompt
+                raise
         if self.is_terminal:
             print(_PROMPT, end="", file=sys.stderr, flush=True)
         raw = sys.stdin.buffer.readline()

@@ -14,6 +14,7 @@ DEFAULT_NEW_TOKENS = 128
 # A text that gives more than twice the context in tokens is refused, or cut, by a part of it: 10 MB need not be read
 _FAR_TOO_LONG, _CHARS_PER_TOKEN = 2, 4
 _SHORT_CHARS = 100_000  # of a text that may be encoded once more, to see what else it could have meant
+_LEAST_PROMPT = 2  # that --truncate left may leave: begin-of-text and one token
 
 
 def make_prompt(work: Work, id: str | int, text: str) -> Prompt:
@@ -113,7 +114,7 @@ def new_tokens_that_fit(
         asked = f" and {max_new_tokens:,} new ones" if max_new_tokens else ""
         many = f"{num_prompt:,}" if is_all else f"more than {num_prompt:,}"
         tries = [f"--max-new-tokens {room}"] if room > 0 else []
-        if not prompt.lost and not is_chat:
+        if not (prompt.lost or is_chat) and (max_new_tokens or 1) <= context - _LEAST_PROMPT:
             tries.append("--truncate left, which drops the beginning of a prompt that is too long")
         raise ConfigError(
             f"{many} prompt tokens{asked} do not fit the model's context of {context:,} tokens",
@@ -130,7 +131,7 @@ def _room_when_cut(work: Work) -> int:
     """
     asked, context = work.request.max_new_tokens, work.args.max_seq_len
     room = context - (asked or min(DEFAULT_NEW_TOKENS, context // 4))
-    if room < 2:  # begin-of-text and one token
+    if room < _LEAST_PROMPT:
         raise ConfigError(
             f"{asked:,} new tokens leave no place for a prompt in the model's context of {context:,} tokens",
             tries=[f"--max-new-tokens {context // 2}"],

@@ -99,7 +99,11 @@ class ResultsFile:
 
 def check_place(path: Path, *, batch: Path) -> None:
     """Raise ConfigError where results cannot go to `path`, of which nothing is changed."""
-    folder, name = path.resolve().parent, f"--out {path}"
+    name = f"--out {path}"
+    try:
+        folder = path.resolve().parent
+    except (OSError, RuntimeError):  # which of them depends on Python's version
+        raise ConfigError(f"{name} is a link that leads back to itself") from None
     if path.exists() and batch.exists() and path.samefile(batch):
         raise ConfigError(f"{name} is the batch itself", hint="results go to a file of their own")
     if path.is_dir():
