@@ -68,6 +68,9 @@ class Engine:
                 records=on_gpu,
                 splits=can_split(model.device, model.dtype, head_dim),
             )
+        if on_gpu and model.quantized:  # products of one row are compiled: the first token's time is not to tell of it
+            self.prefill(0, [0])
+            self.held[0].clear()
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Tensor:
