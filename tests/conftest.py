@@ -9,7 +9,9 @@ from titan_tools import cli
 
 @pytest.fixture
 def titan(monkeypatch, capsys):
-    """Run a command line as `titan` does; (exit code, stdout, stderr). Never a traceback."""
+    """Run a command line as `titan` does, not as a rank of a launch; (exit code, stdout, stderr). Never a traceback."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])

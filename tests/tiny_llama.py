@@ -15,7 +15,7 @@ SCALING = {
 }
 
 
-def write_llama(folder: Path, **numbers):
+def write_llama(folder: Path, *, chat_template: str | None = None, **numbers):
     """Write an HF folder and return its model; `numbers` are LlamaConfig's. Weights are large (std 0.2) on purpose."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ def write_llama(folder: Path, **numbers):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**defaults | numbers)).eval()
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, chat_template=chat_template)
     return model
 
 
@@ -68,7 +68,16 @@ def write_meta(folder: Path, model) -> None:
     write_tokenizer(folder)
 
 
-def write_tokenizer(folder: Path) -> None:
+def ids_of(text: str) -> list[int]:
+    """A text's tokens, begin-of-text not included: its bytes, counted in the order of the letters that stand for them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    letters = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0] if text else ""
+    return [alphabet.index(letter) for letter in letters]
+
+
+def write_tokenizer(folder: Path, *, chat_template: str | None = None) -> None:
     """tokenizer.json of the 256 bytes and two special tokens, which transformers and titan read alike."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -78,5 +87,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

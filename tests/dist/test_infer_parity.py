@@ -126,10 +126,8 @@ def test_ranks_say_what_transformers_says(pools, written, called, tp, request):
     assert difference <= MOST_DIFFERENCE
 
 
-def test_a_run_that_trained_on_two_ranks_says_what_its_export_says(whole, titan, tmp_path, monkeypatch):
+def test_a_run_that_trained_on_two_ranks_says_what_its_export_says(whole, titan, tmp_path):
     """Its folder as it lies there: weights in shards, the optimizer beside them, the tokenizer that it trained with."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     code, out, err = titan(
         "infer", whole, "--prompt", "word1 word2", "--max-new-tokens", "12", "--ignore-eos", "--json"
     )

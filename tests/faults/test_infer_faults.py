@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import TitanError
-from tests.tiny_llama import BOS, EOS, write_llama
+from tests.tiny_llama import BOS, EOS, ids_of, write_llama
 from titan_tools import cli
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.tasks.batch_lines import read_batch
@@ -92,7 +92,7 @@ def test_i1_a_prompt_may_lose_its_beginning(titan, hf):
     for options, num_left, num_new in (((), 48, 16), (("--max-new-tokens", "40"), 24, 40)):
         told = titan("infer", hf, *cut, *options)
         result = result_of(told)
-        assert result["prompt_tokens"] == [BOS, *(ids("a" * 69 + "b" * 30)[1 - num_left :])]
+        assert result["prompt_tokens"] == [BOS, *(ids_of("a" * 69 + "b" * 30)[1 - num_left :])]
         assert len(result["tokens"]) == num_new and result["prompt"] == cut[1]
         assert f"the prompt lost {100 - num_left} tokens of its beginning (--truncate left), {num_left} stay" in told[2]
         end = result_of(titan("infer", hf, "--prompt", cut[1][1 - num_left :], "--max-new-tokens", num_new, *cut[4:]))
@@ -104,11 +104,6 @@ def test_i1_a_prompt_may_lose_its_beginning(titan, hf):
 def test_i1_new_tokens_that_leave_no_place_for_a_prompt_are_refused(refused):
     said = ["63 new tokens leave no place for a prompt in the model's context of 64 tokens"]
     refused("--prompt", "a" * 9, "--truncate", "left", "--max-new-tokens", "63", says=said)
-
-
-def ids(text):
-    """Of the tiny tokenizer, whose printable ASCII begins with ! as 0."""
-    return [ord(letter) - ord("!") for letter in text]
 
 
 EMPTY = {
@@ -135,9 +130,9 @@ def test_i2_begin_of_text_alone_by_a_flag(titan, hf):
 
 def test_i2_begin_of_text_is_not_doubled_and_text_stays_text(titan, hf):
     short = ("--prompt", "<|begin_of_text|>a", "--max-new-tokens", "2", "--json")
-    assert result_of(titan("infer", hf, *short, "--special-tokens"))["prompt_tokens"] == [BOS, *ids("a")]
+    assert result_of(titan("infer", hf, *short, "--special-tokens"))["prompt_tokens"] == [BOS, *ids_of("a")]
     told = titan("infer", hf, *short)
-    assert result_of(told)["prompt_tokens"] == [BOS, *ids("<|begin_of_text|>a")]
+    assert result_of(told)["prompt_tokens"] == [BOS, *ids_of("<|begin_of_text|>a")]
     assert "special tokens written in the prompt were read as text" in told[2]
 
 

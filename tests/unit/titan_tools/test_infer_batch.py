@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_llama import write_llama
+from tests.tiny_llama import ids_of, write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.tasks.batch_lines import read_batch
 
@@ -32,16 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    write_llama(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    write_llama(folder, chat_template=TEMPLATE)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def not_launched(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -395,23 +387,14 @@ def test_a_chats_prompts_and_messages_stand_in_its_template(titan, hf, tmp_path)
     assert code == 0
     plain, listed, long, with_own = results
     assert plain["prompt"] == "hello" and listed["prompt"] == "<|begin_of_text|><system>sys<user>hello<assistant>"
-    assert plain["prompt_tokens"] == listed["prompt_tokens"] == [256, *ids("<system>sys<user>hello<assistant>")]
+    assert plain["prompt_tokens"] == listed["prompt_tokens"] == [256, *ids_of("<system>sys<user>hello<assistant>")]
     assert plain["tokens"] == listed["tokens"]
-    assert long["prompt_tokens"][1:] == ids(
+    assert long["prompt_tokens"][1:] == ids_of(
         "<system>sys<user>hello<assistant>yes?<user>go on <|end_of_text|><assistant>"
     )
     assert with_own["prompt"] == "<|begin_of_text|><system>own<user>hello<assistant>"
     _, alone, _ = titan("infer", hf, "--prompt", "hello", *chat, "--json")
     assert json.loads(alone)["results"][0]["prompt_tokens"] == plain["prompt_tokens"]
-
-
-def ids(text):
-    """Of the tiny tokenizer, whose tokens are bytes in the order of the letters that stand for them."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    letters = "".join(part for part, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text))
-    return [alphabet.index(letter) for letter in letters]
 
 
 def test_messages_that_are_no_question_are_refused(titan, hf, tmp_path, untouched):
@@ -474,7 +457,7 @@ def test_prompts_that_do_not_fit_may_lose_their_beginning(titan, hf, tmp_path):
     )
     cut, kept = read(out)
     assert code == 0 and "--truncate left: the beginning of 1 prompt is left out (id 0: 145 tokens)" in err
-    assert cut["prompt_tokens"] == [256, *ids("b" * 155)] and cut["prompt"] == "a" * 100 + "b" * 200
+    assert cut["prompt_tokens"] == [256, *ids_of("b" * 155)] and cut["prompt"] == "a" * 100 + "b" * 200
     assert len(cut["tokens"]) == 100 and len(kept["prompt_tokens"]) == 2
 
 

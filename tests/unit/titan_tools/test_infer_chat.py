@@ -1,7 +1,6 @@
 """`titan infer --chat` without a prompt: a conversation, from a script's lines or at a terminal."""
 
 import io
-import json
 import sys
 from itertools import count
 
@@ -24,10 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def write_checkpoint(folder, template=TEMPLATE):
-    model = write_llama(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    return model
+    return write_llama(folder, chat_template=template)
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,6 @@ def broken(hf, tmp_path):
     return shutil.copytree(hf, tmp_path / "broken")
 
 
-@pytest.fixture(autouse=True)
-def not_launched(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def tokens(printed):
     return json.loads(printed)["results"][0]["tokens"]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_infer import complete, load
-from tests.tiny_llama import BOS, write_llama
+from tests.tiny_llama import BOS, ids_of, write_llama
 from titan_tools.infer.decoding import likelihood
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.likelihood import Likelihood, windows
@@ -27,20 +27,9 @@ def reference(tmp_path_factory):
     return folder, write_llama(folder)
 
 
-@pytest.fixture
-def hf(reference, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(scope="module")
+def hf(reference):
     return reference[0]
-
-
-def ids_of(text):
-    """Of the byte tokenizer, whose ids are the letters' places in its alphabet."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    alphabet = sorted(ByteLevel.alphabet())
-    letters = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0] if text else ""
-    return [alphabet.index(letter) for letter in letters]
 
 
 def expected_logprobs(model, tokens):
