@@ -24,6 +24,15 @@ def titan(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def untouched(monkeypatch):
+    """Nothing of `titan infer` may get as far as weights or ranks."""
+    from titan_tools.infer import run
+
+    monkeypatch.setattr(run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """Two threads that wait for each other over tiny matrices are slow where other processes run."""

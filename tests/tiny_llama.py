@@ -69,7 +69,7 @@ def write_meta(folder: Path, model) -> None:
 
 
 def ids_of(text: str) -> list[int]:
-    """A text's tokens, begin-of-text not included: its bytes, counted in the order of the letters that stand for them."""
+    """A text's tokens behind begin-of-text: its bytes, counted in the order of the letters that stand for them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.json_lines import write_lines
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, ids_of, write_llama
 from titan_tools.infer.decoding import likelihood
@@ -157,11 +158,6 @@ PAIRS = [
     {"id": "alone", "prompt": "", "completion": "after nothing"},
     {"id": "long", "prompt": "x" * 300, "completion": "y" * 20},
 ]
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
 
 
 def batch(titan, hf, path, *arguments):
