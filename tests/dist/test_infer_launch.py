@@ -114,9 +114,10 @@ def _be_rank(rank, port, arguments, output, patience):
     import torch
 
     from titan_tools.infer import ranks
+    from titan_tools.infer.model import shared_memory
 
     torch.set_num_threads(1)
-    ranks.COLLECTIVE_TIMEOUT = patience or ranks.COLLECTIVE_TIMEOUT
+    ranks.COLLECTIVE_TIMEOUT = shared_memory.COLLECTIVE_TIMEOUT = patience or ranks.COLLECTIVE_TIMEOUT
     cli.main()
 
 
