@@ -47,7 +47,7 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def share(self, value: Any) -> Any:
+    def told_by_first(self, value: Any) -> Any:
         """The first rank's `value`, on all ranks; they wait for it as long as a person thinks."""
         if self.tp == 1:
             return value

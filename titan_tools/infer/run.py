@@ -119,7 +119,7 @@ def _at_one_moment(task: Task, work: Work, ranks: Ranks) -> Task:
     """The task, made anew where its chat template tells the time: ranks that torchrun started have one each."""
     if work.template is None or not work.template.tells_time:
         return task
-    moment = ranks.share(work.template.moment)
+    moment = ranks.told_by_first(work.template.moment)
     if moment == work.template.moment:
         return task
     return _prepare(replace(work, template=replace(work.template, moment=moment)))

@@ -57,7 +57,7 @@ class Batch:
         samples = self.settings.samples
         with self._open_sink() if ranks.is_first else nullcontext() as sink:
             # Told by one rank to all: the file changes while they run, and each must make the same calls.
-            missing = ranks.share(self._missing(sink) if ranks.is_first else None)
+            missing = ranks.told_by_first(self._missing(sink) if ranks.is_first else None)
             if ranks.is_first:
                 self._tell_beforehand(missing)
             timings, started = Timings(), perf_counter()

@@ -61,7 +61,7 @@ class Conversation:
                 told = self._next_turn(lines, engine)
             except TitanError as error:
                 told = error
-        told = ranks.share(told)
+        told = ranks.told_by_first(told)
         if isinstance(told, TitanError):
             raise told
         return told

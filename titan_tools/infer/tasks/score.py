@@ -36,7 +36,7 @@ class Scoring:
         before = _Before(self.texts, with_logprobs=request.logprobs is not None)
         with self._open_sink(before) if ranks.is_first else nullcontext() as sink:
             # Told by one rank to all: the file changes while they run, and each must make the same calls.
-            missing = ranks.share([i for i, text in enumerate(self.texts) if (text.id, 0) not in before.sums])
+            missing = ranks.told_by_first([i for i, text in enumerate(self.texts) if (text.id, 0) not in before.sums])
             if ranks.is_first and not missing:
                 note(all_there(request.out))
             elif ranks.is_first and before.sums:
