@@ -54,11 +54,7 @@ def infer(request: Request) -> None:
                 model = _load(work, weights) if work.tp == 1 or inside_launch() else None
             break
         if model is not None:
-            with joined(work.tp, model.device) as ranks:
-                task = _at_one_moment(task, work, ranks)
-                if model.device.type == "cpu" and not request.compile:  # which would find no graph in it
-                    sum_in_shared_memory([model.body, model.head], rank=ranks.rank, tp=ranks.tp)
-                task.run(Engine(model, rows=task.rows, room=task.room, compile=request.compile), ranks)
+            _run(task, work, model)
             return
     _start_ranks(request, checkpoint, work)
 
@@ -113,6 +109,16 @@ def _passes_over(weights: NativeWeights, *, is_named: bool) -> bool:
 def _looks_for_all() -> bool:
     """Whether this process is the one that reads every file for damage: the first, and before it starts others."""
     return not inside_launch() or (os.environ["RANK"] == "0" and not started_by_titan())
+
+
+def _run(task: Task, work: Work, model: SlicedModel) -> None:
+    """Do the task together with the other ranks."""
+    compile = work.request.compile
+    with joined(work.tp, model.device) as ranks:
+        task = _at_one_moment(task, work, ranks)
+        if model.device.type == "cpu" and not compile:  # which would find no graph in it
+            sum_in_shared_memory([model.body, model.head], rank=ranks.rank, tp=ranks.tp)
+        task.run(Engine(model, rows=task.rows, room=task.room, compile=compile), ranks)
 
 
 def _at_one_moment(task: Task, work: Work, ranks: Ranks) -> Task:

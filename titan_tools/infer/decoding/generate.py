@@ -47,7 +47,6 @@ class Timings:
     prepare_secs: float = 0.0  # compiling and recording decode steps, once for each shape
     decode_secs: float = 0.0
     num_decode_steps: int = 0
-    num_decoded: int = 0  # tokens that these steps made
     num_tokens: int = 0  # all new ones
     cache_tokens_read: int = 0  # keys that decode steps looked at, summed over steps and rows
 
@@ -165,7 +164,6 @@ class _Run:
         timings.prepare_secs += prepared - started
         timings.decode_secs += perf_counter() - prepared
         timings.num_decode_steps += 1
-        timings.num_decoded += num
         timings.num_tokens += num
         timings.cache_tokens_read += sum(self.engine.lengths(num))
 
