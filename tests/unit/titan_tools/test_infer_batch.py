@@ -3,6 +3,7 @@
 import fcntl
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -164,6 +165,25 @@ def test_where_all_results_are_there_nothing_is_loaded(titan, hf, place, whole, 
     stats = json.loads(told)["stats"]
     assert code == 0 and json.loads(told)["results"] == read_lines(whole.decode())
     assert stats["tp"] == tp and stats["tokens_per_sec"] is stats["ttft_ms"] is None
+
+
+def test_a_template_that_tells_the_time_lets_a_rerun_go_on_later(titan, hf, place):
+    timed = shutil.copytree(hf, place / "timed")
+    config = json.loads((timed / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%f') }}{{ messages[0].content }}"
+    (timed / "tokenizer_config.json").write_text(json.dumps(config))
+    write_lines(place / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
+    out = place / "out.jsonl"
+    argv = ("infer", timed, "--chat", "--batch", place / "in.jsonl", "--out", out, "--max-new-tokens", "2")
+    assert titan(*argv)[0] == 0
+    first, second = out.read_bytes().splitlines(keepends=True)
+    times = [json.loads(line)["prompt_tokens"][:6] for line in (first, second)]
+    assert times[0] == times[1]  # it is one moment in all of a run
+    out.write_bytes(first)
+    code, _, talk = titan(*argv)
+    assert code == 0 and f"1 of 2 prompts are in {out} already: skipped" in talk
+    again = out.read_bytes().splitlines(keepends=True)
+    assert again[0] == first and json.loads(again[1])["prompt_tokens"][:6] != times[1]
 
 
 def test_a_batch_may_have_grown_since(titan, hf, place, whole):

@@ -77,7 +77,8 @@ class Batch:
 
     def _open_sink(self) -> AbstractContextManager[Sink]:
         request = self.work.request
-        return open_sink(request.out, self.keys, _comparison(self.prompts, self.settings), as_json=request.as_json)
+        differs = _comparison(self.prompts, self.settings, self.work)
+        return open_sink(request.out, self.keys, differs, as_json=request.as_json)
 
     def _missing(self, sink: Sink) -> list[int]:
         samples = range(self.settings.samples)
@@ -113,7 +114,7 @@ def prepare_batch(work: Work) -> Batch:
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
     settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
     keys = [(one.id, sample) for one in prompts for sample in range(settings.samples)]
-    is_done = is_complete(request.out, keys, _comparison(prompts, settings))
+    is_done = is_complete(request.out, keys, _comparison(prompts, settings, work))
     return Batch(work, prompts, keys, settings, 0 if is_done else rows_of(request, len(keys)), longest)
 
 
@@ -143,21 +144,27 @@ def _messages(value: Any) -> Sequence[Mapping[str, str]]:
     return value
 
 
-def _comparison(prompts: Sequence[_CompactPrompt], settings: Settings) -> Callable[[Key, dict[str, Any]], str]:
-    return partial(_difference, {one.id: one for one in prompts}, settings)
+def _comparison(
+    prompts: Sequence[_CompactPrompt], settings: Settings, work: Work
+) -> Callable[[Key, dict[str, Any]], str]:
+    tells_time = work.template is not None and work.template.tells_time
+    return partial(_difference, {one.id: one for one in prompts}, settings, tells_time)
 
 
-def _difference(by_id: Mapping[str | int, _CompactPrompt], settings: Settings, key: Key, result: dict[str, Any]) -> str:
+def _difference(
+    by_id: Mapping[str | int, _CompactPrompt], settings: Settings, tells_time: bool, key: Key, result: dict[str, Any]
+) -> str:
     """What makes a result of an earlier run another than one that this run would make; "" for nothing.
 
-    A result does not tell all options that made it, so that another --temperature, say, goes unnoticed.
+    A result does not tell all options that made it, so that another --temperature, say, goes unnoticed. Nor does
+    another --system where the template `tells_time`: a rerun on the next day goes on, though its tokens are others.
     """
     one, tokens, prompt_tokens = by_id[key[0]], result.get("tokens"), result.get("prompt_tokens")
     if not isinstance(tokens, list) or not isinstance(prompt_tokens, list) or "text" not in result:
         return "no result"
     if result.get("prompt") != one.text:
-        return "another prompt"
-    if prompt_tokens != one.tokens.tolist():
+        return "another prompt" + (", or one that tells another day" if tells_time else "")
+    if not tells_time and prompt_tokens != one.tokens.tolist():
         return "other tokens of the same prompt: another tokenizer, template, --system or --truncate"
     if ("sample" in result) != (settings.samples > 1):
         return "another number of --samples"
