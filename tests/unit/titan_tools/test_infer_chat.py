@@ -8,10 +8,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.tiny_llama import write_llama
+from converters.weights import open_native
+from tests.tiny_llama import EOS, write_llama
+from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.chat_history import History
+from titan_tools.infer.tasks.say import settings_of
 from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer
 
@@ -122,6 +127,17 @@ def test_commands(talk, folder, prefills):
     assert asked[2].endswith("<|end_of_text|>u:two<|end_of_text|>a:")
     assert asked[3] == "<|begin_of_text|>s:be kind<|end_of_text|>u:three<|end_of_text|>a:"
     assert asked[4].startswith("<|begin_of_text|>u:three<|end_of_text|>a:")
+
+
+def test_a_chat_also_stops_at_what_its_template_puts_behind_an_answer(tmp_path):
+    """Where the generation config does not name it, as for a base model that was taught to talk."""
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    for asked, ends in (({}, {9}), ({"chat": True}, {9, EOS}), ({"chat": True, "ignore_eos": True}, set())):
+        request = Request(tmp_path, Sampling(), text="a", **asked)
+        with open_native(tmp_path) as weights:
+            work = infer_run._look(request, weights)
+        assert settings_of(work, max_new_tokens=1).stop_ids == ends
 
 
 def test_answers_to_a_repeated_question_differ_with_a_temperature(talk, folder):
