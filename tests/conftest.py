@@ -24,6 +24,16 @@ def titan(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory):
+    """An HF folder of a tiny Llama for tests that only read it; files that want another have an `hf` of their own."""
+    from tests.tiny_llama import write_llama
+
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder)
+    return folder
+
+
 @pytest.fixture
 def untouched(monkeypatch):
     """Nothing of `titan infer` may get as far as weights or ranks."""

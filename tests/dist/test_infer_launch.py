@@ -57,13 +57,6 @@ OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TITAN_LAUNCH", "OMP_NUM_THRE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    write_llama(folder)
-    return folder
-
-
 @pytest.fixture
 def titan(monkeypatch, capfd):
     """`titan("infer", …)` → exit code, stdout, stderr, those of started ranks included."""

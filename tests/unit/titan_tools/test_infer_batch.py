@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.json_lines import read_lines, write_lines
-from tests.tiny_llama import write_llama
 
 # Of different lengths, the first with the most new tokens by far: results end in another order than they began
 LINES = [
@@ -22,13 +21,6 @@ LINES = [
 ]
 IDS = ["a", 1, "naïve\n東京 ", 3, 10**20]
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    write_llama(folder)
-    return folder
 
 
 @pytest.fixture

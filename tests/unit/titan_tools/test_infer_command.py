@@ -19,13 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    write_llama(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def dcp(hf, tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
     convert(hf, folder, to="dcp")
