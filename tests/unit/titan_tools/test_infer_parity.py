@@ -91,7 +91,7 @@ def test_weights_large_enough_to_be_packed(called, tmp_path):
     reference = write_tiny(tmp_path, name, numbers=NUMBERS | numbers | WIDE, std=0.05)
     model = load(tmp_path)
     assert isinstance(model.head.weight, PackedWeight)
-    prompts = ragged_prompts(num=12, longest=100, vocab_size=WIDE["vocab_size"])
+    prompts = ragged_prompts(num=6, longest=100, vocab_size=WIDE["vocab_size"])
     said = greedy(reference, prompts, FEW)
     for rows in (1, 5):
         ours = [c.tokens for c in complete(model, prompts, rows=rows, max_new_tokens=FEW)]
