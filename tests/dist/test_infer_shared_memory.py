@@ -15,7 +15,8 @@ from titan_tools.infer.model.shared_memory import PLACE_BYTES, share_memory, sum
 from titan_tools.infer.model.tensor_parallel import Messages
 from titan_tools.infer.ranks import LostRank
 
-SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (2, PLACE_BYTES // 8 + 1)]  # the last one goes as messages
+# The last one goes as messages in fp32; an odd number of them, so that each comes in both dtypes
+SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (5,), (2, PLACE_BYTES // 8 + 1)]
 
 
 def part_of(rank, number, shape, dtype):
