@@ -165,7 +165,8 @@ def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
     (tmp_path / "in").write_text('{"id": "short", "prompt": "a"}\n{"id": "long", "prompt": "b"}\n')
     out, other = tmp_path / "out", 1 - dies
     arguments = ("infer", tmp_path / "hf", "--batch", tmp_path / "in", "--out", out, "--ignore-eos")
-    ranks = started(*arguments, "--max-new-tokens", "99000", "--stop", "e", "--temperature", "3", "--seed", "2")
+    # which the one text has after 26 letters, and the other has not in its first 12,000
+    ranks = started(*arguments, "--max-new-tokens", "99000", "--stop", "e^", "--temperature", "3", "--seed", "2")
     _wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") == 1)
     os.kill(ranks.processes[dies].pid, signal.SIGKILL)
     code = ranks.wait(other, secs=2)
