@@ -1,4 +1,4 @@
-"""Gloo groups with one worker thread each: torch gives them two, which corrupt the heap.
+"""Gloo groups with one worker thread each, on one device: torch gives them two threads, which corrupt the heap.
 
 Both write the name of the collective that they completed last into one std::string of their group, without a lock
 (torch 2.13, `ProcessGroupGloo::runLoop`). "ALLGATHER_COALESCED", as DTensor's all-gathers are called, is kept on the
@@ -28,7 +28,7 @@ def _with_one_worker(construct: Any) -> Any:
         if not isinstance(options, dist.ProcessGroupGloo._Options):
             timeout = options or timeout
             options = dist.ProcessGroupGloo._Options()
-            options._devices = _devices()
+            options._devices = list(_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
             if timeout is not None:
                 options._timeout = timeout
         options._threads = 1
@@ -37,10 +37,13 @@ def _with_one_worker(construct: Any) -> Any:
     return __init__
 
 
-def _devices() -> list[Any]:
-    """What torch takes where no options are given."""
+@functools.cache
+def _devices(pid: int, interfaces: str) -> tuple[Any, ...]:
+    """What torch takes where no options are given, but once for a process instead of once for a group.
+
+    Each has a thread that wakes up a hundred times a second, and that outlives its group. `pid`: a fork has none of it.
+    """
     gloo = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(interfaces) > 1:  # as torch asks
-        return [gloo.create_device(interface=name) for name in interfaces.split(",")]
-    return [gloo.create_default_device()]
+        return tuple(gloo.create_device(interface=name) for name in interfaces.split(","))
+    return (gloo.create_default_device(),)
