@@ -1,10 +1,17 @@
 """Fixtures of many folders: a command line run in this process, and torch on one thread."""
 
+import signal
 import sys
 
 import pytest
 
 from titan_tools import cli
+
+
+def pytest_configure(config):
+    """Hear Ctrl-C, and let what tests start hear it: a shell has its background jobs ignore it, CI's may be one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
