@@ -13,7 +13,7 @@ class Slow:
     """Patches, by name; each is what a disk does to the writer."""
 
     @staticmethod
-    def slow(secs: float = 0.4) -> None:
+    def slow(secs: float = 1.0) -> None:
         """Every data file takes its time before the first byte is read from memory."""
         write_data = checkpoint_io.CheckpointWriter.write_data
 
