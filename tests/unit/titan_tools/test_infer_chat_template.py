@@ -92,7 +92,7 @@ def test_ranks_of_torchrun_read_the_first_ones_clock():
     first, own = datetime(1999, 12, 31, 23, 59), datetime(2000, 1, 1)
 
     class Others:
-        def share(self, value):
+        def told_by_first(self, value):
             return first
 
     def work(source):
