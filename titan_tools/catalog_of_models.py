@@ -8,7 +8,7 @@ from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import OUTPUTS
-from titan_tools.memory.from_config import COVERED_FAMILIES
+from titan_tools.memory.formula.from_config import COVERED_FAMILIES
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")

@@ -7,7 +7,7 @@ from titan_tools.console import print_json, table
 from titan_tools.memory import report
 from titan_tools.memory.constants import find_gpu
 from titan_tools.memory.estimate import Estimate, estimate
-from titan_tools.memory.from_config import run_shape
+from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.verdict import EXIT_CODES
 from trainer.config.load import load_config
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from converters.families.base import Parameter
 from converters.layout import local_box, module_of
-from titan_tools.memory.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import RunShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ dropout in fp16. A test counts what torch keeps on CPU.
 
 from dataclasses import dataclass
 
-from titan_tools.memory.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import RunShape
 
 FP32 = 4
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from titan_tools.memory.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import RunShape
 
 FP32 = 4
 

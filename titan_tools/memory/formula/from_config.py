@@ -4,7 +4,7 @@ from converters.dtypes import itemsize
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.families.registry import get_family
 from converters.layout import MeshShape
-from titan_tools.memory.run_shape import Recompute, RunShape
+from titan_tools.memory.formula.run_shape import Recompute, RunShape
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.loss.registry import CHUNKED, PLAIN, is_loss_parallel
 from trainer.parallel.ddp import is_ddp
