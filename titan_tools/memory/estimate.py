@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from titan_tools.memory.formula.closed_form import Instant, peak_instant
 from titan_tools.memory.constants import CONTEXT_GIB, GIB, GPUS, NCCL_GIB, RESERVED_OVER_ALLOCATED, TORCH_VERSIONS, Gpu
+from titan_tools.memory.formula.closed_form import Instant, peak_instant
 from titan_tools.memory.formula.run_shape import RunShape
 from titan_tools.memory.verdict import Verdict, judge
 

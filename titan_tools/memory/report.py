@@ -3,9 +3,9 @@
 from typing import Any
 
 from titan_tools.console import count
-from titan_tools.memory.formula.closed_form import PARTS, Instant
 from titan_tools.memory.constants import GIB
 from titan_tools.memory.estimate import Estimate
+from titan_tools.memory.formula.closed_form import PARTS, Instant
 from titan_tools.memory.verdict import Verdict
 
 LABELS = {

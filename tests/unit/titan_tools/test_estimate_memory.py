@@ -11,11 +11,11 @@ import pytest
 from converters.errors import ConfigError, UnsupportedError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
-from titan_tools.memory.formula.activations import activations_of
-from titan_tools.memory.formula.closed_form import PARTS, instants
 from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import estimate
+from titan_tools.memory.formula.activations import activations_of
+from titan_tools.memory.formula.closed_form import PARTS, instants
 from titan_tools.memory.formula.from_config import run_shape
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
+from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import Instant, instants
-from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.run_shape import Recompute, RunShape
 from trainer.build import build

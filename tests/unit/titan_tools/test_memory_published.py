@@ -14,8 +14,8 @@ import pytest
 from converters.families.base import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.layout import MeshShape, split_stages
-from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.constants import GIB, GPUS, RESERVED_OVER_ALLOCATED, Gpu
+from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS, judge
 

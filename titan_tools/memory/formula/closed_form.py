@@ -8,8 +8,8 @@ published peaks of torchtitan and against torch on CPU; there is no closed form 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from titan_tools.memory.formula.activations import FP32, Activations, activations_of
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
+from titan_tools.memory.formula.activations import FP32, Activations, activations_of
 from titan_tools.memory.formula.holdings import Group, groups_of_stage
 from titan_tools.memory.formula.loss import LossBytes, loss_bytes, validation_loss_bytes
 from titan_tools.memory.formula.run_shape import RunShape
