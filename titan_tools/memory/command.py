@@ -7,6 +7,7 @@ from titan_tools.console import print_json, table
 from titan_tools.memory import report
 from titan_tools.memory.constants import find_gpu
 from titan_tools.memory.estimate import Estimate, estimate
+from titan_tools.memory.formula.coverage import refuse_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.verdict import EXIT_CODES
 from trainer.config.load import load_config
@@ -25,7 +26,10 @@ def estimate_from_command_line(
             gpu = find_gpu(gpu_text)
         except ConfigError as error:
             problems.append(f"{error.message}; {error.hint}")
-    found = estimate(run_shape(load_config(config, overrides), world_size=world_size, problems=problems), gpu=gpu)
+    loaded = load_config(config, overrides)
+    run = run_shape(loaded, world_size=world_size, problems=problems)
+    refuse_gaps(loaded, run.mesh)
+    found = estimate(run, gpu=gpu)
     if as_json:
         print_json(report.as_json(found))
     else:

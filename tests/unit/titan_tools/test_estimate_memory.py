@@ -16,6 +16,7 @@ from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import PARTS, instants
+from titan_tools.memory.formula.coverage import refuse_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry
@@ -32,6 +33,11 @@ def estimate_of(preset: str, *overrides: str, world_size: int | None = None):
 
 def peak_bytes(preset: str, *overrides: str, world_size: int | None = None) -> int:
     return estimate_of(preset, *overrides, world_size=world_size).worst_rank.worst.total_bytes
+
+
+def refused(preset: str, *overrides: str) -> None:
+    config = load_config(preset, overrides)
+    refuse_gaps(config, run_shape(config, world_size=8).mesh)
 
 
 def run(capsys, preset: str, *overrides: str, world_size=None, gpu=None) -> tuple[int, dict]:
@@ -260,7 +266,7 @@ def test_another_family_is_not_covered(monkeypatch):
     monkeypatch.setitem(registry._FAMILIES, "cousin", replace(LLAMA3, name="cousin"))
     config = load_config("llama3_8b", ["--model.name=cousin"])
     with pytest.raises(UnsupportedError, match="cousin"):
-        run_shape(config, world_size=8)
+        refuse_gaps(config, run_shape(config, world_size=8).mesh)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +295,7 @@ def test_another_family_is_not_covered(monkeypatch):
 )
 def test_what_no_formula_describes_is_refused(words, reason):
     with pytest.raises((ConfigError, UnsupportedError), match=re.escape(reason)):
-        estimate_of("llama3_8b", *words.split(), world_size=8)
+        refused("llama3_8b", *words.split())
 
 
 def test_a_refusal_is_told_and_nothing_else():
@@ -304,7 +310,7 @@ def test_a_loss_of_ones_own_is_refused(monkeypatch):
     monkeypatch.setattr(loss_registry, "_REGISTERED", {})
     loss_registry.register_loss("mine", lambda logits_BLV, targets_BL: logits_BLV.sum())
     with pytest.raises(UnsupportedError, match="training.loss = 'mine': what it keeps is not known"):
-        estimate_of("llama3_8b", "--training.loss=mine", world_size=8)
+        refused("llama3_8b", "--training.loss=mine")
 
 
 def test_a_file_that_is_no_config_is_an_error(tmp_path):

@@ -1,0 +1,53 @@
+"""What the closed form says nothing of, with the reason: there the traced train step stands alone."""
+
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+from trainer.loss.registry import CHUNKED, PLAIN
+from trainer.parallel.ddp import is_ddp
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+
+COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
+
+
+def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
+    """What the config asks for and no formula here describes, each with the reason; empty where all is covered."""
+    training, parallelism, checkpointing = config.training, config.parallelism, config.activation_checkpoint
+    schedule, state_dtype = parallelism.pipeline_parallel_schedule, config.optimizer.state_dtype
+    reasons = {
+        f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
+            config.model.name not in COVERED_FAMILIES
+        ),
+        f"training.loss = {training.loss!r}: what it keeps is not known; chunked and plain are covered": (
+            training.loss not in (CHUNKED, PLAIN)
+        ),
+        "compile.enable: the compiler fuses operations and chooses what is kept for backward": (
+            config.compile.enable and bool(config.compile.components)
+        ),
+        "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
+        "training.enable_cpu_offload: parameters, gradients and states lie in host memory": training.enable_cpu_offload,
+        "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (
+            checkpointing.mode == "memory_budget"
+        ),
+        f"optimizer.state_dtype = {state_dtype!r}: moments are counted in training.dtype, {training.dtype}": (
+            state_dtype not in (None, training.dtype)
+        ),
+        f"parallelism.pipeline_parallel_schedule = {schedule!r}: no order of microbatches is written down here for a"
+        " backward that computes gradients of weights apart": (dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES),
+        f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} alone (DDP): whole gradients are reduced"
+        " beside backward; with data_parallel_shard_degree ≥ 2 (HSDP) it is covered": is_ddp(dims),
+        "parallelism.enable_async_tensor_parallel: its symmetric buffers are not counted": (
+            parallelism.enable_async_tensor_parallel and dims.tp > 1
+        ),
+    }
+    return [reason for reason, is_asked_for in reasons.items() if is_asked_for]
+
+
+def refuse_gaps(config: Config, dims: MeshShape) -> None:
+    """Raise UnsupportedError with everything that the closed form does not describe."""
+    from converters.errors import UnsupportedError, list_offenders
+
+    if uncovered := formula_gaps(config, dims):
+        raise UnsupportedError(
+            "no estimate is given for what is not covered:" + list_offenders(uncovered, most=50),
+            hint="a guess would be worse than none",
+        )
