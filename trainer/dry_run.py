@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from converters.collector import collector_paused
 from converters.families.base import ModelArgs
@@ -21,6 +20,7 @@ from converters.layout import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
+from trainer.fake_ranks import fake_ranks
 from trainer.mesh import Meshes, local_part, make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel.float8 import is_float8
@@ -66,7 +66,7 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
     samples = samples_per_step(training, dims.batch)
     num_accumulated = samples // (training.local_batch_size * dims.batch)
     count = CollectiveCount()
-    with _fake_ranks(dims.world_size, rank), collector_paused():
+    with fake_ranks(dims.world_size, rank=rank), collector_paused():
         meshes = make_meshes(dims, "cpu")
         names = _group_names(meshes)
         tensors = TracedTensors(count)
@@ -125,19 +125,6 @@ def _without_what_only_speeds(config: Config) -> tuple[Config, list[str]]:
 def _num_microbatches(config: Config, dims: MeshShape) -> int:
     size = config.parallelism.pipeline_parallel_microbatch_size
     return config.training.local_batch_size // size if dims.pp > 1 else 1
-
-
-@contextmanager
-def _fake_ranks(world_size: int, rank: int) -> Iterator[None]:
-    """A process group whose collectives only allocate."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # what DTensor remembers of a mesh names its groups, which are gone now
 
 
 @contextmanager

@@ -101,11 +101,16 @@ class GradientClip:
 def _square_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of each tensor, float64."""
     if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square()
+        return square_sums_on_gpu(tensors)
     # On a CPU torch adds up a whole tensor one element after another, in fp32: 4e-4 too little at 10 M elements, and
     # less so in shards, so that layouts would differ. Along rows it is exact enough, and as fast.
     rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors]
     return torch.stack([norms.double().square().sum() for norms in rows])
+
+
+def square_sums_on_gpu(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The same in few launches."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square()
 
 
 def _num_shards(parameter: nn.Parameter) -> int:

@@ -1,0 +1,105 @@
+"""Which kernels a traced step runs: a CPU's own, or stand-ins with the memory of a GPU's."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import trainer.optim
+import trainer.parallel.context
+from titan_tools.memory.constants import MIB
+from titan_tools.memory.trace.recorder import Workspace
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A device's kernels as far as they move memory. The default is a CPU's, as they are.
+
+    `attention`: what scaled_dot_product_attention is routed to. `norm`: RMSNorm in one kernel that keeps one fp32
+    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: Literal["own", "flash", "cudnn"] = "own"
+    norm: Literal["own", "fused"] = "own"
+    cublas_mib: float = 0.0
+    workspaces: Mapping[Any, Workspace] = field(default_factory=dict)
+
+
+def gpu_kernels(*, cublas_mib: float, is_hopper: bool) -> Kernels:
+    """A GPU's, as trainer/parallel/attention_backend.py orders them: cuDNN's attention on Hopper, flash elsewhere."""
+    workspaces = {
+        aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
+        aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
+    }
+    return Kernels("cuda", "cudnn" if is_hopper else "flash", "fused", cublas_mib, workspaces)
+
+
+@contextmanager
+def kernels_used(kernels: Kernels) -> Iterator[None]:
+    """Within, the step runs these."""
+    with ExitStack() as patches:
+        if kernels.attention != "own":
+            attend = _cudnn_attention if kernels.attention == "cudnn" else _flash_attention
+            patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
+            patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", _attend_to_prefix))
+        if kernels.norm == "fused":
+            patches.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
+        if kernels.device == "cuda":
+            patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
+        yield
+
+
+def cublas_bytes(kernels: Kernels) -> int:
+    return round(kernels.cublas_mib * MIB)
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
+
+
+def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+    """On a GPU torch's description of the mask leads to flash attention, whose causal means lower right."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
+    return _flash_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _fused_rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]
+
+
+def _flash_backward_bytes(args: tuple) -> int:
+    """FlashAttention 2: dq in fp32 and a row sum, queries by 128 and heads by 32; dk and dv per query head if grouped.
+
+    From csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded.
+    """
+    _, q, k, v = args[:4]
+    batch, heads, length, dim = q.shape
+    padded = _rounded(length, 128)
+    size = batch * heads * padded * 4 * (_rounded(dim, 32) + 1)
+    if heads != k.shape[1]:
+        size += 2 * batch * k.shape[2] * heads * dim * k.element_size()
+    return size
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return ceil(number / multiple) * multiple
+
+
+def _cudnn_backward_bytes(args: tuple) -> int:
+    """cuDNN's dq in fp32 and a row sum, as in flash attention; its own heads are grouped without copies."""
+    _, q, *_ = args
+    batch, heads, length, dim = q.shape
+    return batch * heads * length * 4 * (dim + 1)

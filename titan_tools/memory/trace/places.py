@@ -1,0 +1,157 @@
+"""Where a step stands, told to a recorder by hooks on the model's modules, on FSDP and on pipeline stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_leaves
+
+from titan_tools.memory.trace.recorder import Recorder
+
+_STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
+
+
+@contextmanager
+def places_told(recorder: Recorder) -> Iterator[None]:
+    """Within, what FSDP gathers and reduces, and what pipeline stages do, is told as such."""
+    with ExitStack() as patches:
+        for owner, name, wrap in (
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", _not_recorded),
+            (FSDPCommContext, "lazy_init", _streams_named),
+            (FSDPParamGroup, "unshard", _as("all_gather")),
+            (FSDPParamGroup, "wait_for_unshard", _as("all_gather")),
+            (FSDPParamGroup, "post_backward", _reducing),
+            (PipelineStage, "_prepare_forward_infra", _as("pipeline_buffers")),
+            (PipelineStage, "_prepare_backward_infra", _as("pipeline_buffers")),
+            (_PipelineStageBase, "forward_one_chunk", _of_microbatch("forward")),
+            (_PipelineStageBase, "backward_one_chunk", _of_microbatch("backward")),
+            (_PipelineStageBase, "backward_weight_one_chunk", _of_microbatch("weight")),
+        ):
+            patches.enter_context(_patched(owner, name, wrap, recorder))
+        yield
+
+
+def watch_modules(parts: Sequence[nn.Module], recorder: Recorder) -> None:
+    """Tell the recorder which module runs: from its forward's beginning, and from its output's gradient, to the next.
+
+    Comes after all that wraps modules, so that what their hooks do happens in the right place.
+    """
+    for part in parts:
+        named = [(name, getattr(part, name)) for name in ("tok_embeddings", "norm", "output")]
+        named += [(f"layers.{number}", layer) for number, layer in part.layers.items()]
+        for fqn, module in named:
+            if module is not None:
+                _watch(module, fqn, recorder)
+        if part.output is not None:
+            _watch(part, "loss", recorder, forward=False)
+
+
+def _watch(module: nn.Module, fqn: str, recorder: Recorder, *, forward: bool = True) -> None:
+    def enters(module: nn.Module, args: Any) -> None:
+        recorder.place = recorder.place._replace(module=fqn)
+
+    def leaves(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(goes_back)
+
+    def goes_back(gradient: Tensor) -> None:
+        recorder.place = recorder.place._replace(phase="backward", module=fqn)
+
+    if forward:
+        module.register_forward_pre_hook(enters, prepend=True)
+    module.register_forward_hook(leaves, prepend=True)
+
+
+Wrap = Callable[[Callable, Recorder], Callable]
+
+
+@contextmanager
+def _patched(owner: type, name: str, wrap: Wrap, recorder: Recorder) -> Iterator[None]:
+    own = owner.__dict__[name]
+    setattr(owner, name, wraps(own)(wrap(own, recorder)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def _as(part: str) -> Wrap:
+    def wrap(own: Callable, recorder: Recorder) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with recorder.as_part(part):
+                return own(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def _not_recorded(own: Callable, recorder: Recorder) -> Callable:
+    """DTensor asks for shapes by running operations on whole tensors, which are fake also in a real run."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.paused():
+            return own(*args, **kwargs)
+
+    return run
+
+
+def _streams_named(own: Callable, recorder: Recorder) -> Callable:
+    """Each FSDP root makes its own streams."""
+
+    def lazy_init(context: FSDPCommContext, device: Any) -> None:
+        own(context, device)
+        count = len({name.partition("/")[2] for name in recorder.stream_names.values()})
+        for name in _STREAMS:
+            recorder.name_stream(getattr(context, f"{name}_stream"), f"{name}/{count}" if count else name)
+
+    return lazy_init
+
+
+def _reducing(own: Callable, recorder: Recorder) -> Callable:
+    """A group's gradients are complete: whole ones before, this rank's shards after."""
+
+    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+        before = recorder.place
+        fqn = (group._module_fqn or "").split(", ")[0]
+        if before.phase == "reduce":
+            recorder.place = before._replace(module=fqn)
+        for parameter in group.fsdp_params:
+            _tell_gradients(parameter, recorder)
+        with recorder.as_part("reduce_scatter"):
+            own(group, *unused)
+        for parameter in group.fsdp_params:
+            _tell_gradients(parameter, recorder)
+        recorder.place = before
+
+    return post_backward
+
+
+def _tell_gradients(parameter: Any, recorder: Recorder) -> None:
+    held = [parameter.unsharded_accumulated_grad, parameter.sharded_param.grad]
+    if hasattr(parameter, "_unsharded_param"):
+        held.append(parameter._unsharded_param.grad)
+    for gradient in held:
+        if gradient is not None:
+            recorder.reclassify(getattr(gradient, "_local_tensor", gradient), "gradients")
+
+
+def _of_microbatch(phase: str) -> Wrap:
+    def wrap(own: Callable, recorder: Recorder) -> Callable:
+        def run(stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            before = recorder.place
+            recorder.place = before._replace(phase=phase, stage=stage.stage_index, microbatch=microbatch, module="")
+            try:
+                return own(stage, microbatch, *args, **kwargs)
+            finally:
+                recorder.place = before
+
+        return run
+
+    return wrap

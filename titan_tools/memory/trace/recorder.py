@@ -1,0 +1,202 @@
+"""Fake tensors whose allocations are written down: every storage that comes and goes, where the step stands meanwhile."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+# What a block is by default, from where the step stands: see `Recorder._part`
+_OF_PHASE = {"build": "parameters", "states": "optimizer", "clip": "optimizer", "optimizer": "optimizer"}
+_LOSS_MODULES = ("output", "loss")
+
+
+class Recorder:
+    """The trace as it grows. `place` is set by those who watch the step; `part` says what is allocated, unless None."""
+
+    def __init__(self):
+        self.trace = Trace()
+        self.place = Place(0, "build")
+        self.part: str | None = None
+        self.stream_names: dict[int, str] = {}  # by id
+        self._streams: list[Any] = []  # kept, so that ids stay theirs
+        self._live: dict[int, int] = {}  # storage → block
+        self._watched: dict[int, Any] = {}
+        self._segment: Segment | None = None
+        self.is_paused = False
+        self._is_over = False
+
+    # --- what happens
+
+    def allocate(self, num_bytes: int, *, part: str | None = None, stream: str | None = None) -> int:
+        """Write an allocation down; the block's number."""
+        block = len(self.trace.blocks)
+        stream = stream or self._stream()
+        self.trace.blocks.append(Block(num_bytes, stream, part or self._part(stream), self.place))
+        self._event(block)
+        return block
+
+    def free(self, block: int) -> None:
+        self._event(~block)
+
+    def finish(self) -> Trace:
+        """The trace. What is let go of later belongs to the tearing down, which no run does."""
+        self._is_over = True
+        return self.trace
+
+    def see(self, tensor: Tensor) -> None:
+        """Write down a tensor's storage if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._watched or self.is_paused:
+            return
+        num_bytes = storage.nbytes()
+        if num_bytes:
+            self._live[key] = self.allocate(num_bytes)
+        self._watched[key] = weakref.ref(storage, lambda _: self._gone(key))
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """A storage gave its memory back, or took some: what FSDP does with gathered parameters."""
+        key = storage._cdata
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._gone(key))
+        if (block := self._live.pop(key, None)) is not None:
+            self.free(block)
+        if num_bytes:
+            self._live[key] = self.allocate(num_bytes)
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The block that a tensor lies in, None if it has none."""
+        block = self._live.get(tensor.untyped_storage()._cdata)
+        return None if block is None else self.trace.blocks[block]
+
+    def reclassify(self, tensor: Tensor, part: str, *, owner: str = "") -> None:
+        """What a block has turned out to be."""
+        if block := self.block_of(tensor):
+            block.part, block.owner = part, owner or block.owner
+
+    # --- where it happens
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
+
+    @contextmanager
+    def as_part(self, part: str) -> Iterator[None]:
+        """Within, what is allocated is this."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nothing that comes is written down."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def name_stream(self, stream: Any, name: str) -> None:
+        self._streams.append(stream)
+        self.stream_names[id(stream)] = name
+
+    def _stream(self) -> str:
+        return self.stream_names.get(id(torch.cpu.current_stream()), COMPUTE)
+
+    def _part(self, stream: str) -> str:
+        if self.part:
+            return self.part
+        if stream != COMPUTE:
+            return "all_gather" if stream.startswith("all_gather") else "reduce_scatter"
+        phase, module = self.place.phase, self.place.module
+        if phase in _OF_PHASE:
+            return _OF_PHASE[phase]
+        if module in _LOSS_MODULES:
+            return "logits_and_loss"
+        return {"forward": "activations", "backward": "recompute", "weight": "recompute"}.get(phase, "other")
+
+    def _gone(self, key: int) -> None:
+        self._watched.pop(key, None)
+        if (block := self._live.pop(key, None)) is not None:
+            self.free(block)
+
+    def _event(self, event: int) -> None:
+        if self._is_over:
+            return
+        if self._segment is None or self._segment.place != self.place:
+            self._segment = Segment(self.place)
+            self.trace.segments.append(self._segment)
+        self._segment.events.append(event)
+
+
+# (operation's inputs, what it makes) → bytes of the kernel's own buffers, which no dispatch shows
+Workspace = Callable[[tuple, Any], int]
+
+
+class RecordedTensors(FakeTensorMode):
+    """Fake tensors that a recorder watches; a number that is asked of one is 1.
+
+    `workspaces`: what kernels allocate inside of themselves, by operation.
+    """
+
+    def __init__(self, recorder: Recorder, workspaces: Mapping[Any, Workspace]):
+        super().__init__(allow_non_fake_inputs=True)
+        self.recorder, self.workspaces = recorder, workspaces
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        is_plain = all(kind in _PLAIN for kind in types)  # a DTensor comes again, as what it wraps
+        if is_plain and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if is_plain and (workspace := self.workspaces.get(func)):
+            self._within_kernel(workspace(args))
+        if not is_plain:
+            return super().dispatch(func, types, args, kwargs or {})
+        with self.recorder.paused():  # what a fake kernel is put together from is no kernel's doing
+            made = super().dispatch(func, types, args, kwargs or {})
+        if not self.recorder.is_paused:
+            see = self.recorder.see
+            if isinstance(made, FakeTensor):
+                see(made)
+            elif isinstance(made, (tuple, list)):
+                for each in tree_iter(made):
+                    if isinstance(each, FakeTensor):
+                        see(each)
+        return made
+
+    def _within_kernel(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.recorder.free(self.recorder.allocate(num_bytes, part="workspaces"))
+
+
+@contextmanager
+def resizes_recorded(recorder: Recorder) -> Iterator[None]:
+    """Within, storages that are resized tell the recorder."""
+    own = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if storage.nbytes() == size:
+            return storage
+        result = own(storage, size)
+        recorder.resized(storage, size)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = own
