@@ -1,4 +1,4 @@
-"""Fake tensors whose allocations are written down: every storage that comes and goes, where the step stands meanwhile."""
+"""Fake tensors whose allocations are written down: each storage that comes and goes, and where the step stands."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
