@@ -39,7 +39,8 @@ def capture(
         meshes = make_meshes(dims, "cpu")
         model = build(config, args, dims, meshes, torch.device("cpu"), memory=tensors)
         watch_modules(model.parts, recorder)
-        _watch_microbatches(model, recorder, is_pipeline=dims.pp > 1)
+        per_batch = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        _watch_microbatches(model, recorder, per_batch=per_batch if dims.pp > 1 else 0)
         with tensors:
             for _ in range(2):  # forward's thread and autograd's have a handle of cuBLAS each
                 if size := cublas_bytes(kernels):
@@ -67,7 +68,7 @@ def _one_step(
     num_samples: int,
 ) -> None:
     """As trainer/train.py: gradients, clipping, update."""
-    recorder.place = Place(number, "forward")
+    recorder.place = Place(number, "forward", microbatch=-1)
     tokens = torch.zeros(num_samples, config.training.seq_len, dtype=torch.int64)
     targets = torch.zeros(num_samples, config.training.seq_len, dtype=torch.int64)
     clip = step._clip
@@ -90,8 +91,8 @@ def _one_step(
     optimizer.zero_grad()
 
 
-def _watch_microbatches(model: TrainModel, recorder: Recorder, *, is_pipeline: bool) -> None:
-    """Number the batches that a step accumulates; a pipeline numbers its own."""
+def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int) -> None:
+    """Number the batches that a step accumulates; a pipeline numbers the microbatches of each, `per_batch` of them."""
     once = model.forward_backward
     seen = {"step": 0, "batches": 0}
 
@@ -99,7 +100,8 @@ def _watch_microbatches(model: TrainModel, recorder: Recorder, *, is_pipeline: b
         step = recorder.place.step
         seen["batches"] = seen["batches"] + 1 if seen["step"] == step else 0
         seen["step"] = step
-        recorder.place = Place(step, "forward", microbatch=-1 if is_pipeline else seen["batches"])
+        recorder.first_microbatch = seen["batches"] * per_batch
+        recorder.place = Place(step, "forward", microbatch=-1 if per_batch else seen["batches"])
         return once(batch, num_valid_tokens)
 
     model.forward_backward = forward_backward

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
+from titan_tools.memory.trace.pipeline_places import PIPELINE_WRAPS, Wrap
 from titan_tools.memory.trace.recorder import Recorder
 
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
@@ -26,11 +26,7 @@ def places_told(recorder: Recorder) -> Iterator[None]:
             (FSDPParamGroup, "unshard", _as("all_gather")),
             (FSDPParamGroup, "wait_for_unshard", _as("all_gather")),
             (FSDPParamGroup, "post_backward", _reducing),
-            (PipelineStage, "_prepare_forward_infra", _as("pipeline_buffers")),
-            (PipelineStage, "_prepare_backward_infra", _as("pipeline_buffers")),
-            (_PipelineStageBase, "forward_one_chunk", _of_microbatch("forward")),
-            (_PipelineStageBase, "backward_one_chunk", _of_microbatch("backward")),
-            (_PipelineStageBase, "backward_weight_one_chunk", _of_microbatch("weight")),
+            *PIPELINE_WRAPS,
         ):
             patches.enter_context(_patched(owner, name, wrap, recorder))
         yield
@@ -61,18 +57,16 @@ def _watch(module: nn.Module, fqn: str, recorder: Recorder, *, forward: bool = T
                 tensor.register_hook(goes_back)
 
     def goes_back(gradient: Tensor) -> None:
-        recorder.place = recorder.place._replace(phase="backward", module=fqn)
+        phase = "weight" if recorder.place.phase == "weight" else "backward"
+        recorder.place = recorder.place._replace(phase=phase, module=fqn)
 
     if forward:
         module.register_forward_pre_hook(enters, prepend=True)
     module.register_forward_hook(leaves, prepend=True)
 
 
-Wrap = Callable[[Callable, Recorder], Callable]
-
-
 @contextmanager
-def _patched(owner: type, name: str, wrap: Wrap, recorder: Recorder) -> Iterator[None]:
+def _patched(owner: Any, name: str, wrap: Wrap, recorder: Recorder) -> Iterator[None]:
     own = owner.__dict__[name]
     setattr(owner, name, wraps(own)(wrap(own, recorder)))
     try:
@@ -140,18 +134,3 @@ def _tell_gradients(parameter: Any, recorder: Recorder) -> None:
     for gradient in held:
         if gradient is not None:
             recorder.reclassify(getattr(gradient, "_local_tensor", gradient), "gradients")
-
-
-def _of_microbatch(phase: str) -> Wrap:
-    def wrap(own: Callable, recorder: Recorder) -> Callable:
-        def run(stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            before = recorder.place
-            recorder.place = before._replace(phase=phase, stage=stage.stage_index, microbatch=microbatch, module="")
-            try:
-                return own(stage, microbatch, *args, **kwargs)
-            finally:
-                recorder.place = before
-
-        return run
-
-    return wrap

@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self):
         self.trace = Trace()
         self.place = Place(0, "build")
+        self.first_microbatch = 0  # of the batch that a pipeline works on, within the step
         self.part: str | None = None
         self.stream_names: dict[int, str] = {}  # by id
         self._streams: list[Any] = []  # kept, so that ids stay theirs
