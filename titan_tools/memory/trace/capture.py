@@ -5,6 +5,7 @@ import torch
 from converters.collector import collector_paused
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
+from titan_tools.memory.trace.compile import compile_traced
 from titan_tools.memory.trace.events import Place, Trace
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, kernels_used
 from titan_tools.memory.trace.places import places_told, watch_modules
@@ -33,6 +34,7 @@ def capture(
         fake_ranks(dims.world_size, rank=rank),
         collector_paused(),
         kernels_used(kernels),
+        compile_traced(config, kernels, recorder),
         resizes_recorded(recorder),
         places_told(recorder),
     ):
