@@ -8,6 +8,7 @@ from converters.layout import MeshShape
 from titan_tools.memory.trace.compile import compile_traced
 from titan_tools.memory.trace.events import Place, Trace
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, kernels_used
+from titan_tools.memory.trace.owners import owner_of_many
 from titan_tools.memory.trace.places import places_told, watch_modules
 from titan_tools.memory.trace.recorder import RecordedTensors, Recorder, resizes_recorded
 from trainer.build import build
@@ -53,6 +54,7 @@ def capture(
             _tell_owners(model, optimizer, recorder)
             training = config.training
             step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+            recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
             for number in range(1, num_steps + 1):
                 _one_step(model, step, optimizer, config, recorder, number=number, num_samples=num_samples)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
+from titan_tools.memory.trace import owners
 from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -177,6 +178,8 @@ class RecordedTensors(FakeTensorMode):
                 for each in tree_iter(made):
                     if isinstance(each, FakeTensor):
                         see(each)
+            if self.recorder.place.phase in owners.PHASES:
+                owners.tell_owners(self.recorder, args, made)
         return made
 
     def _within_kernel(self, num_bytes: int) -> None:

@@ -1,0 +1,63 @@
+"""Which parameter a block belongs to outside of the model: clipping and updates make tensors of parameters' own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from titan_tools.memory.trace.events import Block
+from titan_tools.memory.trace.templates import NO_LAYER, PER_PARAMETER, layer_of
+
+if TYPE_CHECKING:
+    from titan_tools.memory.trace.recorder import Recorder
+
+PHASES = ("clip", "optimizer")  # in which tensors are made of parameters', gradients' and states'
+
+
+def tell_owners(recorder: Recorder, args: Sequence[Any], made: Any) -> None:
+    """What an operation has made of a parameter's tensor is its, too; of a list, each of each.
+
+    What is stacked of many holds a number for each, and so does what is made of that element by element.
+    """
+    given = args[0] if args else None
+    if isinstance(made, Tensor):
+        if isinstance(given, Tensor):
+            owner = _owner(recorder, given)
+            if not owner.startswith(PER_PARAMETER) or made.numel() == given.numel():
+                _own(recorder, made, owner)
+        elif isinstance(given, (list, tuple)):
+            owners = [_owner(recorder, one) for one in given if isinstance(one, Tensor)]
+            if owners and all(owners):
+                _own(recorder, made, owner_of_many(owners))
+    elif isinstance(made, (list, tuple)) and isinstance(given, (list, tuple)) and len(made) == len(given):
+        for one, source in zip(made, given, strict=True):
+            if isinstance(one, Tensor) and isinstance(source, Tensor):
+                _own(recorder, one, _owner(recorder, source))
+
+
+def owner_of_many(fqns: Sequence[str]) -> str:
+    """The owner of what holds a number for each: "*{outside of layers}+{per layer}"; "*" if layers have not as many."""
+    if any(fqn.startswith(PER_PARAMETER) for fqn in fqns):
+        return PER_PARAMETER
+    by_layer = Counter(map(layer_of, fqns))
+    outside = by_layer.pop(NO_LAYER, 0)
+    counts = set(by_layer.values()) or {0}
+    return f"{PER_PARAMETER}{outside}+{counts.pop()}" if len(counts) == 1 else PER_PARAMETER
+
+
+def _block(recorder: Recorder, tensor: Tensor) -> Block | None:
+    return recorder.block_of(getattr(tensor, "_local_tensor", tensor))
+
+
+def _owner(recorder: Recorder, tensor: Tensor) -> str:
+    block = _block(recorder, tensor)
+    return block.owner if block else ""
+
+
+def _own(recorder: Recorder, tensor: Tensor, owner: str) -> None:
+    block = _block(recorder, tensor)
+    if block and not block.owner:
+        block.owner = owner

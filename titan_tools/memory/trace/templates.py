@@ -1,0 +1,178 @@
+"""A trace cut into pieces that name what they free relative to where they stand, so that they can be played elsewhere.
+
+A piece is a run of events at one place about one layer (or none). Every block is named by the piece that allocates it
+and its number there; so a free is a reference to a piece and a number. To expand a trace:
+
+1. `cut(trace)` gives the pieces in time order, each under a `Key`.
+2. Decide the sequence of pieces of the larger trace: for each the key that it is to have, and the piece that it copies.
+3. `play(sequence, translate)` writes the larger trace. `translate(source, target, reference)` says under which key the
+   copy of `source` that stands at `target` finds what `source` finds under `reference`: what is relative moves along
+   (the layer below, the same microbatch's forward), what is not stays (the embedding's output).
+
+`play` proves what it can: each free finds a block of the right size and stream that is allocated at that moment, and a
+copy keeps until the end exactly what its source keeps. Else it raises Aperiodic, and only a full capture will do.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from titan_tools.memory.trace.events import Block, Place, Segment, Trace
+
+NO_LAYER = -1
+PER_PARAMETER = "*"  # the owner of a block that holds one number for each parameter of the rank
+_LAYERS = "layers."
+_ANY_LAYER = "layers.*"
+
+
+class Aperiodic(Exception):
+    """A trace whose pieces do not repeat as they would have to."""
+
+
+class Key(NamedTuple):
+    """What a piece goes by: a Place whose layer stands apart, and how many of the same came before."""
+
+    step: int
+    phase: str
+    stage: int
+    microbatch: int
+    module: str  # "layers.*" within a layer
+    layer: int  # the number of the layer that runs; outside of layers, of the one whose blocks come or go; or NO_LAYER
+    time: int = 0
+
+    @property
+    def place(self) -> Place:
+        module = f"{_LAYERS}{self.layer}" if self.module == _ANY_LAYER else self.module
+        return Place(self.step, self.phase, self.stage, self.microbatch, module)
+
+
+@dataclass(slots=True)
+class Piece:
+    """Events of one key. `events`: (-1, i) allocates blocks[i]; (r, i) frees the i-th block of the piece references[r].
+
+    A block's owner is kept as (layer or NO_LAYER, FQN with "*" for that layer).
+    """
+
+    key: Key
+    blocks: list[Block] = field(default_factory=list)
+    owners: list[tuple[int, str]] = field(default_factory=list)
+    references: list[Key] = field(default_factory=list)
+    events: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[Block] = field(default_factory=list)  # by each event that frees, in turn
+    kept: set[int] = field(default_factory=set)  # numbers of the blocks that are never freed
+
+
+def layer_of(fqn: str) -> int:
+    """The layer that an FQN lies in, NO_LAYER if none."""
+    if not fqn.startswith(_LAYERS):
+        return NO_LAYER
+    return int(fqn[len(_LAYERS) :].partition(".")[0])
+
+
+def cut(trace: Trace) -> list[Piece]:
+    """The pieces of a trace in time order.
+
+    What happens outside of layers is about the layer of the block's owner where it allocates, of the block where it
+    frees: updates, clipping, zeroing of gradients pass over the layers as forward and backward do.
+    """
+    pieces: list[Piece] = []
+    times: dict[tuple, int] = {}
+    homes: list[tuple[Piece, int] | None] = [None] * len(trace.blocks)  # piece and number there
+    for segment in trace.segments:
+        place = segment.place
+        in_layer = layer_of(place.module)
+        module = place.module if in_layer == NO_LAYER else _ANY_LAYER
+        piece, slots = None, {}
+        for event in segment.events:
+            block = trace.blocks[event if event >= 0 else ~event]
+            layer = in_layer
+            if layer == NO_LAYER:
+                layer = layer_of(block.owner) if event >= 0 else homes[~event][0].key.layer
+            if piece is None or piece.key.layer != layer:
+                key = (place.step, place.phase, place.stage, place.microbatch, module, layer)
+                times[key] = time = times.get(key, -1) + 1
+                piece, slots = Piece(Key(*key, time)), {}
+                pieces.append(piece)
+            if event >= 0:
+                homes[event] = piece, len(piece.blocks)
+                piece.kept.add(len(piece.blocks))
+                piece.events.append((-1, len(piece.blocks)))
+                piece.blocks.append(block)
+                piece.owners.append(_apart(block.owner))
+            else:
+                home, number = homes[~event]
+                if (slot := slots.get(home.key)) is None:
+                    slots[home.key] = slot = len(piece.references)
+                    piece.references.append(home.key)
+                home.kept.discard(number)
+                piece.events.append((slot, number))
+                piece.freed.append(block)
+    return pieces
+
+
+Translate = Callable[[Key, Key, Key], Key]
+
+
+def play(
+    sequence: Iterable[tuple[Key, Piece]],
+    translate: Translate,
+    *,
+    layer: Callable[[int, int, int], int] | None = None,
+    resize: Callable[[Block], int] = lambda block: block.num_bytes,
+) -> Trace:
+    """The trace of copies of pieces, each under the key given.
+
+    `layer(source's, target's, an owner's)`: the layer of a copied block's owner; `resize`: bytes of a copied block.
+    Raises Aperiodic.
+    """
+    trace = Trace()
+    blocks, segments = trace.blocks, trace.segments
+    numbers: dict[Key, list[int]] = {}  # the numbers of each played piece's blocks
+    played: list[tuple[Key, Piece]] = []
+    is_live = bytearray()
+    for target, piece in sequence:
+        if target in numbers:
+            raise Aperiodic(f"{target} comes twice")
+        source, place = piece.key, target.place
+        numbers[target] = own = []
+        played.append((target, piece))
+        found = []
+        for reference in piece.references:
+            key = translate(source, target, reference)
+            if (theirs := numbers.get(key)) is None:
+                raise Aperiodic(f"{target} frees what {key} would have made, which is not there")
+            found.append(theirs)
+        if not segments or segments[-1].place != place:
+            segments.append(Segment(place))
+        events = segments[-1].events
+        freed = iter(piece.freed)
+        for slot, number in piece.events:
+            if slot < 0:
+                block = piece.blocks[number]
+                of, owner = piece.owners[number]
+                if of != NO_LAYER:
+                    owner = owner.replace("*", str(of if layer is None else layer(source.layer, target.layer, of)), 1)
+                new = len(blocks)
+                blocks.append(Block(resize(block), block.stream, block.part, place, owner))
+                is_live.append(True)
+                own.append(new)
+                events.append(new)
+            else:
+                like, theirs = next(freed), found[slot]
+                if number >= len(theirs) or not is_live[theirs[number]]:
+                    raise Aperiodic(f"{target} frees block {number} of {piece.references[slot]}'s, which is not there")
+                block = blocks[theirs[number]]
+                if block.num_bytes != resize(like) or block.stream != like.stream:
+                    raise Aperiodic(f"{target} frees a block of {block.num_bytes} bytes for one of {like.num_bytes}")
+                is_live[theirs[number]] = False
+                events.append(~theirs[number])
+    for target, piece in played:
+        if {i for i, number in enumerate(numbers[target]) if is_live[number]} != piece.kept:
+            raise Aperiodic(f"{target} keeps other blocks than {piece.key}")
+    return trace
+
+
+def _apart(owner: str) -> tuple[int, str]:
+    if (layer := layer_of(owner)) == NO_LAYER:
+        return layer, owner
+    return layer, owner.replace(str(layer), "*", 1)
