@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from titan_tools.memory.trace import owners
 from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
+from titan_tools.memory.trace.gradient_sums import holders_of_a_gradient, is_sum_in_place
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -157,6 +158,7 @@ class RecordedTensors(FakeTensorMode):
     """
 
     def __init__(self, recorder: Recorder, workspaces: Mapping[Any, Workspace]):
+        self._alone = holders_of_a_gradient()
         super().__init__(allow_non_fake_inputs=True)
         self.recorder, self.workspaces = recorder, workspaces
 
@@ -164,6 +166,10 @@ class RecordedTensors(FakeTensorMode):
         is_plain = all(kind in _PLAIN for kind in types)  # a DTensor comes again, as what it wraps
         if is_plain and func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
+        if is_plain and (
+            func is torch.ops._c10d_functional.wait_tensor.default or is_sum_in_place(func, args, self._alone)
+        ):
+            return args[0]  # as they would be, had they memory
         if is_plain and (workspace := self.workspaces.get(func)):
             self._within_kernel(workspace(args))
         if not is_plain:
