@@ -1,5 +1,7 @@
 """A trace of the real train step: built by trainer/build.py for one rank of any job, on fake tensors, without peers."""
 
+from contextlib import nullcontext
+
 import torch
 
 from converters.collector import collector_paused
@@ -8,6 +10,7 @@ from converters.layout import MeshShape
 from titan_tools.memory.trace.compile import compile_traced
 from titan_tools.memory.trace.events import Place, Trace
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, kernels_used
+from titan_tools.memory.trace.offload import HostMemory, OffloadedTensors, OffloadRecorder, offload_seen
 from titan_tools.memory.trace.owners import owner_of_many
 from titan_tools.memory.trace.places import places_told, watch_modules
 from titan_tools.memory.trace.recorder import RecordedTensors, Recorder, resizes_recorded
@@ -23,14 +26,25 @@ from trainer.train_model import TrainModel
 
 
 def capture(
-    config: Config, args: ModelArgs, dims: MeshShape, *, rank: int, kernels: Kernels, num_steps: int = 2
+    config: Config,
+    args: ModelArgs,
+    dims: MeshShape,
+    *,
+    rank: int,
+    kernels: Kernels,
+    num_steps: int = 2,
+    host: HostMemory | None = None,
 ) -> Trace:
-    """Build rank `rank` of `dims.world_size` and take it through steps. The layout must have been checked.
+    """Build rank `rank` of `dims.world_size`, take it through steps, and validate after the last one if the config does.
 
-    Needs a process without a process group; leaves it so. Peak memory and time grow with the model's depth only.
+    The layout must have been checked, and coverage.py asked. Needs a process without a process group; leaves it so.
+    Peak memory and time grow with the model's depth only. `host` is told what CPU offload keeps in host memory.
     """
-    recorder = Recorder()
-    tensors = RecordedTensors(recorder, kernels.workspaces)
+    is_offloaded = config.training.enable_cpu_offload and kernels.device == "cuda"
+    recorder = OffloadRecorder(host or HostMemory()) if is_offloaded else Recorder()
+    kind = OffloadedTensors if is_offloaded else RecordedTensors
+    tensors = kind(recorder, kernels.workspaces)
+    at_home = recorder.on_host if is_offloaded else nullcontext  # where parameters and states are
     with (
         fake_ranks(dims.world_size, rank=rank),
         collector_paused(),
@@ -38,6 +52,7 @@ def capture(
         compile_traced(config, kernels, recorder),
         resizes_recorded(recorder),
         places_told(recorder),
+        offload_seen(recorder) if is_offloaded else nullcontext(),
     ):
         meshes = make_meshes(dims, "cpu")
         model = build(config, args, dims, meshes, torch.device("cpu"), memory=tensors)
@@ -49,15 +64,19 @@ def capture(
                 if size := cublas_bytes(kernels):
                     recorder.allocate(size, part="workspaces")
             recorder.place = Place(0, "states")
-            optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+            training = config.training
+            with at_home():
+                optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+                step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
             model.follow(optimizer)
             _tell_owners(model, optimizer, recorder)
-            training = config.training
-            step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
             recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
             for number in range(1, num_steps + 1):
                 _one_step(model, step, optimizer, config, recorder, number=number, num_samples=num_samples)
+            if config.validation.enable:
+                recorder.place = Place(num_steps, "validation", microbatch=-1)
+                _validate(model, config)
         return recorder.finish()
 
 
@@ -73,8 +92,6 @@ def _one_step(
 ) -> None:
     """As trainer/train.py: gradients, clipping, update."""
     recorder.place = Place(number, "forward", microbatch=-1)
-    tokens = torch.zeros(num_samples, config.training.seq_len, dtype=torch.int64)
-    targets = torch.zeros(num_samples, config.training.seq_len, dtype=torch.int64)
     clip = step._clip
 
     def clipped() -> torch.Tensor:
@@ -86,13 +103,28 @@ def _one_step(
 
     step._clip = clipped
     try:
-        step.compute_gradients(Batch(tokens=tokens, targets=targets), stop_requested=False)
+        step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
     finally:
         step._clip = clip
     recorder.place = Place(number, "optimizer", microbatch=-1)
     optimizer.step()
     recorder.place = Place(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
+
+
+def _validate(model: TrainModel, config: Config) -> None:
+    """As trainer/validate.py: one batch, which leaves nothing behind for the next one."""
+    for part in model.parts:
+        part.eval()
+    model.forward_loss(_batch(config.validation.local_batch_size, config.validation.seq_len)).item()
+    for part in model.parts:
+        part.train()
+
+
+def _batch(num_samples: int, seq_len: int) -> Batch:
+    """What a GPU holds of a batch while it is worked on: copies, of what lies in host memory."""
+    tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
+    return Batch(tokens, targets)
 
 
 def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int) -> None:
