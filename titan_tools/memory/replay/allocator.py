@@ -158,6 +158,11 @@ class Classic:
                     self.driver_calls.append(DriverCall("segment_free", start, size, pool.stream, pool.is_small))
 
 
+def granule(is_small: bool) -> int:
+    """What an expandable segment is mapped in multiples of."""
+    return SMALL_SEGMENT if is_small else LARGE_SEGMENT
+
+
 def segment_size(size: int) -> int:
     """What is asked of cudaMalloc for a request of that rounded size (get_allocation_size)."""
     if size <= SMALL:

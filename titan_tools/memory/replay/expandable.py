@@ -7,9 +7,9 @@ from titan_tools.memory.replay.allocator import (
     GAP,
     LARGE_SEGMENT,
     SMALL,
-    SMALL_SEGMENT,
     DriverCall,
     OutOfMemory,
+    granule,
 )
 from titan_tools.memory.replay.pool import Pool
 
@@ -118,7 +118,7 @@ class _Ranges:
 
     def __init__(self, stream: str, *, is_small: bool):
         self.pool = Pool(stream, is_small=is_small)
-        self.granule = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        self.granule = granule(is_small)
         self.unmapped: dict[int, int] = {}  # start → size
         self._starts: list[int] = []  # of `unmapped`, sorted
         self._spaces: dict[int, int] = {}  # start → size of whole ranges

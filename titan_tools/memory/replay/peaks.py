@@ -101,7 +101,7 @@ def find_peak(
         highest,
         most,
         Instant(place, at),
-        Instant(_place_of(trace, reserved_at), reserved_at),
+        Instant(place_of(trace, reserved_at), reserved_at),
         dict(by_part.most_common()),
         dict(by_module),
         tuple(held[:NUM_LARGEST]),
@@ -127,7 +127,8 @@ def _live_after(trace: Trace, at: int) -> tuple[dict[int, None], Place]:
     raise IndexError(at)
 
 
-def _place_of(trace: Trace, number: int) -> Place:
+def place_of(trace: Trace, number: int) -> Place:
+    """Where event `number` happens."""
     for segment in trace.segments:
         number -= len(segment.events)
         if number < 0:

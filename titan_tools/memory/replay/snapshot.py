@@ -1,0 +1,166 @@
+"""A replayed trace as a snapshot file of torch's memory history, which PyTorch's viewer (pytorch.org/memory_viz) opens.
+
+The format is that of torch.cuda.memory._snapshot (torch 2.11 to 2.13), of one device. Where a stack trace would be, the
+viewer shows a block's part, owner, phase, module, step and stream; its colors are the parts.
+"""
+
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from titan_tools.memory.replay.allocator import TAKING, DriverCall, granule
+from titan_tools.memory.replay.replay import Replayed
+from titan_tools.memory.trace.events import COMPUTE, Block, Place
+
+# The viewer's own unpickler reads protocols 2 to 4. It adds the category "unknown", by a statement that has a typing
+# error (`categores`) in some versions, unless it is there: so it is.
+_PROTOCOL = 4
+_UNKNOWN = "unknown"
+_ACTIONS_OF_FREE = ("free_requested", "free_completed")  # the same moment: no stream but the block's own uses it
+
+Frames = list[dict[str, str | int]]
+
+
+def write_snapshot(replayed: Replayed, path: Path) -> None:
+    """Write all events of a replay, and what is allocated at its end. About 100 bytes per event."""
+    with path.open("wb") as file:
+        pickle.dump(make_snapshot(replayed), file, protocol=_PROTOCOL)
+
+
+def make_snapshot(replayed: Replayed) -> dict[str, Any]:
+    """The dictionary that torch.cuda.memory._snapshot would give; times are numbers of events."""
+    streams = _number_streams(replayed)
+    live: dict[int, Frames] = {}
+    return {
+        "device_traces": [_entries(replayed, streams, live)],
+        "segments": _segments(replayed, streams, live),
+        "allocator_settings": {"expandable_segments": replayed.allocator == "expandable"},
+        "external_annotations": [],
+    }
+
+
+def _number_streams(replayed: Replayed) -> dict[str, int]:
+    names = dict.fromkeys([COMPUTE, *(call.stream for _, call in replayed.driver_calls)])
+    return {name: number for number, name in enumerate(names)}
+
+
+def _entries(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames]) -> list[dict[str, Any]]:
+    """Entries of the trace, in time order. Fills `live`: blocks that are allocated at the end, with their frames."""
+    calls = iter(replayed.driver_calls)
+    call_at, call = next(calls, (-1, None))
+    num_events = len(replayed.allocated)
+    entries = []
+
+    def add(action: str, address: int, num_bytes: int, stream: str, frames: Frames, category: str) -> None:
+        entries.append(
+            {
+                "action": action,
+                "addr": address,
+                "size": num_bytes,
+                "stream": streams[stream],
+                "time_us": number,
+                "frames": frames,
+                "category": category,
+            }
+        )
+
+    for number, (segment, event) in enumerate(replayed.trace.events()):
+        if number == num_events:
+            break
+        while call_at == number:
+            add(call.action, call.address, call.num_bytes, call.stream, _frames_of_call(call, segment.place), _UNKNOWN)
+            call_at, call = next(calls, (-1, None))
+        index = event if event >= 0 else ~event
+        block, address = replayed.trace.blocks[index], replayed.addresses[index]
+        if event >= 0:
+            live[index] = _frames(block)
+        actions = ("alloc",) if event >= 0 else _ACTIONS_OF_FREE
+        for action in actions:
+            add(action, address, block.num_bytes, block.stream, live[index], block.part)
+        if event < 0:
+            del live[index]
+    return entries
+
+
+def _segments(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames]) -> list[dict[str, Any]]:
+    by_address = sorted((replayed.addresses[index], index) for index in live if replayed.addresses[index])
+    segments = []
+    position = 0
+    for begin, end, call in _mapped(replayed):
+        blocks, at = [], begin
+        while position < len(by_address) and by_address[position][0] < end:
+            address, index = by_address[position]
+            if at < address:
+                blocks.append(_free_block(at, address))
+            size, asked = replayed.sizes[index], replayed.trace.blocks[index].num_bytes
+            blocks.append(_block(address, size, asked, "active_allocated", live[index]))
+            at = address + size
+            position += 1
+        if at < end:
+            blocks.append(_free_block(at, end))
+        held = [block for block in blocks if block["state"] == "active_allocated"]
+        segments.append(
+            {
+                "device": 0,
+                "address": begin,
+                "total_size": end - begin,
+                "allocated_size": sum(block["size"] for block in held),
+                "active_size": sum(block["size"] for block in held),
+                "requested_size": sum(block["requested_size"] for block in held),
+                "stream": streams[call.stream],
+                "segment_type": "small" if call.is_small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": replayed.allocator == "expandable",
+                "frames": [],
+                "blocks": blocks,
+            }
+        )
+    return segments
+
+
+def _mapped(replayed: Replayed) -> list[tuple[int, int, DriverCall]]:
+    """Begin and end of what is taken from the driver at the end, by address; granules that touch are one segment."""
+    pieces: dict[int, tuple[int, DriverCall]] = {}  # begin → size
+    for _, call in replayed.driver_calls:
+        step = call.num_bytes if replayed.allocator == "classic" else granule(call.is_small)
+        for begin in range(call.address, call.address + call.num_bytes, step):
+            if call.action in TAKING:
+                pieces[begin] = step, call
+            else:
+                del pieces[begin]
+    runs: list[tuple[int, int, DriverCall]] = []
+    for begin, (size, call) in sorted(pieces.items()):
+        if runs and runs[-1][1] == begin:
+            runs[-1] = runs[-1][0], begin + size, call
+        else:
+            runs.append((begin, begin + size, call))
+    return runs
+
+
+def _block(address: int, size: int, asked: int, state: str, frames: Frames) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": asked, "state": state, "frames": frames}
+
+
+def _free_block(begin: int, end: int) -> dict[str, Any]:
+    return _block(begin, end - begin, 0, "inactive", [])
+
+
+def _frames(block: Block) -> Frames:
+    return _frames_at(block.part, block.owner or block.place.module, block.place, block.stream)
+
+
+def _frames_of_call(call: DriverCall, place: Place) -> Frames:
+    return _frames_at("driver", "small pool" if call.is_small else "large pool", place, call.stream)
+
+
+@cache
+def _frames_at(part: str, what: str, place: Place, stream: str) -> Frames:
+    """Innermost first, as a stack trace; shown as `filename:line:name`. Cached, so that a file has each once."""
+    lines = (
+        (part, what or "-"),
+        (place.phase, place.module or "-"),
+        (f"step {place.step}", f"stage {place.stage}, microbatch {place.microbatch}"),
+        ("stream", stream),
+    )
+    return [{"filename": filename, "line": 0, "name": name} for filename, name in lines]

@@ -1,0 +1,190 @@
+"""A picture of one step of a replayed trace: memory by part as stacked areas, what is reserved, and the GPU's limit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titan_tools.memory.replay.columns import Columns, tell_columns
+from titan_tools.memory.replay.peaks import Peak
+from titan_tools.memory.replay.replay import Replayed
+from titan_tools.memory.trace.events import Place
+
+GIB = 1 << 30
+_LIMIT_IN_VIEW = 1.5  # a limit higher than this × reserved would squash the picture: it is named instead
+
+# Bottom to top: what stays through the step, what forward leaves for backward, what comes and goes
+STACK = {
+    "parameters": "#2f4b6e",
+    "optimizer": "#5b7ea6",
+    "gradients": "#9dbbd8",
+    "activations": "#4f9d69",
+    "recompute": "#a3cf9b",
+    "logits_and_loss": "#e8a33d",
+    "all_gather": "#8d6cab",
+    "reduce_scatter": "#c3a5d6",
+    "pipeline_buffers": "#c9615a",
+    "workspaces": "#8c8378",
+    "other": "#c9c4bb",
+}
+_PHASES = {
+    "forward": "#d5e6d3",
+    "backward": "#f3e1c0",
+    "weight": "#eadcb0",
+    "reduce": "#e6dbef",
+    "clip": "#d6dde6",
+    "optimizer": "#cfdcec",
+    "zero_grad": "#e4e4e4",
+    "validation": "#f0e0e0",
+}
+_INK, _FAINT, _LIMIT = "#2b2b2b", "#7a7a7a", "#c0392b"
+_MONOSPACED = {"family": "DejaVu Sans Mono", "size": 8.6}
+_BESIDE = 1.012  # x of what stands right of the areas, in shares of their width
+
+
+def draw_timeline(
+    replayed: Replayed,
+    path: Path,
+    *,
+    title: str = "Memory of one GPU through a training step",
+    limit: tuple[str, int] | None = None,
+    labels: Mapping[str, str] | None = None,
+    step: int | None = None,
+) -> None:
+    """Draw a step, the last by default. `limit`: the GPU's name and usable bytes; `labels`: names of parts.
+
+    The format is that of the path's ending: png, svg, pdf. A trace knows no time: the x axis counts bytes that are
+    allocated and freed, so that what moves much memory is seen best.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    step = replayed.trace.segments[-1].place.step if step is None else step
+    columns = tell_columns(replayed, list(STACK), step=step)
+    figure = Figure(figsize=(14, 7.6), dpi=150, facecolor="white")
+    FigureCanvasAgg(figure)
+    areas, strip = figure.subplots(2, 1, sharex=True, height_ratios=(18, 1), gridspec_kw={"hspace": 0.025})
+    figure.subplots_adjust(left=0.05, right=0.775, top=0.885, bottom=0.07)
+    top = max(columns.reserved) / GIB
+    if limit and limit[1] <= _LIMIT_IN_VIEW * max(columns.reserved):
+        top = max(top, limit[1] / GIB)
+    areas.set_ylim(0, top * 1.1)
+    areas.set_xlim(0, 1)
+    _draw_areas(areas, columns, labels or {})
+    if limit:
+        _draw_limit(areas, *limit, is_in_view=limit[1] / GIB <= top)
+    _draw_peak(areas, columns)
+    _draw_bands(strip, areas, columns)
+    if peak := replayed.step1 if step < 2 else replayed.steady:
+        _draw_pools(areas, peak)
+    figure.text(0.05, 0.945, title, fontsize=15, color=_INK, weight="bold")
+    what = {0: "before the first step", 1: "the first step"}.get(step, f"step {step}: every later one is the same")
+    figure.text(0.05, 0.912, f"{what}; {replayed.allocator} allocator", fontsize=10.5, color=_FAINT)
+    figure.savefig(path)
+
+
+def _draw_areas(axes: Any, columns: Columns, labels: Mapping[str, str]) -> None:
+    """The stack and its legend, which tells each part's share of the peak."""
+
+    def steps(values: list[int]) -> list[float]:
+        return [value / GIB for value in (*values, values[-1])]
+
+    x, peak = columns.x, columns.peak
+    allocated, reserved = steps(columns.allocated), steps(columns.reserved)
+    unused = axes.fill_between(x, allocated, reserved, step="post", facecolor="#efeeec", linewidth=0)
+    stack = [steps(values) for values in columns.by_part.values()]
+    colors = [STACK[part] for part in columns.by_part]
+    drawn = axes.stackplot(x, stack, colors=colors, step="post", linewidth=0)
+    (line,) = axes.step(x, reserved, where="post", color=_INK, linewidth=1.4)
+    entries = [
+        (line, "reserved", columns.reserved[peak]),
+        (unused, "reserved, not allocated", columns.reserved[peak] - columns.allocated[peak]),
+    ]
+    for area, part in reversed(list(zip(drawn, columns.by_part, strict=True))):
+        entries.append((area, labels.get(part, part.replace("_", " ")), columns.by_part[part][peak]))
+    legend = axes.legend(
+        [handle for handle, _, _ in entries],
+        [_line(name, value) for _, name, value in entries],
+        loc="upper left",
+        bbox_to_anchor=(_BESIDE, 1.0),
+        borderaxespad=0,
+        frameon=False,
+        title=f"GiB at the peak: {columns.allocated[peak] / GIB:.2f} allocated",
+        alignment="left",
+        prop=_MONOSPACED,
+        title_fontproperties={"weight": "bold", "size": 10.5},
+        labelspacing=0.75,
+    )
+    legend.get_title().set_color(_INK)
+    axes.set_ylabel("GiB", color=_INK)
+    axes.tick_params(axis="x", length=0, labelbottom=False)
+    axes.grid(axis="y", color="white", alpha=0.35, linewidth=0.8)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _line(name: str, num_bytes: int) -> str:
+    return f"{name:<24}{num_bytes / GIB:7.2f}"
+
+
+def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool) -> None:
+    said = f"{name}: {num_bytes / GIB:.1f} GiB usable"
+    at, offset = (0, num_bytes / GIB), (6, 5)
+    if is_in_view:
+        axes.axhline(num_bytes / GIB, color=_LIMIT, linewidth=1.4, linestyle=(0, (6, 3)))
+    else:
+        said, at, offset = f"{said} ↑", (0, axes.get_ylim()[1]), (6, -12)
+    axes.annotate(said, at, offset, textcoords="offset points", color=_LIMIT, fontsize=10)
+
+
+def _draw_peak(axes: Any, columns: Columns) -> None:
+    x, height = columns.x[columns.peak], columns.allocated[columns.peak] / GIB
+    left = x > 0.5
+    said = f"peak: {height:.2f} GiB allocated\nin {_said(columns.peak_place)}"
+    axes.plot([x], [height], "o", color="white", markeredgecolor=_INK, markersize=6.5, zorder=5)
+    axes.annotate(
+        said,
+        (x, height),
+        (-34 if left else 34, 20),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        fontsize=10,
+        color=_INK,
+        bbox={"boxstyle": "round,pad=0.35", "facecolor": "white", "edgecolor": _FAINT, "linewidth": 0.8},
+        arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.9},
+        zorder=6,
+    )
+
+
+def _said(place: Place) -> str:
+    phase = place.phase.replace("_", " ")
+    return f"{phase} of {place.module}" if place.module else phase
+
+
+def _draw_pools(axes: Any, peak: Peak) -> None:
+    """Where the memory lies that is reserved but not allocated."""
+    lines = [_line(stream, size) for stream, size in peak.unused_by_stream.items() if size >= GIB / 200]
+    beside = {"transform": axes.transAxes, "va": "bottom", "color": _INK}
+    axes.text(_BESIDE + 0.037, 0, "\n".join(lines), fontproperties=_MONOSPACED, linespacing=1.6, **beside)
+    height = 0.034 * len(lines) + 0.012
+    axes.text(_BESIDE + 0.004, height, "Unused GiB, by stream's pool", weight="bold", size=10, **beside)
+
+
+def _draw_bands(strip: Any, areas: Any, columns: Columns) -> None:
+    """The phases: a strip below, and faint lines where long ones begin."""
+    is_many = len({band.place.microbatch for band in columns.bands if band.place.microbatch >= 0}) > 1
+    for begin, end, place in columns.bands:
+        width = end - begin
+        color = _PHASES.get(place.phase, "#e8e8e8")
+        strip.broken_barh([(begin, width)], (0, 1), facecolor=color, edgecolor="white", linewidth=0.4)
+        phase = place.phase.replace("_", " ")
+        number = f" {place.microbatch}" if is_many and place.microbatch >= 0 else ""
+        for name in (phase + number, phase[0].upper() + number.strip()):
+            if width > 0.007 * len(name) + 0.003:
+                strip.text(begin + width / 2, 0.46, name, ha="center", va="center", fontsize=9, color=_INK)
+                break
+        if width > 0.02 and begin > 0:
+            areas.axvline(begin, color=_INK, linewidth=0.5, alpha=0.2)
+    strip.set_ylim(0, 1)
+    strip.set_yticks([])
+    strip.spines[:].set_visible(False)
+    strip.tick_params(axis="x", length=0, labelbottom=False)
+    strip.set_xlabel("the step in order of time, as wide as bytes are allocated and freed", fontsize=9.5, color=_FAINT)
