@@ -35,7 +35,7 @@ def capture(
     num_steps: int = 2,
     host: HostMemory | None = None,
 ) -> Trace:
-    """Build rank `rank` of `dims.world_size`, take it through steps, and validate after the last one if the config does.
+    """Build rank `rank` of `dims.world_size`, take it through steps, and validate once if the config does.
 
     The layout must have been checked, and coverage.py asked. Needs a process without a process group; leaves it so.
     Peak memory and time grow with the model's depth only. `host` is told what CPU offload keeps in host memory.
@@ -68,6 +68,9 @@ def capture(
             with at_home():
                 optimizer = build_optimizer(model.named_parameters(), config.optimizer)
                 step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+            if kernels.device == "cuda" and config.optimizer.implementation != "fused":
+                for state in optimizer.state.values():
+                    recorder.leave_out(state["step"])  # counted on the host
             model.follow(optimizer)
             _tell_owners(model, optimizer, recorder)
             recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))

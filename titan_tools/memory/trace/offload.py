@@ -46,11 +46,13 @@ class OffloadRecorder(Recorder):
         self._on_host: set[int] = set()
 
     def see(self, tensor: Tensor) -> None:
+        if not self.is_host:
+            super().see(tensor)
+            return
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if not self.is_host or self.is_paused or key in self._watched:
-            return super().see(tensor)
-        num_bytes = storage.nbytes()
+        key, num_bytes = storage._cdata, storage.nbytes()
+        if self.is_paused or key in self._watched:
+            return
         self._on_host.add(key)
         self._watched[key] = weakref.ref(storage, lambda _: self._gone_from_host(key, num_bytes))
         self.host.add(num_bytes)

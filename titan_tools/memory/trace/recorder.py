@@ -29,6 +29,7 @@ class Recorder:
         self.place = Place(0, "build")
         self.first_microbatch = 0  # of the batch that a pipeline works on, within the step
         self.part: str | None = None
+        self.owner = ""  # of what is allocated
         self.stream_names: dict[int, str] = {}  # by id
         self._streams: list[Any] = []  # kept, so that ids stay theirs
         self._live: dict[int, int] = {}  # storage → block
@@ -43,7 +44,7 @@ class Recorder:
         """Write an allocation down; the block's number."""
         block = len(self.trace.blocks)
         stream = stream or self._stream()
-        self.trace.blocks.append(Block(num_bytes, stream, part or self._part(stream), self.place))
+        self.trace.blocks.append(Block(num_bytes, stream, part or self._part(stream), self.place, self.owner))
         self._event(block)
         return block
 
@@ -76,6 +77,11 @@ class Recorder:
         if num_bytes:
             self._live[key] = self.allocate(num_bytes)
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Take back what was written down of a tensor that lies elsewhere."""
+        if (block := self._live.pop(tensor.untyped_storage()._cdata, None)) is not None:
+            self.free(block)
+
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor lies in, None if it has none."""
         block = self._live.get(tensor.untyped_storage()._cdata)
@@ -97,13 +103,14 @@ class Recorder:
             self.place = before
 
     @contextmanager
-    def as_part(self, part: str) -> Iterator[None]:
+    def as_part(self, part: str, *, owner: str = "") -> Iterator[None]:
         """Within, what is allocated is this."""
-        before, self.part = self.part, part
+        before = self.part, self.owner
+        self.part, self.owner = part, owner
         try:
             yield
         finally:
-            self.part = before
+            self.part, self.owner = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,8 +177,6 @@ class RecordedTensors(FakeTensorMode):
             func is torch.ops._c10d_functional.wait_tensor.default or is_sum_in_place(func, args, self._alone)
         ):
             return args[0]  # as they would be, had they memory
-        if is_plain and (workspace := self.workspaces.get(func)):
-            self._within_kernel(workspace(args))
         if not is_plain:
             return super().dispatch(func, types, args, kwargs or {})
         with self.recorder.paused():  # what a fake kernel is put together from is no kernel's doing
@@ -184,6 +189,8 @@ class RecordedTensors(FakeTensorMode):
                 for each in tree_iter(made):
                     if isinstance(each, FakeTensor):
                         see(each)
+            if workspace := self.workspaces.get(func):
+                self._within_kernel(workspace(args))  # beside what the kernel gives back
             if self.recorder.place.phase in owners.PHASES:
                 owners.tell_owners(self.recorder, args, made)
         return made

@@ -1,0 +1,51 @@
+"""What CUDA kernels allocate inside of themselves, where that is more than a mebibyte: no dispatch shows it.
+
+Written down from ATen's sources, torch 2.11 to 2.13; each function names its file. Of what a step of titan runs, others
+need nothing (products beyond cuBLAS's workspace, softmax, gather, complex multiplication), or kilobytes: FSDP's
+`chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu).
+"""
+
+from collections.abc import Callable
+from math import ceil
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_ATOMIC_UP_TO = 3072  # indices, of an embedding's backward that needs no sorting
+_ROWS_PER_THREAD = 10
+_FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
+
+
+def embedding_backward_bytes(args: tuple) -> int:
+    """Indices sorted by token, and room for a row in fp32 for each run of up to ten that are alike.
+
+    native/cuda/Embedding.cu (sorted_indices, orig_indices) and EmbeddingBackwardKernel.cu (segment_offsets,
+    partials_per_segment and its sums, partial_segment_offset, grad_weight_per_segment).
+    """
+    gradient, indices, num_weights = args[:3]
+    count = indices.numel()
+    if count <= _ATOMIC_UP_TO:
+        return 0
+    num_segments = min(count, num_weights)
+    num_partial = count // _ROWS_PER_THREAD + num_segments
+    index_bytes = indices.element_size() * (3 * count + 2 * num_segments + num_partial)
+    return index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
+
+
+def foreach_norm_bytes(args: tuple) -> int:
+    """A number per chunk for every tensor, as many as the largest one has chunks; fp32 at least.
+
+    native/cuda/ForeachReduceOp.cu (output_per_tensor).
+    """
+    tensors = args[0]
+    most_chunks = max(ceil(tensor.numel() / _FOREACH_CHUNK) for tensor in tensors)
+    return len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
+
+
+CUDA_BUFFERS: dict[Any, Callable[[tuple], int]] = {
+    aten.embedding_dense_backward.default: embedding_backward_bytes,
+    aten._foreach_norm.Scalar: foreach_norm_bytes,
+}
+"""By operation."""
