@@ -1,5 +1,6 @@
 """titan estimate-memory: the peak memory of a run, before it is started."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,21 @@ def estimate_memory(
     gpu: Annotated[
         str | None, typer.Option(help="h100-80, h100-96, h200, a100-80, b200, or a GPU's usable GiB: judge this one.")
     ] = None,
+    allocator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="classic or expandable (segments).  [default: as PYTORCH_CUDA_ALLOC_CONF says here, else classic]",
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw one step of the fullest rank, part by part, to this file."),
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(metavar="PICKLE", help="Write the fullest rank's allocations for pytorch.org/memory_viz."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say how much GPU memory a run takes at its peak, what takes it, and whether it fits.
@@ -24,13 +40,24 @@ def estimate_memory(
     Examples:
       titan estimate-memory llama3_8b --world-size 8
       titan estimate-memory llama3_70b --world-size 256 --gpu h100-80 --activation_checkpoint.mode=full
+      titan estimate-memory llama3_8b --world-size 8 --timeline step.png
 
-    No GPU is needed and no model is built. Any key of the config can be overridden, as in `titan train`:
-    --section.key value. With --gpu the exit code is the verdict: 0 fits, 1 does not, 5 too close to call. What is not
-    covered is refused with exit code 2.
+    No GPU is needed and no weight is made: the real train step runs on tensors without memory, as one rank of any job,
+    and what it asks for is given out by a model of the GPU's allocator. Any key of the config can be overridden, as in
+    `titan train`: --section.key value. With --gpu the exit code is the verdict: 0 fits, 1 does not, 5 too close to
+    call. What is not covered is refused with exit code 2.
     """
     from titan_tools.memory.command import estimate_from_command_line
 
-    code = estimate_from_command_line(config, context.args, world_size=world_size, gpu_text=gpu, as_json=as_json)
+    code = estimate_from_command_line(
+        config,
+        context.args,
+        world_size=world_size,
+        gpu_text=gpu,
+        allocator=allocator,
+        timeline=timeline,
+        snapshot=snapshot,
+        as_json=as_json,
+    )
     if code:
         raise typer.Exit(code)

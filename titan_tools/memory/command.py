@@ -1,51 +1,95 @@
-"""What `titan estimate-memory` does: read the config, estimate, print, and give the exit code."""
+"""What `titan estimate-memory` does: check everything, estimate, print, draw, and give the exit code."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from converters.errors import ConfigError
-from titan_tools.console import print_json, table
-from titan_tools.memory import report
-from titan_tools.memory.constants import find_gpu
-from titan_tools.memory.estimate import Estimate, estimate
+from titan_tools.console import print_json
+from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.coverage import refuse_gaps
-from titan_tools.memory.formula.from_config import run_shape
-from titan_tools.memory.verdict import EXIT_CODES
+from titan_tools.memory.gpus import find_gpu
+from titan_tools.memory.layout import resolved_layout
+from titan_tools.memory.replay.allocator import AllocatorName
 from trainer.config.load import load_config
+
+ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
 
 
 def estimate_from_command_line(
-    config: str, overrides: Sequence[str], *, world_size: int | None, gpu_text: str | None, as_json: bool
+    config: str,
+    overrides: Sequence[str],
+    *,
+    world_size: int | None,
+    gpu_text: str | None,
+    as_json: bool,
+    allocator: str | None = None,
+    timeline: Path | None = None,
+    snapshot: Path | None = None,
 ) -> int:
     """Print the estimate of a config; 0, or with a GPU type its verdict as exit code.
 
     Raises ConfigError with everything wrong in flags and layout, UnsupportedError with everything not covered.
     """
-    gpu, problems = None, []
-    if gpu_text is not None:
-        try:
-            gpu = find_gpu(gpu_text)
-        except ConfigError as error:
-            problems.append(f"{error.message}; {error.hint}")
-    loaded = load_config(config, overrides)
-    run = run_shape(loaded, world_size=world_size, problems=problems)
-    refuse_gaps(loaded, run.mesh)
-    found = estimate(run, gpu=gpu)
+    gpu, problems = _gpu(gpu_text)
+    problems += _output_problems(timeline, snapshot)
+    if allocator not in (None, *ALLOCATORS):
+        problems.append(f"--allocator {allocator!r} is none; possible: {', '.join(ALLOCATORS)}")
+    settings = load_config(config, overrides)
+    dims = resolved_layout(settings, world_size=world_size, problems=problems)
+    refuse_gaps(settings, dims)
+
+    from titan_tools.memory import report
+    from titan_tools.memory.estimate import estimate
+    from titan_tools.memory.replay.snapshot import write_snapshot
+    from titan_tools.memory.verdict import EXIT_CODES
+
+    found = estimate(settings, dims, gpu=gpu, allocator=allocator or allocator_of_environment())
+    if timeline:
+        _write(timeline, lambda path: report.draw(found, path))
+    if snapshot:
+        _write(snapshot, lambda path: write_snapshot(found.fullest_rank.replayed, path))
     if as_json:
         print_json(report.as_json(found))
     else:
-        _print(found)
+        report.show(found)
     return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
 
 
-def _print(found: Estimate) -> None:
-    worst = found.worst_rank
-    print(f"{report.headline(found)}\n\nPeak allocated per pipeline rank")
-    table(report.RANK_COLUMNS, report.rank_rows(found))
-    print(f"\nThe peak, pp rank {worst.pp_rank}: {worst.worst.when}")
-    table(("what", "GiB", "share"), report.breakdown_rows(worst.worst))
-    print("\nVerdict")
-    table(report.VERDICT_COLUMNS, report.verdict_rows(found))
-    for title, lines in (("Assumptions", found.assumptions), ("Covered", found.covers)):
-        print(f"\n{title}")
-        for line in lines:
-            print(f"- {line}")
+def allocator_of_environment() -> AllocatorName:
+    """Which allocator torch would use here: PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF; classic where unset."""
+    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = dict(pair.strip().split(":", 1) for pair in said.split(",") if ":" in pair)
+    return "expandable" if settings.get("expandable_segments", "").strip().lower() == "true" else "classic"
+
+
+def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
+    if text is None:
+        return None, []
+    try:
+        return find_gpu(text), []
+    except ConfigError as error:
+        return None, [f"{error.message}; {error.hint}"]
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    """Write beside it and put it there whole: a full disk must not cost a file that is there. Raises ConfigError."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    try:
+        write(unfinished)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _output_problems(*paths: Path | None) -> list[str]:
+    """Files that cannot be written, told before the work."""
+    problems = []
+    for path in filter(None, paths):
+        if path.is_dir():
+            problems.append(f"{path} is a folder, and a file is to be written there")
+        elif not path.absolute().parent.is_dir():
+            problems.append(f"{path.absolute().parent} is no folder, so {path.name} cannot be written there")
+    return problems

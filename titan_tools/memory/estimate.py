@@ -1,99 +1,136 @@
-"""The estimate of a run: every pipeline rank's peak in step 1 and later, the worst of them, verdicts per GPU type."""
+"""The estimate of a run: every pipeline rank's peaks by two engines, the worst of them, and verdicts per GPU type."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_tools.memory.constants import CONTEXT_GIB, GIB, GPUS, NCCL_GIB, RESERVED_OVER_ALLOCATED, TORCH_VERSIONS, Gpu
+from converters.layout import MeshShape
+from titan_tools.memory.assumptions import assumptions_of
+from titan_tools.memory.constants import ENGINES_AGREE, GPUS, Gpu
 from titan_tools.memory.formula.closed_form import Instant, peak_instant
+from titan_tools.memory.formula.coverage import formula_gaps
+from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.run_shape import RunShape
-from titan_tools.memory.verdict import Verdict, judge
-
-COVERS = (
-    "Llama 2, Llama 3 and Qwen 3 in eager mode; FSDP2 and HSDP, TP with sequence and loss parallel, PP (GPipe, 1F1B,"
-    " Interleaved1F1B, LoopedBFS), CP, and products of them; gradient accumulation; chunked and plain loss;"
-    " checkpointing none, full, op and every n-th layer; Adam and AdamW",
-    "not yet: compile, float8, CPU offload, DDP, zero-bubble schedules, async tensor parallel, moments in another"
-    " dtype, losses and families of one's own, mixture of experts, reserved memory",
-)
+from titan_tools.memory.gpus import DEFAULT
+from titan_tools.memory.replay.allocator import AllocatorName
+from titan_tools.memory.replay.peaks import Peak
+from titan_tools.memory.replay.replay import Replayed, replay
+from titan_tools.memory.trace.kernels import gpu_kernels
+from titan_tools.memory.trace.traced import trace_rank
+from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
+from trainer.config.sections import Config
 
 
 @dataclass(frozen=True, slots=True)
 class RankEstimate:
-    """The peak instants of a pipeline rank; all ranks that share its pp coordinate hold as much or less."""
+    """What the fullest of the ranks that share a pp coordinate needs.
+
+    `formula` is the closed form's peak of a steady step, None where it does not describe the run.
+    """
 
     pp_rank: int
-    step1: Instant
-    steady: Instant
+    replayed: Replayed
+    other_reserved_bytes: int  # under the other allocator
+    nvidia_smi_gib: tuple[float, float]
+    formula: Instant | None
 
     @property
-    def worst(self) -> Instant:
-        return max(self.step1, self.steady, key=lambda instant: instant.total_bytes)
+    def step1(self) -> Peak:
+        return self.replayed.step1
+
+    @property
+    def steady(self) -> Peak:
+        return self.replayed.steady
+
+    @property
+    def worst(self) -> Peak:
+        return max(self.step1, self.steady, key=lambda peak: peak.allocated_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return max(self.step1.reserved_bytes, self.steady.reserved_bytes)
+
+    @property
+    def engines_differ_by(self) -> float | None:
+        """The closed form's share above (or below) what was traced; None without a closed form."""
+        if self.formula is None:
+            return None
+        return self.formula.total_bytes / self.steady.allocated_bytes - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the closed form says of a run, on the GPU type whose workspaces were counted."""
+    """All that is said of a run, on the GPU type whose kernels were counted."""
 
     run: RunShape
     gpu: Gpu
+    allocator: AllocatorName
     ranks: tuple[RankEstimate, ...]
     verdicts: tuple[Verdict, ...]
+    formula_gaps: tuple[str, ...]
     assumptions: tuple[str, ...]
-    covers: tuple[str, ...]
 
     @property
     def worst_rank(self) -> RankEstimate:
-        return max(self.ranks, key=lambda rank: rank.worst.total_bytes)
+        """The rank that allocates the most at once."""
+        return max(self.ranks, key=lambda rank: rank.worst.allocated_bytes)
+
+    @property
+    def fullest_rank(self) -> RankEstimate:
+        """The rank that reserves the most, which decides whether the run fits."""
+        return max(self.ranks, key=lambda rank: rank.reserved_bytes)
+
+    @property
+    def disagreeing(self) -> tuple[RankEstimate, ...]:
+        """Ranks of which the two engines say different things."""
+        return tuple(rank for rank in self.ranks if abs(rank.engines_differ_by or 0) > ENGINES_AGREE)
 
 
-def estimate(run: RunShape, *, gpu: Gpu | None = None) -> Estimate:
-    """Peak allocated memory per pipeline rank. Without a GPU type all are judged, and workspaces are those of sm90."""
-    counted = gpu or GPUS["h100-80"]
-    ranks = tuple(
-        RankEstimate(
-            pp_rank,
-            step1=peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=False),
-            steady=peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
+def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate:
+    """Peaks per pipeline rank. The layout must have been checked, and be covered. Without a GPU type all are judged."""
+    run, counted = run_shape(config, world_size=dims.world_size), gpu or DEFAULT
+    gaps = formula_gaps(config, dims)
+    num_communicators = sum(degree > 1 for degree in (dims.pp, dims.dp_replicate, dims.fsdp, dims.tp, dims.cp))
+    other: AllocatorName = "classic" if allocator == "expandable" else "expandable"
+    kernels = gpu_kernels(counted)
+    ranks = []
+    for pp_rank in range(dims.pp):
+        trace = trace_rank(config, run.args, dims, rank=pp_rank * (dims.world_size // dims.pp), kernels=kernels)
+        replayed, beside = replay(trace, allocator=allocator), replay(trace, allocator=other)
+        ranks.append(
+            RankEstimate(
+                pp_rank,
+                replayed,
+                other_reserved_bytes=max(beside.step1.reserved_bytes, beside.steady.reserved_bytes),
+                nvidia_smi_gib=nvidia_smi_gib(
+                    max(replayed.step1.reserved_bytes, replayed.steady.reserved_bytes),
+                    num_communicators=num_communicators,
+                ),
+                formula=None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
+            )
         )
-        for pp_rank in range(run.mesh.pp)
+    return Estimate(
+        run,
+        counted,
+        allocator,
+        tuple(ranks),
+        _verdicts([gpu] if gpu else [*GPUS.values()], ranks, allocator, num_communicators),
+        tuple(gaps),
+        assumptions_of(run, counted, allocator),
     )
-    worst_gib = max(rank.worst.total_bytes for rank in ranks) / GIB
-    mesh = run.mesh
-    num_communicators = sum(degree > 1 for degree in (mesh.pp, mesh.dp_replicate, mesh.fsdp, mesh.tp, mesh.cp))
-    verdicts = tuple(
-        judge(candidate, allocated_gib=worst_gib, num_communicators=num_communicators, is_floor=mesh.cp > 1)
-        for candidate in ([gpu] if gpu else GPUS.values())
+
+
+def _verdicts(
+    gpus: Sequence[Gpu], ranks: Sequence[RankEstimate], allocator: AllocatorName, num_communicators: int
+) -> tuple[Verdict, ...]:
+    reserved_bytes = max(rank.reserved_bytes for rank in ranks)
+    traces = [rank.replayed.trace for rank in ranks]
+    return tuple(
+        judge(
+            gpu,
+            reserved_bytes=reserved_bytes,
+            traces=traces,
+            allocator=allocator,
+            num_communicators=num_communicators,
+        )
+        for gpu in gpus
     )
-    return Estimate(run, counted, ranks, verdicts, _assumptions(run, counted), COVERS)
-
-
-def _assumptions(run: RunShape, gpu: Gpu) -> tuple[str, ...]:
-    low, high = RESERVED_OVER_ALLOCATED
-    said = [
-        f"closed form, written for {TORCH_VERSIONS}; eager; fused RMSNorm and flash attention, as on CUDA",
-        "allocated memory only: reserved has no closed form. Verdicts take it as"
-        f" {low:.2f} to {high:.2f} × allocated, plus {CONTEXT_GIB} GiB of CUDA context and"
-        f" {NCCL_GIB[0]:g} to {NCCL_GIB[1]:g} GiB per NCCL communicator",
-        f"cuBLAS workspaces: {gpu.cublas_mib:g} MiB each for forward and backward ({gpu.name})",
-        "optimizer states are made with the optimizer, so step 1 holds them too",
-        "no leak: nothing but the train step keeps tensors alive",
-        "rounding of blocks to 512 bytes is not counted (under 0.1 % from 1 GiB on)",
-    ]
-    if run.uses_fsdp:
-        said.append("FSDP2 keeps norm and output gathered from forward to backward, and prefetches one block")
-    if run.loss_chunks:
-        said.append(
-            f"output and loss go in {run.loss_chunks} pieces"
-            + (", in backward" if run.loss_in_backward else ", forward and back before the next one")
-            + "; the output's gradient is added up in fp32"
-        )
-    if run.uses_pipeline:
-        said.append(
-            "torch's pipeline stages hold whole fp32 gradients until the last microbatch, a receive buffer per"
-            " microbatch and direction, and drop the last stage's outputs"
-        )
-    if run.mesh.cp > 1:
-        said.append(
-            "context parallel: a fused kernel is assumed for the masked attention over gathered keys. Where torch has"
-            " none (grouped queries without cuDNN) it keeps all scores, so this is a floor and `fits` is not said"
-        )
-    return tuple(said)

@@ -1,11 +1,15 @@
 """An estimate in words: tables of the pipeline ranks, the peak's parts and the verdicts; or as one JSON object."""
 
+from pathlib import Path
 from typing import Any
 
-from titan_tools.console import count
-from titan_tools.memory.constants import GIB
-from titan_tools.memory.estimate import Estimate
-from titan_tools.memory.formula.closed_form import PARTS, Instant
+from titan_tools.console import count, table
+from titan_tools.memory.constants import ENGINES_AGREE, GIB
+from titan_tools.memory.estimate import Estimate, RankEstimate
+from titan_tools.memory.instants import in_words
+from titan_tools.memory.replay.peaks import Peak
+from titan_tools.memory.replay.timeline import draw_timeline
+from titan_tools.memory.trace.events import PARTS
 from titan_tools.memory.verdict import Verdict
 
 LABELS = {
@@ -13,17 +17,57 @@ LABELS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "activations": "activations kept",
-    "recompute": "one block's backward",
+    "recompute": "backward's own tensors",
     "logits_and_loss": "logits and loss",
     "all_gather": "gathered parameters",
-    "reduce_scatter": "reduce-scatter input",
+    "reduce_scatter": "reduce-scatter",
     "pipeline_buffers": "pipeline buffers",
-    "workspaces": "cuBLAS workspaces",
+    "workspaces": "kernels' workspaces",
+    "other": "other",
 }
+_WORTH_SAYING = 0.01  # share of reserved memory that the other allocator saves
 
 
-def gib(num_bytes: int) -> float:
-    return round(num_bytes / GIB, 4)
+def show(found: Estimate) -> None:
+    """Print it all."""
+    print(f"{headline(found)}\n\nPeaks per pipeline rank, GiB, under the {found.allocator} allocator")
+    table(
+        ("pp rank", "allocated", "active", "reserved", "nvidia-smi", "in step 1", "reserved", "most is allocated at"),
+        [_rank_row(rank) for rank in found.ranks],
+    )
+    worst, peak = found.worst_rank, found.worst_rank.worst
+    print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.place)}")
+    table(("what", "GiB", "share of allocated", "closed form"), _breakdown_rows(worst, peak))
+    if peak.activations_by_module:
+        print("\nActivations by module")
+        table(("module", "GiB each", "GiB"), _module_rows(peak.activations_by_module))
+    print("\nVerdict")
+    table(
+        ("GPU", "usable GiB", "needs GiB", "margin GiB", "verdict"),
+        [_verdict_row(verdict) for verdict in found.verdicts],
+    )
+    for title, lines in (
+        ("Two engines", engines_say(found)),
+        ("To try", suggestions(found)),
+        ("Assumptions", found.assumptions),
+    ):
+        if lines:
+            print(f"\n{title}")
+            for line in lines:
+                print(f"- {line}")
+
+
+def draw(found: Estimate, picture: Path) -> None:
+    """A step of the fullest rank, with the limit of the GPU type where one was named."""
+    rank = found.fullest_rank
+    gpu = found.verdicts[0].gpu if len(found.verdicts) == 1 else None
+    draw_timeline(
+        rank.replayed,
+        picture,
+        title=f"{found.run.family.name} on {found.run.mesh}, pp rank {rank.pp_rank}",
+        limit=(gpu.name, round(gpu.usable_gib * GIB)) if gpu else None,
+        labels=LABELS,
+    )
 
 
 def headline(found: Estimate) -> str:
@@ -37,92 +81,166 @@ def headline(found: Estimate) -> str:
     )
 
 
-def rank_rows(found: Estimate) -> list[tuple[Any, ...]]:
-    """A row per pipeline rank: allocated peaks, when the larger one is, and what a rank holds for good."""
-    rows = []
-    for rank in found.ranks:
-        worst = rank.worst
-        held = sum(worst.parts.get(part, 0) for part in ("parameters", "optimizer"))
-        rows.append(
-            (
-                rank.pp_rank,
-                _text(rank.step1.total_bytes),
-                _text(rank.steady.total_bytes),
-                _text(held),
-                _text(worst.parts.get("activations", 0) + worst.parts.get("recompute", 0)),
-                worst.when,
-            )
-        )
-    return rows
-
-
-RANK_COLUMNS = ("pp rank", "step 1 GiB", "later GiB", "params+optimizer", "activations", "peak at")
-
-
-def breakdown_rows(instant: Instant) -> list[tuple[str, str, str]]:
-    """A row per part of the peak instant, largest first."""
-    parts = sorted(instant.parts.items(), key=lambda item: -item[1])
-    return [(LABELS[name], _text(size), f"{size / instant.total_bytes:.0%}") for name, size in parts]
-
-
-def verdict_rows(found: Estimate) -> list[tuple[str, str, str, str, str]]:
-    """A row per GPU type."""
+def engines_say(found: Estimate) -> list[str]:
+    """How far apart the trace and the closed form are, in allocated memory of a steady step."""
+    if found.formula_gaps:
+        return [f"traced only; the closed form does not describe {reason}" for reason in found.formula_gaps]
+    far = found.disagreeing
+    if not far:
+        most = max((rank.engines_differ_by for rank in found.ranks), key=abs)
+        return [f"the train step, traced, and a closed form agree: the latter allocates {most:+.1%}"]
     return [
-        (
-            verdict.gpu.name,
-            f"{verdict.gpu.usable_gib:.2f}",
-            "{:.1f} … {:.1f}".format(*verdict.needed_gib),
-            "{:+.1f} … {:+.1f}".format(*verdict.margin_gib),
-            verdict.verdict,
-        )
-        for verdict in found.verdicts
+        f"pp rank {rank.pp_rank}: WARNING, the closed form allocates {_gib(rank.formula.total_bytes)} GiB,"
+        f" {rank.engines_differ_by:+.1%} of what was traced (limit {ENGINES_AGREE:.0%}), most of it in"
+        f" {LABELS[_farthest_part(rank)]}; one of them is wrong: please report this config"
+        for rank in far
     ]
 
 
-VERDICT_COLUMNS = ("GPU", "usable GiB", "needs GiB", "margin GiB", "verdict")
+def suggestions(found: Estimate) -> list[str]:
+    """What would take less, as far as it was computed beside."""
+    rank = found.fullest_rank
+    saved = rank.reserved_bytes - rank.other_reserved_bytes
+    if found.allocator == "expandable" or saved < _WORTH_SAYING * rank.reserved_bytes:
+        return []
+    return [
+        f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, under which {_gib(rank.other_reserved_bytes)} GiB are"
+        f" reserved, {_gib(saved)} less"
+    ]
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
-    """The object of `--json`. Fields that the closed form cannot fill are null: active, reserved."""
+    """The object of `--json`."""
     worst = found.worst_rank
+    communicating = {rank.pp_rank: rank.nvidia_smi_gib for rank in found.ranks}
+    per_rank = [_view(rank, rank.worst) for rank in found.ranks]
     return {
-        "engine": "closed form",
         "world_size": found.run.mesh.world_size,
         "mesh": {axis: getattr(found.run.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
-        "per_rank": [_view(rank.pp_rank, rank.worst) for rank in found.ranks],
-        "peak": _view(worst.pp_rank, worst.worst),
-        "step1": [_view(rank.pp_rank, rank.step1) for rank in found.ranks],
-        "steady": [_view(rank.pp_rank, rank.steady) for rank in found.ranks],
+        "allocator": found.allocator,
+        "per_rank": per_rank,
+        "peak": {
+            **{name: max(view[name] for view in per_rank) for name in ("allocated_gib", "active_gib", "reserved_gib")},
+            "nvidia_smi_gib": _rounded(max(communicating.values())),
+            "pp_rank": worst.pp_rank,
+            "peak_at": in_words(worst.worst.allocated_at.place),
+            "breakdown_gib": _breakdown(worst.worst),
+        },
+        "step1": [_view(rank, rank.step1) for rank in found.ranks],
+        "steady": [_view(rank, rank.steady) for rank in found.ranks],
+        "other_allocator_reserved_gib": [gib(rank.other_reserved_bytes) for rank in found.ranks],
         "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in found.verdicts},
+        "closed_form": {
+            "covers": not found.formula_gaps,
+            "gaps": list(found.formula_gaps),
+            "allocated_gib": [gib(rank.formula.total_bytes) if rank.formula else None for rank in found.ranks],
+            "differs_by": [rank.engines_differ_by for rank in found.ranks],
+            "agrees": None if found.formula_gaps else not found.disagreeing,
+        },
         "assumptions": list(found.assumptions),
-        "covers": list(found.covers),
     }
 
 
-def _view(pp_rank: int, instant: Instant) -> dict[str, Any]:
+def gib(num_bytes: int) -> float:
+    return round(num_bytes / GIB, 4)
+
+
+def _view(rank: RankEstimate, peak: Peak) -> dict[str, Any]:
     return {
-        "pp_rank": pp_rank,
-        "allocated_gib": gib(instant.total_bytes),
-        "active_gib": None,
-        "reserved_gib": None,
-        "nvidia_smi_gib": None,
-        "peak_at": instant.when,
-        "breakdown_gib": {part: gib(instant.parts.get(part, 0)) for part in PARTS},
+        "pp_rank": rank.pp_rank,
+        "allocated_gib": gib(peak.allocated_bytes),
+        "active_gib": gib(peak.active_bytes),
+        "reserved_gib": gib(peak.reserved_bytes),
+        "nvidia_smi_gib": _rounded(rank.nvidia_smi_gib),
+        "peak_at": in_words(peak.allocated_at.place),
+        "breakdown_gib": _breakdown(peak),
+        "activations_by_module_gib": {name: gib(size) for name, size in peak.activations_by_module.items()},
     }
+
+
+def _breakdown(peak: Peak) -> dict[str, float]:
+    """All parts; those but the last two add up to what is allocated, and with them to what is reserved."""
+    parts = {part: gib(peak.by_part.get(part, 0)) for part in PARTS}
+    return parts | {"idle_pools": gib(peak.idle_pools_bytes), "fragmentation": gib(peak.fragmentation_bytes)}
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     low, high = verdict.margin_gib
-    fits = {"fits": True, "does not fit": False}.get(verdict.verdict)
     return {
-        "fits": fits,
+        "fits": {"fits": True, "does not fit": False}.get(verdict.verdict),
         "verdict": verdict.verdict,
         "margin_gib": round(low, 2),
         "margin_range_gib": [round(low, 2), round(high, 2)],
-        "needed_gib": [round(size, 2) for size in verdict.needed_gib],
+        "needed_gib": _rounded(verdict.needed_gib),
         "usable_gib": verdict.gpu.usable_gib,
     }
 
 
-def _text(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}" if num_bytes >= GIB / 10 else f"{num_bytes / GIB:.5f}"
+def _rounded(interval: tuple[float, float]) -> list[float]:
+    return [round(size, 2) for size in interval]
+
+
+def _rank_row(rank: RankEstimate) -> tuple[Any, ...]:
+    steady = rank.steady
+    return (
+        rank.pp_rank,
+        _gib(steady.allocated_bytes),
+        _gib(steady.active_bytes),
+        _gib(steady.reserved_bytes),
+        "{:.1f} … {:.1f}".format(*rank.nvidia_smi_gib),
+        _gib(rank.step1.allocated_bytes),
+        _gib(rank.step1.reserved_bytes),
+        in_words(rank.worst.allocated_at.place),
+    )
+
+
+def _breakdown_rows(rank: RankEstimate, peak: Peak) -> list[tuple[str, str, str, str]]:
+    """A row per part of the peak, largest first, then what is reserved beside it."""
+    said = rank.formula.parts if rank.formula else {}
+    rows = [
+        (LABELS[part], _gib(size), f"{size / peak.allocated_bytes:.0%}", _gib(said[part]) if part in said else "")
+        for part, size in peak.by_part.items()
+        if size >= peak.allocated_bytes / 2000 or part in said
+    ]
+    total = _gib(rank.formula.total_bytes) if rank.formula else ""
+    return [
+        *rows,
+        ("= allocated", _gib(peak.allocated_bytes), "100%", total),
+        ("idle in pools of other streams", _gib(peak.idle_pools_bytes), "", ""),
+        ("fragmentation", _gib(peak.fragmentation_bytes), "", ""),
+        ("= reserved", _gib(peak.reserved_bytes), "", ""),
+    ]
+
+
+def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
+    """A row per run of neighbouring modules that keep the same."""
+    rows: list[tuple[str, str, int, int]] = []
+    for name, size in by_module.items():
+        if rows and rows[-1][2] == size and name.startswith("layers.") and rows[-1][0].startswith("layers."):
+            first, _, _, number = rows[-1]
+            rows[-1] = (first, name, size, number + 1)
+        else:
+            rows.append((name, name, size, 1))
+    return [
+        (first if first == last else f"{first} … {last}", _gib(size), _gib(size * number))
+        for first, last, size, number in rows
+    ]
+
+
+def _verdict_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
+    return (
+        verdict.gpu.name,
+        f"{verdict.gpu.usable_gib:.2f}",
+        "{:.1f} … {:.1f}".format(*verdict.needed_gib),
+        "{:+.1f} … {:+.1f}".format(*verdict.margin_gib),
+        verdict.verdict,
+    )
+
+
+def _farthest_part(rank: RankEstimate) -> str:
+    traced, said = rank.steady.by_part, rank.formula.parts
+    return max(PARTS, key=lambda part: abs(traced.get(part, 0) - said.get(part, 0)))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if abs(num_bytes) >= GIB / 10 or not num_bytes else f"{num_bytes / GIB:.5f}"

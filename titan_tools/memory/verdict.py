@@ -1,9 +1,13 @@
 """Whether a run fits a GPU, said no more surely than the estimate allows."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_tools.memory.constants import CONTEXT_GIB, NCCL_GIB, RESERVED_OVER_ALLOCATED, Gpu
+from titan_tools.memory.constants import CONTEXT_GIB, GIB, NCCL_GIB, RESERVED_ERROR, Gpu
+from titan_tools.memory.replay.allocator import AllocatorName
+from titan_tools.memory.replay.replay import replay
+from titan_tools.memory.trace.events import Trace
 
 FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to call"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, TOO_CLOSE: 5}
@@ -11,7 +15,7 @@ EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, TOO_CLOSE: 5}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`needed_gib` is the [low, high] of what the GPU must hold; margins are what is left of it at each end."""
+    """`needed_gib` is the [low, high] of what nvidia-smi will show on the fullest rank."""
 
     gpu: Gpu
     verdict: Literal["fits", "does not fit", "too close to call"]
@@ -24,17 +28,29 @@ class Verdict:
         return self.gpu.usable_gib - high, self.gpu.usable_gib - low
 
 
-def judge(gpu: Gpu, *, allocated_gib: float, num_communicators: int, is_floor: bool = False) -> Verdict:
-    """A verdict on an allocated peak. The need is allocated × the allocator's overhead + CUDA context + NCCL's buffers.
-
-    Of a floor (`is_floor`) it is never said that it fits.
-    """
+def nvidia_smi_gib(reserved_bytes: int, *, num_communicators: int) -> tuple[float, float]:
+    """[low, high] of a rank's memory as the driver counts it: the allocator's, CUDA's context and NCCL's buffers."""
     low, high = (
-        allocated_gib * factor + CONTEXT_GIB + num_communicators * nccl
-        for factor, nccl in zip(RESERVED_OVER_ALLOCATED, NCCL_GIB, strict=True)
+        reserved_bytes / GIB * factor + CONTEXT_GIB + num_communicators * nccl
+        for factor, nccl in zip((1 - RESERVED_ERROR, 1 + RESERVED_ERROR), NCCL_GIB, strict=True)
     )
-    if low > gpu.usable_gib:
-        verdict = DOES_NOT_FIT
-    else:
-        verdict = FITS if high <= gpu.usable_gib and not is_floor else TOO_CLOSE
-    return Verdict(gpu, verdict, (low, high))
+    return low, high
+
+
+def judge(
+    gpu: Gpu, *, reserved_bytes: int, traces: Iterable[Trace], allocator: AllocatorName, num_communicators: int
+) -> Verdict:
+    """A verdict on the fullest rank's reserved peak; `traces` of all ranks, for where that alone does not decide.
+
+    Reserved memory above what there is does not mean that a run fails: an allocator that meets the limit first gives
+    back what it has cached. Whether that is enough is asked by replaying the traces within that limit.
+    """
+    low, high = needed = nvidia_smi_gib(reserved_bytes, num_communicators=num_communicators)
+    if high <= gpu.usable_gib:
+        return Verdict(gpu, FITS, needed)
+    if low <= gpu.usable_gib:
+        return Verdict(gpu, TOO_CLOSE, needed)
+    left_gib = (gpu.usable_gib - CONTEXT_GIB - num_communicators * NCCL_GIB[0]) * (1 + RESERVED_ERROR)
+    limit = max(round(left_gib * GIB), 0)
+    ends = (replay(trace, allocator=allocator, capacity_bytes=limit).out_of_memory for trace in traces)
+    return Verdict(gpu, DOES_NOT_FIT if any(ends) else TOO_CLOSE, needed)

@@ -1,14 +1,12 @@
 """From the config that `titan train` takes to the numbers that the closed form needs."""
 
 from converters.dtypes import itemsize
-from converters.errors import ConfigError, list_offenders
 from converters.families.registry import get_family
-from converters.layout import MeshShape
 from titan_tools.memory.formula.run_shape import Recompute, RunShape
+from titan_tools.memory.layout import resolved_layout
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.loss.registry import CHUNKED, is_loss_parallel
 from trainer.parallel.fsdp import is_fsdp
-from trainer.parallel_dims import layout_problems, required_world_size, resolve
 from trainer.stages import split_model
 
 
@@ -18,11 +16,8 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
     Raises ConfigError with everything that cannot be, `problems` of the caller included. Whether the closed form has a
     say in it is coverage.py's to tell.
     """
+    dims = resolved_layout(config, world_size=world_size, problems=problems)
     args = get_family(config.model.name).flavors[config.model.flavor]
-    dims, tries, found = _degrees(config, world_size)
-    found = [*(problems or ()), *found, *layout_problems(config, args, dims)]
-    if found:
-        raise ConfigError(f"nothing was estimated, {_count(found)}:" + list_offenders(found, most=50), tries=tries)
     training, parallelism = config.training, config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
     microbatch = parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else training.local_batch_size
@@ -51,35 +46,14 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
     )
 
 
-def _degrees(config: Config, world_size: int | None) -> tuple[MeshShape, list[str], list[str]]:
-    """The degrees, or near ones and why they are not what was asked for, with what to try."""
-    parallelism = config.parallelism
-    needed = required_world_size(parallelism)
-    if world_size is None and parallelism.data_parallel_shard_degree == -1:
-        why = (
-            "the number of ranks is open: parallelism.data_parallel_shard_degree = -1 takes the ranks that the other"
-            f" degrees leave; give --world-size, a multiple of {needed}"
-        )
-        return resolve(parallelism, needed), [f"--world-size {max(needed, 8)}"], [why]
-    try:
-        return resolve(parallelism, world_size or needed), [], []
-    except ConfigError as error:
-        multiples = sorted({max(world_size // needed, 1) * needed, (world_size // needed + 1) * needed})
-        fitting = multiples if parallelism.data_parallel_shard_degree == -1 else [needed]
-        near = ", ".join(f"--world-size {n}" for n in fitting)
-        return (
-            resolve(parallelism, needed),
-            [f"--world-size {n}" for n in fitting],
-            [f"{error.message}; nearest: {near}"],
-        )
-
-
 def _recompute(settings: ActivationCheckpoint) -> Recompute:
-    if settings.mode != "selective":
-        return Recompute(mode=settings.mode)
+    if settings.mode in ("none", "memory_budget"):  # what the compiler recomputes within its budget is not known here
+        return Recompute(mode="none")
+    if settings.mode == "full":
+        return Recompute(mode="full", stops_early=settings.early_stop)
     if settings.selective_ac_option == "op":
         return Recompute(mode="op", stops_early=settings.early_stop)
-    return Recompute(mode="full", every=int(settings.selective_ac_option))
+    return Recompute(mode="full", every=int(settings.selective_ac_option), stops_early=settings.early_stop)
 
 
 def _validation_samples(config: Config, microbatch: int) -> int:
@@ -87,7 +61,3 @@ def _validation_samples(config: Config, microbatch: int) -> int:
     if not config.validation.enable:
         return 0
     return microbatch if config.parallelism.pipeline_parallel_degree > 1 else config.validation.local_batch_size
-
-
-def _count(problems: list[str]) -> str:
-    return "one thing cannot be" if len(problems) == 1 else f"{len(problems)} things cannot be"

@@ -13,7 +13,9 @@ from torch import Tensor
 
 import trainer.optim
 import trainer.parallel.context
-from titan_tools.memory.constants import MIB
+from titan_tools.memory.constants import HOPPER, MIB, Gpu
+from titan_tools.memory.trace.cuda_buffers import CUDA_BUFFERS
+from titan_tools.memory.trace.float8 import float8_as_on_gpu
 from titan_tools.memory.trace.recorder import Workspace
 
 aten = torch.ops.aten
@@ -34,13 +36,14 @@ class Kernels:
     workspaces: Mapping[Any, Workspace] = field(default_factory=dict)
 
 
-def gpu_kernels(*, cublas_mib: float, is_hopper: bool) -> Kernels:
-    """A GPU's, as trainer/parallel/attention_backend.py orders them: cuDNN's attention on Hopper, flash elsewhere."""
+def gpu_kernels(gpu: Gpu) -> Kernels:
+    """A GPU type's. As trainer/parallel/attention_backend.py has it: cuDNN's attention on Hopper, flash elsewhere."""
     workspaces = {
+        **CUDA_BUFFERS,
         aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
         aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
     }
-    return Kernels("cuda", "cudnn" if is_hopper else "flash", "fused", cublas_mib, workspaces)
+    return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
 
 
 @contextmanager
@@ -55,6 +58,7 @@ def kernels_used(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
         if kernels.device == "cuda":
             patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
+            patches.enter_context(float8_as_on_gpu())
         yield
 
 

@@ -1,0 +1,30 @@
+"""The GPU that a user names: a type of the table, or so many GiB."""
+
+from converters.errors import ConfigError
+from titan_tools.memory.constants import GPUS, Gpu
+
+DEFAULT = GPUS["h100-80"]  # whose kernels are counted where none is named
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU type of that name, or one of that many usable GiB (kernels as on the default one). Raises ConfigError."""
+    name = text.strip().lower()
+    if name in GPUS:
+        return GPUS[name]
+    try:
+        usable = float(name.removesuffix("gib"))
+    except ValueError:
+        usable = 0.0
+    if not 0 < usable < 10_000:
+        raise ConfigError(
+            f"--gpu {text!r} is neither a GPU type nor a number of GiB",
+            hint=f"types: {', '.join(GPUS)}",
+            tries=[f"--gpu {_closest(name)}", "--gpu 47.5"],
+        )
+    return Gpu(f"{usable:g} GiB", usable, DEFAULT.sm, DEFAULT.cublas_mib)
+
+
+def _closest(name: str) -> str:
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, GPUS, 1, cutoff=0.3)), DEFAULT.name)
