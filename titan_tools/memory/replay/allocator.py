@@ -68,11 +68,6 @@ def make_allocator(name: AllocatorName, *, capacity_bytes: int | None = None) ->
     return {"classic": Classic, "expandable": Expandable}[name](capacity_bytes)
 
 
-def round_size(num_bytes: int) -> int:
-    """What a block of a request takes at least (round_size)."""
-    return (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
-
-
 def pools_of(stream: str) -> tuple[Pool, Pool]:
     """A stream's pools: the large one, and the small one. Blocks never move between pools."""
     return Pool(stream, is_small=False), Pool(stream, is_small=True)
@@ -81,8 +76,8 @@ def pools_of(stream: str) -> tuple[Pool, Pool]:
 class Classic:
     """Segments of cudaMalloc (`expandable_segments:False`, torch's default).
 
-    A block that is too large for its request is split only if what is left is worth it, so it may hold, and count as
-    allocated, up to 1 MiB more than was asked for (should_split).
+    Sizes are rounded up to 512 bytes (round_size). A block that is too large is split only if what is left is worth it
+    (should_split), so it may hold, and count as allocated, up to 1 MiB more than was asked for.
     """
 
     def __init__(self, capacity_bytes: int | None = None):
@@ -102,21 +97,14 @@ class Classic:
         """See Allocator."""
         if not num_bytes:
             return 0
-        size = (num_bytes + 511) // 512 * 512
+        size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
         if (pools := self._pools.get(stream)) is None:
             pools = self._pools[stream] = pools_of(stream)
-        is_small = size <= SMALL
-        pool = pools[is_small]
+        pool = pools[size <= SMALL]
         position = pool.find(size)
-        if position < len(pool):
-            address, found = pool.take(position)
-        else:
-            address, found = self._new_segment(pool, size)
-        rest = found - size
-        if rest > SMALL or is_small and rest:
-            pool.put_apart(address + size, rest)
-        else:
-            size = found
+        if position == len(pool.order):
+            position = self._new_segment(pool, size)
+        address, size = pool.take(position, size, least_rest=MIN_BLOCK if pool.is_small else SMALL + 1)
         self._live[address] = size, pool
         self.allocated_bytes += size
         return address
@@ -131,7 +119,8 @@ class Classic:
     def pools(self) -> list[Pool]:
         return [pool for both in self._pools.values() for pool in both]
 
-    def _new_segment(self, pool: Pool, size: int) -> tuple[int, int]:
+    def _new_segment(self, pool: Pool, size: int) -> int:
+        """Position of the free block that a new segment is."""
         segment = segment_size(size)
         if not self._fits(segment):
             self._release_cached()
@@ -142,7 +131,8 @@ class Classic:
         self._segments[address] = segment
         self.reserved_bytes += segment
         self.driver_calls.append(DriverCall("segment_alloc", address, segment, pool.stream, pool.is_small))
-        return address, segment
+        pool.put(address, segment)
+        return pool.find(segment)
 
     def _fits(self, num_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes

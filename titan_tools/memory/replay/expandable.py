@@ -6,6 +6,7 @@ from titan_tools.memory.replay.allocator import (
     FIRST_ADDRESS,
     GAP,
     LARGE_SEGMENT,
+    MIN_BLOCK,
     SMALL,
     DriverCall,
     OutOfMemory,
@@ -40,18 +41,15 @@ class Expandable:
         """See Allocator."""
         if not num_bytes:
             return 0
-        size = (num_bytes + 511) // 512 * 512
+        size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
         if (both := self._ranges.get(stream)) is None:
             both = self._ranges[stream] = _Ranges(stream, is_small=False), _Ranges(stream, is_small=True)
         ranges = both[size <= SMALL]
         pool = ranges.pool
         position = ranges.best_fit(size)
-        if position < len(pool):
-            address, found = pool.take(position)
-        else:
-            address, found = self._grow(ranges, size)
-        if found > size:
-            pool.put_apart(address + size, found - size)
+        if position == len(pool.order):
+            position = self._grow(ranges, size)
+        address, size = pool.take(position, size, least_rest=MIN_BLOCK)
         self._live[address] = size, ranges
         self.allocated_bytes += size
         return address
@@ -66,15 +64,15 @@ class Expandable:
     def pools(self) -> list[Pool]:
         return [ranges.pool for both in self._ranges.values() for ranges in both]
 
-    def _grow(self, ranges: "_Ranges", size: int) -> tuple[int, int]:
-        """Map memory for a block of at least `size`: its start and size (try_allocate_expandable_block)."""
+    def _grow(self, ranges: "_Ranges", size: int) -> int:
+        """Map memory for a free block of at least `size`: its position (try_allocate_expandable_block)."""
         start = self._mapped(ranges, size)
         if start is None:
             self._release_cached()
             start = self._mapped(ranges, size)
         if start is None:
             raise OutOfMemory(f"{size} bytes")
-        return start, ranges.pool.take_at(start)
+        return ranges.pool.position_of(start)
 
     def _mapped(self, ranges: "_Ranges", size: int) -> int | None:
         """Start of a free block of at least `size` in which what lacked is mapped now; None where memory ran out."""
@@ -128,13 +126,12 @@ class _Ranges:
         return -(-num_bytes // self.granule) * self.granule
 
     def best_fit(self, size: int) -> int:
-        """Position of the block to use, len(pool) if there is none (get_free_block).
+        """Position of the block to use, len(pool.order) if there is none (get_free_block).
 
         A block with unmapped space behind it counts as large as it could become, so that the range's end is used last.
         """
         pool, unmapped = self.pool, self.unmapped
-        position = pool.find(size)
-        last = len(pool) - 1
+        position, last = pool.find(size), len(pool.order) - 1
         while position < last:
             start, here = pool.at(position)
             space = unmapped.get(start + here)
@@ -180,9 +177,9 @@ class _Ranges:
             return []
         self.pool.take_at(start)
         if start < first:
-            self.pool.put_apart(start, first - start)
+            self.pool.put(start, first - start)
         if last < end:
-            self.pool.put_apart(last, end - last)
+            self.pool.put(last, end - last)
         self._merge_unmapped(first, last - first)
         return [(first, last - first)]
 

@@ -10,51 +10,67 @@ _ADDRESS = (1 << _ADDRESS_BITS) - 1
 class Pool:
     """Free blocks by size, then address (BlockComparatorSize), and by both of their ends.
 
-    Segments must not touch each other: blocks that touch are merged.
+    Segments must not touch each other: blocks that touch are merged. All of a replay's time is spent here.
     """
 
-    __slots__ = ("stream", "is_small", "_order", "size_at", "start_at")
+    __slots__ = ("stream", "is_small", "order", "size_at", "start_at")
 
     def __init__(self, stream: str, *, is_small: bool):
         self.stream, self.is_small = stream, is_small
-        self._order: list[int] = []
+        self.order: list[int] = []  # keys, sorted; a position is an index of it
         self.size_at: dict[int, int] = {}  # start → size
         self.start_at: dict[int, int] = {}  # end → start
 
-    def __len__(self) -> int:
-        return len(self._order)
-
     def find(self, size: int) -> int:
-        """Position of the smallest block of at least `size`, the lowest of those; len(self) if there is none."""
-        return bisect_left(self._order, size << _ADDRESS_BITS)
+        """Position of the smallest block of at least `size`, the lowest of those; len(order) if there is none."""
+        return bisect_left(self.order, size << _ADDRESS_BITS)
 
     def at(self, position: int) -> tuple[int, int]:
         """Start and size of the block at a position."""
-        key = self._order[position]
+        key = self.order[position]
         return key & _ADDRESS, key >> _ADDRESS_BITS
 
-    def take(self, position: int) -> tuple[int, int]:
-        """Take a block out: its start and size."""
-        key = self._order.pop(position)
-        start, size = key & _ADDRESS, key >> _ADDRESS_BITS
-        del self.size_at[start], self.start_at[start + size]
+    def position_of(self, start: int) -> int:
+        """Position of the block that starts there."""
+        return bisect_left(self.order, self.size_at[start] << _ADDRESS_BITS | start)
+
+    def take(self, position: int, size: int, *, least_rest: int) -> tuple[int, int]:
+        """Take `size` from the beginning of a block, and all of it where less than `least_rest` would be left.
+
+        Gives start and size of what was taken.
+        """
+        key = self.order.pop(position)
+        start, found = key & _ADDRESS, key >> _ADDRESS_BITS
+        del self.size_at[start]
+        rest = found - size
+        if rest < least_rest:
+            del self.start_at[start + found]
+            return start, found
+        cut = start + size
+        self.size_at[cut] = rest
+        self.start_at[cut + rest] = cut
+        insort(self.order, rest << _ADDRESS_BITS | cut)
         return start, size
 
     def take_at(self, start: int) -> int:
-        """Take the block that starts there out: its size."""
-        return self.take(bisect_left(self._order, self.size_at[start] << _ADDRESS_BITS | start))[1]
+        """Take the whole block that starts there out: its size."""
+        del self.order[self.position_of(start)]
+        size = self.size_at.pop(start)
+        del self.start_at[start + size]
+        return size
 
     def put(self, start: int, size: int) -> None:
         """Add a block, merged with free neighbours (try_merge_blocks)."""
-        if (before := self.start_at.get(start)) is not None:
-            size += self.take_at(before)
+        size_at, start_at, order = self.size_at, self.start_at, self.order
+        end = start + size
+        before = start_at.pop(start, None)
+        if before is not None:
+            del order[bisect_left(order, size_at.pop(before) << _ADDRESS_BITS | before)]
             start = before
-        if start + size in self.size_at:
-            size += self.take_at(start + size)
-        self.put_apart(start, size)
-
-    def put_apart(self, start: int, size: int) -> None:
-        """Add a block that has no free neighbour."""
-        self.size_at[start] = size
-        self.start_at[start + size] = start
-        insort(self._order, size << _ADDRESS_BITS | start)
+        after = size_at.pop(end, None)
+        if after is not None:
+            del order[bisect_left(order, after << _ADDRESS_BITS | end)]
+            end += after
+        size_at[start] = end - start
+        start_at[end] = start
+        insort(order, (end - start) << _ADDRESS_BITS | start)

@@ -17,6 +17,7 @@ from titan_tools.memory.trace.events import COMPUTE, Block, Place
 # error (`categores`) in some versions, unless it is there: so it is.
 _PROTOCOL = 4
 _UNKNOWN = "unknown"
+_POOL = (0, 0)  # not a private one
 _ACTIONS_OF_FREE = ("free_requested", "free_completed")  # the same moment: no stream but the block's own uses it
 
 Frames = list[dict[str, str | int]]
@@ -62,6 +63,7 @@ def _entries(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames
                 "time_us": number,
                 "frames": frames,
                 "category": category,
+                "pool_id": _POOL,
             }
         )
 
@@ -110,7 +112,7 @@ def _segments(replayed: Replayed, streams: dict[str, int], live: dict[int, Frame
                 "requested_size": sum(block["requested_size"] for block in held),
                 "stream": streams[call.stream],
                 "segment_type": "small" if call.is_small else "large",
-                "segment_pool_id": (0, 0),
+                "segment_pool_id": _POOL,
                 "is_expandable": replayed.allocator == "expandable",
                 "frames": [],
                 "blocks": blocks,
