@@ -1,0 +1,97 @@
+"""How long `titan estimate-memory` takes for whole jobs, as a process, and how much memory it needs itself.
+
+    python scripts/bench/estimate.py --rounds 3
+
+Limits are for 2 quiet cores: seconds of the median, MiB of the most that the process and its children held at once.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rounds import MIB, ROOT, TITAN, machine  # noqa: E402
+
+MOST_MIB = 700
+
+
+@dataclass(slots=True)
+class Case:
+    name: str
+    words: list[str]
+    most_secs: float
+    secs: list[float] = field(default_factory=list)
+    most_bytes: int = 0
+
+
+EAGER = ["--compile.no_enable", "--parallelism.no_enable_async_tensor_parallel"]
+CASES = [
+    Case("8B on 8 ranks", ["llama3_8b", "--world-size=8", *EAGER], 4),
+    Case("70B on 256: FSDP 32 × TP 8", ["llama3_70b_256", *EAGER], 8),
+    Case("405B on 512: FSDP 8 × TP 8 × PP 8", ["llama3_405b_512", *EAGER], 15),
+    Case("8B on 8 ranks, compiled", ["llama3_8b", "--world-size=8", "--compile.enable"], 20),
+    Case("70B on 256, compiled", ["llama3_70b_256", "--parallelism.no_enable_async_tensor_parallel"], 20),
+    Case("405B on 512, compiled", ["llama3_405b_512"], 20),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    for _ in range(rounds):
+        for case in CASES:
+            _run(case)
+    for case in CASES:
+        verdict = "ok" if _ok(case) else "TOO MUCH"
+        print(
+            f"{case.name:40} median {median(case.secs):6.2f} s  ({min(case.secs):.2f}–{max(case.secs):.2f}, limit"
+            f" {case.most_secs} s)  {case.most_bytes / MIB:4.0f} MiB (limit {MOST_MIB})  {verdict}"
+        )
+    results = [
+        {"name": c.name, "secs": c.secs, "limit_secs": c.most_secs, "mib": round(c.most_bytes / MIB), "ok": _ok(c)}
+        for c in CASES
+    ]
+    ok = all(map(_ok, CASES))
+    print(json.dumps({"ok": ok, "rounds": rounds, "machine": machine(ROOT / "README.md"), "results": results}))
+    raise SystemExit(0 if ok else 1)
+
+
+def _ok(case: Case) -> bool:
+    return median(case.secs) <= case.most_secs and case.most_bytes <= MOST_MIB * MIB
+
+
+def _run(case: Case) -> None:
+    print(case.name, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    with subprocess.Popen(
+        [*TITAN, "estimate-memory", *case.words, "--json"], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
+        held = 0
+        while process.poll() is None:
+            held = max(held, _held_bytes(process.pid))
+            time.sleep(0.01)
+        case.secs.append(round(time.perf_counter() - started, 2))
+    case.most_bytes = max(case.most_bytes, held)
+    if process.returncode:
+        raise SystemExit(f"estimate-memory {' '.join(case.words)} ended with {process.returncode}")
+
+
+def _held_bytes(pid: int) -> int:
+    """Memory of a process and its children, what they share counted once (Pss); 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    return own + sum(_held_bytes(int(child)) for child in children)
+
+
+if __name__ == "__main__":
+    main()
