@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
-from titan_tools.memory.constants import Gpu
+from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import Instant, instants
 from titan_tools.memory.formula.from_config import run_shape
@@ -33,7 +33,7 @@ from trainer.parallel_dims import resolve
 from trainer.runner import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
-NO_WORKSPACES = Gpu("cpu", 1.0, 0.0)
+NO_WORKSPACES = replace(GPUS["h200"], cublas_mib=0)
 MODES = {
     "none": (Recompute(mode="none"), ActivationCheckpoint(mode="none")),
     "full": (Recompute(mode="full"), ActivationCheckpoint(mode="full")),

@@ -18,7 +18,8 @@ class Activations:
 
     stream: int
     kept: tuple[int, ...]  # by block, from its forward to its backward
-    added: tuple[int, ...]  # by block, at the highest point of its backward
+    added: tuple[int, ...]  # by block, in the feed-forward of its backward
+    moved: tuple[int, ...]  # by block, where TP moves something in its backward
     first_gradient: int  # the only weight's gradient that a block's backward has made by then: that of w2
     final_norm: int  # the last norm's input and what it keeps
     hidden: int  # the whole normed stream, which the output's product reads
@@ -30,7 +31,8 @@ def activations_of(run: RunShape) -> Activations:
     return Activations(
         stream=t.stream,
         kept=tuple(kept_block(run, layer) for layer in layers),
-        added=tuple(added_by_backward(run, layer) for layer in layers),
+        added=tuple(added_by_feed_forward(run, layer) for layer in layers),
+        moved=tuple(added_by_moves(run, layer) for layer in layers),
         first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.compute_bytes,
         final_norm=t.stream + t.norm,
         hidden=t.whole,
@@ -128,17 +130,39 @@ def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
     return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
 
 
-def added_by_backward(run: RunShape, layer: int) -> int:
-    """What the backward of a block adds at its highest point, the feed-forward.
+def added_by_feed_forward(run: RunShape, layer: int) -> int:
+    """What the backward of a block adds while it goes through the feed-forward.
 
     The rest of a checkpointed block, computed again; the gradient that came in; those of silu and of w3's result (their
-    product's takes the place of the product).
+    product's takes the place of the product). Under TP w2's product has used up the gathered one by then.
     """
     t = block_tensors(run)
-    came_in = t.whole + 2 * t.hidden
+    made = t.stream + max(2 * t.hidden, t.whole + t.hidden if run.mesh.tp > 1 else 0)
     if run.recompute.mode != "op":
-        return kept_whole_block(run) - kept_block(run, layer) + came_in
-    return kept_whole_block(run) - _reused_by_recompute(t, run) - _used_up_by_recompute(t, run) + came_in
+        return kept_whole_block(run) - kept_block(run, layer) + made
+    rest = kept_whole_block(run) - _reused_by_recompute(t, run) - _used_up_by_recompute(t, run)
+    return rest + t.whole + 2 * t.hidden
+
+
+def added_by_moves(run: RunShape, layer: int) -> int:
+    """What the backward of a block adds where TP moves something whole, before any weight's gradient; 0 without TP.
+
+    A gather's parts are put in sequence order, and a sum is cut in its ranks' parts, by a copy. The gradient of w2's
+    result is gathered first, for that asks for the recomputation, which then reduces the results of wo and w2 once
+    more. A norm's result, and wo's, wait for their callers.
+    """
+    if run.mesh.tp == 1:
+        return 0
+    t = block_tensors(run)
+    came_in = t.stream + t.whole  # as it came, and gathered
+    if run.recompute.mode == "op":  # wo's; the gathers of both inputs were kept, and the first is used up
+        gathered = 0 if run.traits.stored_gathers else t.whole
+        rotated = t.head_norms + t.query + 2 * t.key_gathered
+        return came_in + 2 * t.whole + gathered + rotated + t.stream + t.norm
+    rest = kept_whole_block(run) - kept_block(run, layer)
+    if rest == 0 or run.recompute.stops_early:
+        return rest + came_in + t.whole
+    return rest + came_in + 2 * t.whole + 2 * t.stream
 
 
 def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:

@@ -129,7 +129,8 @@ class _Rank:
         own = self.sizes.stream if run.mesh.tp > 1 else 0  # the normed stream before it was gathered
         gathered = 0
         if run.uses_fsdp and run.traits.loss_in_forward:  # and with it the flat result of the last all-gather
-            gathered = (1 if groups[-1].is_kept else 2) * groups[-1].full_elements * run.compute_bytes
+            copies = (0 if groups[-1].is_kept else 1) + (run.mesh.fsdp > 1)
+            gathered = copies * groups[-1].full_elements * run.compute_bytes
         for when, size in self.loss.forward:
             yield self.instant(when, activations=own, logits_and_loss=size, all_gather=gathered)
         self.kept_loss[key] = self.loss.kept
@@ -160,12 +161,9 @@ class _Rank:
         for position, layer in reversed(blocks):
             which = "the last" if layer == blocks[-1][1] else "the first" if layer == blocks[0][1] else "a middle"
             gathered = self._gathered_in_backward(groups, position)
-            yield self.instant(
-                f"backward of {which} block",
-                recompute=self.sizes.added[layer],
-                gradients=self.sizes.first_gradient,
-                all_gather=gathered,
-            )
+            when = f"backward of {which} block"
+            for added, gradients in ((self.sizes.moved, 0), (self.sizes.added, self.sizes.first_gradient)):
+                yield self.instant(when, recompute=added[layer], gradients=gradients, all_gather=gathered)
             self.kept[key] -= self.sizes.kept[layer]
             yield self.instant(
                 f"end of the backward of {which} block",
@@ -199,10 +197,14 @@ class _Rank:
             yield self._reduce(ends, "the output")
 
     def _gathered_in_backward(self, groups: list[Group], position: int) -> int:
-        """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it."""
+        """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it.
+
+        That only where there is something to gather: over one rank FSDP2 copies a group when its turn comes.
+        """
         if not self.run.uses_fsdp:
             return 0
-        wanted = groups[max(position - 1, 0) : position + 1]
+        first = max(position - 1, 0) if self.run.mesh.fsdp > 1 else position
+        wanted = groups[first : position + 1]
         return sum(g.full_elements * self.run.compute_bytes for g in wanted if g.name not in self.gathered)
 
     def _reduce(self, group: Group, what: str) -> Instant:
@@ -210,18 +212,30 @@ class _Rank:
         run = self.run
         whole = group.full_elements * run.compute_bytes
         if not run.uses_fsdp:
-            self.accumulated[group.name] = group.full_elements * run.param_bytes
+            self.accumulated[group.name] = self._gradient_elements(group) * run.param_bytes
             return self.instant(f"gradients of {what}")
         if run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: until then whole fp32 gradients
-            self.accumulated[group.name] = group.full_elements * FP32
+            elements = self._gradient_elements(group)
+            self.accumulated[group.name] = elements * FP32
             self.gathered[group.name] = whole
-            return self.instant(f"gradients of {what} added up", gradients=whole)
+            return self.instant(f"gradients of {what} added up", gradients=elements * run.compute_bytes)
         # The input of the previous reduce-scatter is let go just before this one's is made
         self.pending_reduce = group.full_elements * FP32
         reducing = self.instant(f"gradients of {what} reduced", gradients=whole)
         self.accumulated[group.name] = group.local_elements * run.param_bytes
         self.gathered.pop(group.name, None)
         return reducing
+
+    def _gradient_elements(self, group: Group) -> int:
+        """Of a group's gradients as backward leaves them: under TP the embedding's is for the whole vocabulary.
+
+        DTensor has not summed it over TP yet, and only sums what is summed over FSDP too.
+        """
+        run = self.run
+        if run.mesh.tp == 1 or "tok_embeddings" not in group.name:
+            return group.full_elements
+        whole = run.args.vocab_size * run.args.dim
+        return group.full_elements - whole // run.mesh.tp + whole
 
     def reduce_after_pipeline(self) -> Iterator[Instant]:
         """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
