@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
@@ -23,8 +24,8 @@ def places_told(recorder: Recorder) -> Iterator[None]:
         for owner, name, wrap in (
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _not_recorded),
             (FSDPCommContext, "lazy_init", _streams_named),
-            (FSDPParamGroup, "unshard", _as("all_gather")),
-            (FSDPParamGroup, "wait_for_unshard", _as("all_gather")),
+            (FSDPParamGroup, "unshard", _gathering),
+            (FSDPParamGroup, "wait_for_unshard", _gathering),
             (FSDPParamGroup, "post_backward", _reducing),
             *PIPELINE_WRAPS,
         ):
@@ -42,6 +43,7 @@ def watch_modules(parts: Sequence[nn.Module], recorder: Recorder) -> None:
         named += [(f"layers.{number}", layer) for number, layer in part.layers.items()]
         for fqn, module in named:
             if module is not None:
+                recorder.module_fqns[module] = fqn
                 _watch(module, fqn, recorder)
         if part.output is not None:
             _watch(part, "loss", recorder, forward=False)
@@ -75,15 +77,14 @@ def _patched(owner: Any, name: str, wrap: Wrap, recorder: Recorder) -> Iterator[
         setattr(owner, name, own)
 
 
-def _as(part: str) -> Wrap:
-    def wrap(own: Callable, recorder: Recorder) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with recorder.as_part(part):
-                return own(*args, **kwargs)
+def _gathering(own: Callable, recorder: Recorder) -> Callable:
+    """A group's parameters, maybe while another module runs: the next one's, or all of a stage's."""
 
-        return run
+    def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+        with recorder.as_part("all_gather", owner=_module_of(group, recorder)):
+            return own(group, *args, **kwargs)
 
-    return wrap
+    return run
 
 
 def _not_recorded(own: Callable, recorder: Recorder) -> Callable:
@@ -94,6 +95,20 @@ def _not_recorded(own: Callable, recorder: Recorder) -> Callable:
             return own(*args, **kwargs)
 
     return run
+
+
+def _padded_once(own: Callable, recorder: Recorder) -> Callable:
+    """Before its first forward FSDP pads uneven shards anew, unless they lie in the memory that it has padded.
+
+    It knows that memory by its address, which fake tensors have none of.
+    """
+
+    def reset_sharded_param(parameter: FSDPParam) -> None:
+        held = parameter._sharded_param_data.untyped_storage()
+        if held._cdata != parameter.sharded_param.to_local().untyped_storage()._cdata:
+            own(parameter)
+
+    return reset_sharded_param
 
 
 def _streams_named(own: Callable, recorder: Recorder) -> Callable:
@@ -113,9 +128,8 @@ def _reducing(own: Callable, recorder: Recorder) -> Callable:
 
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         before = recorder.place
-        fqn = (group._module_fqn or "").split(", ")[0]
         if before.phase == "reduce":
-            recorder.place = before._replace(module=fqn)
+            recorder.place = before._replace(module=_module_of(group, recorder))
         for parameter in group.fsdp_params:
             _tell_gradients(parameter, recorder)
         with recorder.as_part("reduce_scatter"):
@@ -125,6 +139,11 @@ def _reducing(own: Callable, recorder: Recorder) -> Callable:
         recorder.place = before
 
     return post_backward
+
+
+def _module_of(group: FSDPParamGroup, recorder: Recorder) -> str:
+    """The FQN of the module that a group belongs to, of the first if they are several; FSDP itself learns it late."""
+    return recorder.module_fqns.get(group.modules[0], "")
 
 
 def _tell_gradients(parameter: Any, recorder: Recorder) -> None:

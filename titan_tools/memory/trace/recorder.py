@@ -30,6 +30,7 @@ class Recorder:
         self.first_microbatch = 0  # of the batch that a pipeline works on, within the step
         self.part: str | None = None
         self.owner = ""  # of what is allocated
+        self.module_fqns: dict[Any, str] = {}
         self.stream_names: dict[int, str] = {}  # by id
         self._streams: list[Any] = []  # kept, so that ids stay theirs
         self._live: dict[int, int] = {}  # storage → block

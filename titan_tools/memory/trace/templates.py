@@ -13,7 +13,7 @@ and its number there; so a free is a reference to a piece and a number. To expan
 copy keeps until the end exactly what its source keeps. Else it raises Aperiodic, and only a full capture will do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,37 +77,57 @@ def cut(trace: Trace) -> list[Piece]:
     """
     pieces: list[Piece] = []
     times: dict[tuple, int] = {}
-    homes: list[tuple[Piece, int] | None] = [None] * len(trace.blocks)  # piece and number there
+    homes: list[tuple[Piece, int]] = []  # of each block: its piece, and its number there
+    about: list[int] = []  # the layer of each block
     for segment in trace.segments:
         place = segment.place
         in_layer = layer_of(place.module)
         module = place.module if in_layer == NO_LAYER else _ANY_LAYER
-        piece, slots = None, {}
-        for event in segment.events:
-            block = trace.blocks[event if event >= 0 else ~event]
-            layer = in_layer
-            if layer == NO_LAYER:
-                layer = layer_of(block.owner) if event >= 0 else homes[~event][0].key.layer
+        piece = None
+        for event, layer in zip(segment.events, _layers(segment, trace.blocks, about), strict=True):
             if piece is None or piece.key.layer != layer:
                 key = (place.step, place.phase, place.stage, place.microbatch, module, layer)
                 times[key] = time = times.get(key, -1) + 1
                 piece, slots = Piece(Key(*key, time)), {}
                 pieces.append(piece)
             if event >= 0:
-                homes[event] = piece, len(piece.blocks)
-                piece.kept.add(len(piece.blocks))
-                piece.events.append((-1, len(piece.blocks)))
-                piece.blocks.append(block)
-                piece.owners.append(_apart(block.owner))
+                number = len(piece.blocks)
+                homes.append((piece, number))
+                piece.events.append((-1, number))
+                piece.kept.add(number)
+                piece.blocks.append(trace.blocks[event])
+                piece.owners.append(_apart(trace.blocks[event].owner))
             else:
                 home, number = homes[~event]
                 if (slot := slots.get(home.key)) is None:
                     slots[home.key] = slot = len(piece.references)
                     piece.references.append(home.key)
-                home.kept.discard(number)
                 piece.events.append((slot, number))
-                piece.freed.append(block)
+                piece.freed.append(trace.blocks[~event])
+                home.kept.discard(number)
     return pieces
+
+
+def _layers(segment: Segment, blocks: Sequence[Block], about: list[int]) -> list[int]:
+    """The layer that each event of a segment is about. `about` grows by that of each block that is allocated."""
+    in_layer = layer_of(segment.place.module)
+    if in_layer != NO_LAYER:
+        about += [in_layer for event in segment.events if event >= 0]
+        return [in_layer] * len(segment.events)
+    layers, last = [], None  # `last`: the position of the last allocation
+    for position, event in enumerate(segment.events):
+        if event < 0:
+            layers.append(about[~event])
+            continue
+        layer = layer_of(blocks[event].owner)
+        about.append(layer)
+        layers.append(layer)
+        if last is not None and layer == layers[last] != NO_LAYER:
+            # a loop over parameters lets go of what it made of the one before while it is at the next
+            between = layers[last + 1 : position]
+            layers[last + 1 : position] = [layer if one in (NO_LAYER, layer - 1, layer + 1) else one for one in between]
+        last = position
+    return layers
 
 
 Translate = Callable[[Key, Key, Key], Key]
