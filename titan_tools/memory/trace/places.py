@@ -24,6 +24,7 @@ def places_told(recorder: Recorder) -> Iterator[None]:
         for owner, name, wrap in (
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", _not_recorded),
             (FSDPCommContext, "lazy_init", _streams_named),
+            (FSDPParam, "reset_sharded_param", _padded_once),
             (FSDPParamGroup, "unshard", _gathering),
             (FSDPParamGroup, "wait_for_unshard", _gathering),
             (FSDPParamGroup, "post_backward", _reducing),

@@ -1,0 +1,170 @@
+"""What a real train step asks of the CPU's allocator, as torch's profiler reports it: the other side of a trace.
+
+Which tensors come and go does not depend on the device. What kernels allocate inside of themselves does: a CPU's are
+taken out, by the names of their operators, and only what is given back before the very call returns.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from converters.collector import collector_paused
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from titan_tools.memory.trace.events import Trace
+from trainer.build import build
+from trainer.config.sections import Config
+from trainer.data.batch import Batch
+from trainer.fake_ranks import fake_ranks
+from trainer.mesh import make_meshes
+from trainer.optim import build_optimizer
+from trainer.parallel_dims import samples_per_step
+from trainer.step import TrainStep
+
+# Operator, and what it calls, → what its CPU kernel makes room for, and gives back before it returns
+WITHIN_CPU_KERNELS = {
+    ("aten::_scaled_dot_product_flash_attention_for_cpu",): "a block of scores and sums of each thread",
+    ("aten::_scaled_dot_product_flash_attention_for_cpu_backward",): "the same, and gradients of the output in a row",
+    ("aten::mm",): "oneDNN packs bf16 matrices",
+    ("aten::mul", "aten::to"): "arguments of two dtypes become one",
+    ("aten::add_", "aten::to"): "arguments of two dtypes become one",
+    ("aten::sum", "aten::to"): "booleans are counted as integers",
+    ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
+}
+# A Python number that meets a tensor becomes one on a CPU; a GPU's kernels take it as it is. These, and the tensors of
+# one element that there are on both sides, take up to so many bytes.
+NUMBER_BYTES = 8
+# Recomputation keeps a random state, a GPU's too, in host memory.
+_RNG_STATE_BYTES = torch.get_rng_state().nbytes
+_MESHES, _STEPS = "titan's meshes", "titan's steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is held before the first step, largest first, and all that is asked for and freed (negative) from there."""
+
+    before: list[int]
+    asked: list[int]
+
+    @property
+    def peak_bytes(self) -> int:
+        held = highest = sum(self.before)
+        for num_bytes in self.asked:
+            held += num_bytes
+            highest = max(highest, held)
+        return highest
+
+
+def held_by_trace(trace: Trace) -> Held:
+    before: Counter[int] = Counter()
+    asked = []
+    for segment, event in trace.events():
+        num_bytes = trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
+        if abs(num_bytes) <= NUMBER_BYTES:
+            continue
+        if segment.place.step:
+            asked.append(num_bytes)
+        else:
+            before[abs(num_bytes)] += 1 if num_bytes > 0 else -1
+    return Held(sorted(before.elements(), reverse=True), asked)
+
+
+def held_by_step(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int = 2) -> Held:
+    """The same of real memory, of this rank of the default process group, without what CPU kernels make room for."""
+    calls = _without_kernels_own(profile_steps(config, args, dims, num_steps=num_steps))
+    first = next(i for i, call in enumerate(calls) if call.is_within(_STEPS))
+    last = max(i for i, call in enumerate(calls) if call.is_within(_STEPS))
+    live: dict[int, int] = {}
+    for call in calls[:first]:
+        if call.num_bytes < 0:
+            live.pop(call.address, None)
+        elif not call.is_within(_MESHES):
+            live[call.address] = call.num_bytes
+    return Held(sorted(live.values(), reverse=True), [call.num_bytes for call in calls[first : last + 1]])
+
+
+def held_by_fake_rank(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Held:
+    """Of a rank without peers: its collectives move nothing, and what it asks of a peer is answered with ones."""
+    with fake_ranks(dims.world_size, rank=rank), patch.object(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1)):
+        return held_by_step(config, args, dims)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A free is an allocation of negative size. `operators`: name and beginning of each, the innermost last."""
+
+    num_bytes: int
+    address: int
+    operators: tuple[tuple[str, int], ...]
+
+    def is_within(self, name: str) -> bool:
+        return any(name == operator for operator, _ in self.operators)
+
+
+def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int) -> list[Call]:
+    """Build the rank in real memory, and take it through steps as trainer/train.py does."""
+    training = config.training
+    shape = samples_per_step(training, dims.batch) // dims.batch, training.seq_len
+    with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        with record_function(_MESHES):
+            meshes = make_meshes(dims, "cpu")
+        model = build(config, args, dims, meshes, torch.device("cpu"))
+        optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+        with torch.no_grad():
+            for parameter in model.named_parameters().values():
+                parameter.zero_()
+        step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+        with record_function(_STEPS):
+            for _ in range(num_steps):
+                step.compute_gradients(_batch(*shape), stop_requested=False)
+                optimizer.step()
+                optimizer.zero_grad()
+    return _calls(seen.profiler.kineto_results.experimental_event_tree())
+
+
+def _batch(num_samples: int, seq_len: int) -> Batch:
+    return Batch(*(torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2)))
+
+
+def _calls(events: Sequence[Any]) -> list[Call]:
+    found = []
+    waiting: list[tuple[Any, tuple]] = [(event, ()) for event in events]
+    while waiting:
+        event, operators = waiting.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, Call(fields.alloc_size, fields.ptr, operators)))
+        else:
+            operators = (*operators, (event.name, event.start_time_ns))
+            waiting += [(child, operators) for child in event.children]
+    return [call for _, call in sorted(found, key=lambda pair: pair[0])]
+
+
+def _without_kernels_own(calls: Sequence[Call]) -> list[Call]:
+    """Without what is given back by the operator that took it, if WITHIN_CPU_KERNELS names it, and without numbers."""
+    taken: dict[int, int] = {}  # address → call
+    dropped = set()
+    for i, call in enumerate(calls):
+        if abs(call.num_bytes) <= NUMBER_BYTES or abs(call.num_bytes) == _RNG_STATE_BYTES:
+            dropped.add(i)
+        elif call.num_bytes > 0:
+            taken[call.address] = i
+        elif (before := taken.pop(call.address, None)) is not None and _is_kernels_own(calls[before], call):
+            dropped |= {before, i}
+    return [call for i, call in enumerate(calls) if i not in dropped]
+
+
+def _is_kernels_own(taken: Call, freed: Call) -> bool:
+    for i, operator in enumerate(taken.operators):
+        if operator in freed.operators:
+            names = [name for name, _ in taken.operators[i : i + 2]]
+            if (names[0],) in WITHIN_CPU_KERNELS or tuple(names) in WITHIN_CPU_KERNELS:
+                return True
+    return False
