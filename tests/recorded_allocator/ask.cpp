@@ -1,6 +1,7 @@
 // Reads "a NUMBER BYTES STREAM" and "f NUMBER" from stdin, has c10's allocator do so, and answers each with its
 // allocated and reserved bytes and the block's address, 0 where memory ran out.
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/PeerToPeerAccess.h>
 #include <cstdio>
 #include <unordered_map>
 
@@ -8,6 +9,7 @@ using namespace c10::cuda::CUDACachingAllocator;
 
 int main() {
   init(1);
+  c10::cuda::detail::init_p2p_access_cache(1);
   std::unordered_map<long, void *> live;
   char kind;
   long number;

@@ -1,7 +1,7 @@
 """What torch's own CUDA allocator answers, without a GPU: its compiled code, run over a CUDA runtime that only counts.
 
-`python -m tests.recorded_allocator.record SITE_PACKAGES` writes recorded.txt anew: SITE_PACKAGES has torch for CUDA 13
-and its nvidia packages; needs gcc, g++ and nm.
+`python -m tests.recorded_allocator.record SITE_PACKAGES...` writes recorded.txt anew: each SITE_PACKAGES has torch for
+CUDA 13 and its nvidia packages, and all must answer alike; needs gcc, g++ and nm.
 """
 
 import os
@@ -31,24 +31,26 @@ def build(site_packages: Path, folder: Path) -> None:
     soname = re.search(r"libcudart\.so\.\d+", listed.stdout)[0]
     source = (HERE / "fake_cuda.c").read_text()
     unused = [name for name in re.findall(r" (cuda\w+)@", listed.stdout) if f"{name}(" not in source]
-    aborting = "".join(f"void {name}() {{ abort(); }}\n" for name in unused)
+    aborting = "".join(f'void {name}() {{ fputs("{name} is not faked\\n", stderr); abort(); }}\n' for name in unused)
     (folder / "crt").mkdir()
     (folder / "crt/host_defines.h").write_text("\n".join(_HOST_DEFINES) + "\n")
     (folder / "cuda_runtime.h").write_text("#include <cuda_runtime_api.h>\n")
-    (folder / "unused.c").write_text("#include <stdlib.h>\n" + aborting)
+    (folder / "unused.c").write_text("#include <stdio.h>\n#include <stdlib.h>\n" + aborting)
     (folder / "versions").write_text(f"{soname} {{ global: *; }};")
     of_cuda = site_packages.glob("nvidia/cu1*/include")
     headers = [f"-I{path}" for path in (folder, site_packages / "torch/include", *of_cuda)]
     runtime = folder / "libcudart.so"
     made = [f"-Wl,--version-script={folder}/versions", f"-Wl,-soname,{soname}", "-o", runtime]
     _run("gcc", "-shared", "-fPIC", "-w", *headers, HERE / "fake_cuda.c", folder / "unused.c", *made)
+    nvml = ["-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libnvml.so"]
+    _run("gcc", "-shared", "-fPIC", "-w", HERE / "fake_nvml.c", *nvml)
     libraries = [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-lc10_cuda", "-lc10", runtime]
     _run("g++", "-std=c++20", "-w", *headers, HERE / "ask.cpp", *libraries, "-o", folder / "ask")
 
 
 def ask(folder: Path, events: Iterable[str], *, allocator: str, capacity_bytes: int | None) -> list[str]:
     """The answers of torch's allocator to events; see ask.cpp."""
-    environment = os.environ | {"LD_PRELOAD": str(folder / "libcudart.so")}
+    environment = os.environ | {"LD_PRELOAD": f"{folder}/libcudart.so:{folder}/libnvml.so"}
     environment["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{allocator == 'expandable'}"
     if capacity_bytes:
         environment["FAKE_TOTAL_BYTES"] = str(capacity_bytes)
@@ -81,10 +83,10 @@ def make_events(seed: int, *, num: int, budget_bytes: int) -> list[str]:
     return events
 
 
-def record(site_packages: Path) -> str:
-    """The text of recorded.txt: per recording a title, then each event with its answer."""
+def record(site_packages: Path) -> list[str]:
+    """The lines of recorded.txt: which torch, then per recording a title, and each event with its answer."""
     version = re.search(r"__version__ = '(.*)'", (site_packages / "torch/version.py").read_text())[1]
-    lines = [f"# torch {version}: event; allocated, reserved, address"]
+    lines = [f"# torch {version}"]
     with tempfile.TemporaryDirectory() as name:
         build(site_packages, Path(name))
         for seed, capacity_mib in enumerate((0, 0, 900, 500)):
@@ -92,7 +94,16 @@ def record(site_packages: Path) -> str:
             for allocator in ("classic", "expandable"):
                 lines.append(f"= {allocator} {capacity_mib}")
                 lines += _without_failed(Path(name), events, allocator=allocator, capacity_bytes=capacity_mib * MIB)
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def main(all_site_packages: Iterable[str]) -> None:
+    """Record anew. Raises ValueError if two versions of torch do not agree."""
+    versions, answers = zip(*((first, rest) for first, *rest in map(record, map(Path, all_site_packages))), strict=True)
+    if any(answer != answers[0] for answer in answers):
+        raise ValueError(f"{versions} do not agree")
+    title = [*versions, "# event; allocated, reserved, address"]
+    RECORDED.write_text("\n".join([*title, *answers[0]]) + "\n")
 
 
 def _without_failed(folder: Path, events: list[str], *, allocator: str, capacity_bytes: int) -> list[str]:
@@ -111,4 +122,4 @@ def _run(*command: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    RECORDED.write_text(record(Path(sys.argv[1])))
+    main(sys.argv[1:])

@@ -57,8 +57,8 @@ def test_the_torch_at_hand_still_answers_as_recorded():
     if not (shutil.which("g++") and shutil.which("nm")):
         pytest.skip("no compiler")
     site_packages = Path(importlib.metadata.distribution("torch").locate_file("."))
-    answered, recorded = record(site_packages).splitlines(), RECORDED.read_text().splitlines()
-    assert answered[1:] == recorded[1:]
+    recorded = [line for line in RECORDED.read_text().splitlines() if not line.startswith("#")]
+    assert record(site_packages)[1:] == recorded
 
 
 # --- the rules, one by one; the names are those of CUDACachingAllocator.cpp
