@@ -1,0 +1,107 @@
+"""Rebuilds in titan's model what a published run was built of: the one place where that is set, for every row."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+import titan_tools.memory.trace.capture
+import trainer.build
+import trainer.models.llama3.model
+import trainer.models.qwen3.model
+import trainer.parallel.activation_checkpoint
+from titan_tools.memory.published.modules_then import (
+    LossOfLogits,
+    composite_rms_norm,
+    llama_attention,
+    llama_freqs_cis,
+    python_rms_norm,
+    qwen_attention,
+    qwen_rope_cache,
+)
+from titan_tools.memory.published.then import Then
+from trainer.config.sections import Config, Optimizer
+from trainer.mesh import Meshes
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def as_built_then(then: Then, *, tp: int) -> Iterator[None]:
+    """Within, a captured run is built as torchtitan built it."""
+    norm = {"python": python_rms_norm, "composite": composite_rms_norm}[then.norm]
+    llama, qwen = trainer.models.llama3.model, trainer.models.qwen3.model
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (nn.RMSNorm, "forward", norm),
+            (llama.Attention, "forward", llama_attention),
+            (llama.RotaryAngles, "forward", qwen_rope_cache if then.norms_queries else llama_freqs_cis),
+            (qwen.Attention, "forward", qwen_attention),
+            (trainer.build, "install_loss", partial(_install_loss, then)),
+            (trainer.build, "apply_fsdp", _separate_groups if not then.has_ends_in_root else _ends_in_root(then)),
+            (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
+            (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        patches.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # as in our own
+        if tp > 1:
+            patches.enter_context(loss_parallel())
+        yield
+
+
+def _ends_in_root(then: Then) -> Callable[..., None]:
+    """Blocks in groups of their own; embeddings, norm and output in the root's, which no FSDP2 reshards."""
+
+    def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **policy) -> None:
+        shared = _shared(mesh, **policy)
+        last = len(model.layers) - 1
+        for number, layer in enumerate(model.layers.values()):
+            is_kept = number == last and then.is_last_block_kept
+            fully_shard(layer, **shared, reshard_after_forward=reshard_after_forward and not is_kept)
+        fully_shard(model, **shared, reshard_after_forward=False)
+
+    return apply_fsdp
+
+
+def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reshard_last: bool, **policy):
+    """#1625."""
+    shared = _shared(mesh, **policy)
+    for module in (model.tok_embeddings, *model.layers.values()):
+        fully_shard(module, **shared, reshard_after_forward=reshard_after_forward)
+    fully_shard([model.norm, model.output], **shared, reshard_after_forward=reshard_last)
+    fully_shard(model, **shared)
+
+
+def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, **unused) -> dict:
+    return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+
+
+def _install_loss(then: Then, part: nn.Module, config: Config, meshes: Meshes) -> None:
+    """In place of trainer/loss/install.py's."""
+    part.forward = LossOfLogits(part.forward, meshes, chunks=then.loss_chunks, keeps=then.keeps_logits)
+
+
+def _kept_operations() -> frozenset:
+    """_save_list of torchtitan's parallelize_llama.py: all-gathers are not in it."""
+    return frozenset(
+        {
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_flash_attention.default,
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            aten.max.default,
+        }
+    )
+
+
+def _without_states(named_parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
+    """Its states are made by the first step."""
+    is_fused = settings.implementation == "fused"
+    return torch.optim.AdamW(list(named_parameters.values()), lr=settings.lr, fused=is_fused, foreach=not is_fused)
