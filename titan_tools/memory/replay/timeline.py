@@ -71,7 +71,8 @@ def draw_timeline(
     areas.set_xlim(0, 1)
     _draw_areas(areas, columns, labels or {})
     if limit:
-        _draw_limit(areas, *limit, is_in_view=limit[1] / GIB <= top)
+        at_left = columns.x[columns.peak] > 0.5  # away from the peak
+        _draw_limit(areas, *limit, is_in_view=limit[1] / GIB <= top, at_left=at_left)
     _draw_peak(areas, columns)
     _draw_bands(strip, areas, columns)
     if peak := replayed.step1 if step < 2 else replayed.steady:
@@ -125,25 +126,25 @@ def _line(name: str, num_bytes: int) -> str:
     return f"{name:<24}{num_bytes / GIB:7.2f}"
 
 
-def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool) -> None:
-    said = f"{name}: {num_bytes / GIB:.1f} GiB usable"
-    at, offset = (0, num_bytes / GIB), (6, 5)
+def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool, at_left: bool) -> None:
+    said, height, offset = f"{name}: {num_bytes / GIB:.1f} GiB usable", num_bytes / GIB, 5
     if is_in_view:
-        axes.axhline(num_bytes / GIB, color=_LIMIT, linewidth=1.4, linestyle=(0, (6, 3)))
+        axes.axhline(height, color=_LIMIT, linewidth=1.4, linestyle=(0, (6, 3)))
     else:
-        said, at, offset = f"{said} ↑", (0, axes.get_ylim()[1]), (6, -12)
-    axes.annotate(said, at, offset, textcoords="offset points", color=_LIMIT, fontsize=10)
+        said, height, offset = f"{said} ↑", axes.get_ylim()[1], -12
+    at, offsets, align = ((0, height), (6, offset), "left") if at_left else ((1, height), (-6, offset), "right")
+    axes.annotate(said, at, offsets, textcoords="offset points", ha=align, color=_LIMIT, fontsize=10)
 
 
 def _draw_peak(axes: Any, columns: Columns) -> None:
     x, height = columns.x[columns.peak], columns.allocated[columns.peak] / GIB
-    left = x > 0.5
+    left, below = x > 0.5, height > 0.8 * axes.get_ylim()[1]
     said = f"peak: {height:.2f} GiB allocated\nin {_said(columns.peak_place)}"
     axes.plot([x], [height], "o", color="white", markeredgecolor=_INK, markersize=6.5, zorder=5)
     axes.annotate(
         said,
         (x, height),
-        (-34 if left else 34, 20),
+        (-34 if left else 34, -54 if below else 20),
         textcoords="offset points",
         ha="right" if left else "left",
         fontsize=10,
@@ -162,6 +163,8 @@ def _said(place: Place) -> str:
 def _draw_pools(axes: Any, peak: Peak) -> None:
     """Where the memory lies that is reserved but not allocated."""
     lines = [_line(stream, size) for stream, size in peak.unused_by_stream.items() if size >= GIB / 200]
+    if not lines:
+        return
     beside = {"transform": axes.transAxes, "va": "bottom", "color": _INK}
     axes.text(_BESIDE + 0.037, 0, "\n".join(lines), fontproperties=_MONOSPACED, linespacing=1.6, **beside)
     height = 0.034 * len(lines) + 0.012
