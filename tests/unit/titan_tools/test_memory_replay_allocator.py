@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recorded_allocator.record import RECORDED, record
-from titan_tools.memory.replay.allocator import OutOfMemory, make_allocator
+from titan_tools.memory.replay.allocator import make_allocator
+from titan_tools.memory.replay.rules import OutOfMemory
 from titan_tools.memory.trace.events import COMPUTE
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -2,7 +2,8 @@
 
 from bisect import insort
 
-from titan_tools.memory.replay.allocator import (
+from titan_tools.memory.replay.pool import Pool
+from titan_tools.memory.replay.rules import (
     FIRST_ADDRESS,
     GAP,
     LARGE_SEGMENT,
@@ -12,7 +13,6 @@ from titan_tools.memory.replay.allocator import (
     OutOfMemory,
     granule,
 )
-from titan_tools.memory.replay.pool import Pool
 
 # The address space of one expandable segment: 1 1/8 of the GPU's memory in torch, plenty where that is not known
 _PLENTY = LARGE_SEGMENT << 18

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_tools.memory.replay.allocator import TAKING, DriverCall
+from titan_tools.memory.replay.rules import TAKING, DriverCall
 from titan_tools.memory.trace.events import COMPUTE, Place, Trace
 
 NUM_LARGEST = 20

@@ -3,8 +3,9 @@
 from array import array
 from dataclasses import dataclass, field
 
-from titan_tools.memory.replay.allocator import Allocator, AllocatorName, DriverCall, OutOfMemory, make_allocator
+from titan_tools.memory.replay.allocator import Allocator, AllocatorName, make_allocator
 from titan_tools.memory.replay.peaks import Instant, Peak, find_peak
+from titan_tools.memory.replay.rules import DriverCall, OutOfMemory
 from titan_tools.memory.trace.events import Segment, Trace
 
 

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_tools.memory.replay.allocator import TAKING, DriverCall, granule
 from titan_tools.memory.replay.replay import Replayed
+from titan_tools.memory.replay.rules import TAKING, DriverCall, granule
 from titan_tools.memory.trace.events import COMPUTE, Block, Place
 
 # The viewer's own unpickler reads protocols 2 to 4. It adds the category "unknown", by a statement that has a typing
