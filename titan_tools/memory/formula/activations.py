@@ -33,7 +33,7 @@ def activations_of(run: RunShape) -> Activations:
         kept=tuple(kept_block(run, layer) for layer in layers),
         added=tuple(added_by_feed_forward(run, layer) for layer in layers),
         moved=tuple(added_by_moves(run, layer) for layer in layers),
-        first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.compute_bytes,
+        first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.gradient_bytes,
         final_norm=t.stream + t.norm,
         hidden=t.whole,
     )
@@ -107,10 +107,15 @@ def kept_whole_block(run: RunShape) -> int:
     return attention + feed_forward
 
 
+def keeps_whole_block(run: RunShape, layer: int) -> bool:
+    """Whether nothing of block `layer` is computed again."""
+    return run.recompute.mode == "none" or (layer + 1) % run.recompute.every > 0
+
+
 def kept_block(run: RunShape, layer: int) -> int:
     """What block `layer` keeps from forward to backward under the run's mode; every n-th one is checkpointed."""
     t = block_tensors(run)
-    if (layer + 1) % run.recompute.every or run.recompute.mode == "none":
+    if keeps_whole_block(run, layer):
         return kept_whole_block(run)
     if run.recompute.mode == "full":
         return t.stream

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
-from titan_tools.memory.formula.activations import FP32, Activations, activations_of
+from titan_tools.memory.formula.activations import FP32, Activations, activations_of, keeps_whole_block
 from titan_tools.memory.formula.holdings import Group, groups_of_stage
 from titan_tools.memory.formula.loss import LossBytes, loss_bytes, validation_loss_bytes
+from titan_tools.memory.formula.optimizer import step_bytes
 from titan_tools.memory.formula.run_shape import RunShape
 from titan_tools.memory.formula.schedules import Action, actions_of_rank
 
@@ -92,11 +93,11 @@ class _Rank:
 
     def instant(self, when: str, **parts: int) -> Instant:
         """The moment's own parts on top of what the rank holds anyway."""
-        local = sum(group.local_elements for stage in self.groups.values() for group in stage)
+        local = 0 if self.run.is_offloaded else self._local_elements()
         held = {
             "parameters": local * self.run.param_bytes,
             "gradients": sum(self.accumulated.values()) + self.whole_gradients,
-            "optimizer": 2 * local * self.run.param_bytes if self.has_states else 0,
+            "optimizer": local * self.run.state_bytes if self.has_states else 0,
             "activations": sum(self.kept.values()),
             "logits_and_loss": sum(self.kept_loss.values()),
             "all_gather": sum(self.gathered.values()),
@@ -106,6 +107,9 @@ class _Rank:
         }
         total = {part: held.get(part, 0) + parts.get(part, 0) for part in PARTS}
         return Instant(when, {part: size for part, size in total.items() if size})
+
+    def _local_elements(self) -> int:
+        return sum(group.local_elements for stage in self.groups.values() for group in stage)
 
     def _pipeline_buffers(self) -> int:
         """Torch's stages receive into one buffer per microbatch and direction, made once and kept."""
@@ -120,6 +124,7 @@ class _Rank:
         run, groups = self.run, self.groups[action.stage]
         key = (action.stage, action.microbatch)
         self.kept[key] = self._kept_by_stage(action.stage)
+        is_gathered_now = run.uses_fsdp and groups[-1].name not in self.gathered
         if run.uses_fsdp:
             self.gathered |= {g.name: g.full_elements * run.compute_bytes for g in groups if g.is_kept}
         if not self._is_last(action.stage):
@@ -128,7 +133,7 @@ class _Rank:
         self.kept[key] += self.sizes.hidden
         own = self.sizes.stream if run.mesh.tp > 1 else 0  # the normed stream before it was gathered
         gathered = 0
-        if run.uses_fsdp and run.traits.loss_in_forward:  # and with it the flat result of the last all-gather
+        if is_gathered_now and run.traits.loss_in_forward:  # and with it the flat result of the last all-gather
             copies = (0 if groups[-1].is_kept else 1) + (run.mesh.fsdp > 1)
             gathered = copies * groups[-1].full_elements * run.compute_bytes
         for when, size in self.loss.forward:
@@ -141,11 +146,20 @@ class _Rank:
         stream = self.sizes.stream
         kept = sum(self.sizes.kept[layer] for layer in _layers(modules))
         kept += self.sizes.final_norm if "norm" in modules else 0
+        kept += sum(self._casts(g) for g in self.groups[stage] if self._is_kept_whole(g))
         if stage > 0:
             kept -= stream  # the first block's input is the receive buffer
         if not self._is_last(stage):
             kept += stream  # the stage's output, kept until its backward
         return kept
+
+    def _casts(self, group: Group) -> int:
+        """Bytes of the copies of a group's weights that its products keep in the compute dtype, if FSDP makes none."""
+        return group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
+
+    def _is_kept_whole(self, group: Group) -> bool:
+        layer = _layer_of(group)
+        return layer is not None and keeps_whole_block(self.run, layer)
 
     def _is_last(self, stage: int) -> bool:
         return stage == len(self.run.stages) - 1
@@ -162,16 +176,19 @@ class _Rank:
             which = "the last" if layer == blocks[-1][1] else "the first" if layer == blocks[0][1] else "a middle"
             gathered = self._gathered_in_backward(groups, position)
             when = f"backward of {which} block"
+            group, casts = groups[position], self._casts(groups[position])
+            is_kept = self._is_kept_whole(group)
             for added, gradients in ((self.sizes.moved, 0), (self.sizes.added, self.sizes.first_gradient)):
-                yield self.instant(when, recompute=added[layer], gradients=gradients, all_gather=gathered)
-            self.kept[key] -= self.sizes.kept[layer]
+                recompute = added[layer] + (0 if is_kept else casts)
+                yield self.instant(when, recompute=recompute, gradients=gradients, all_gather=gathered)
+            self.kept[key] -= self.sizes.kept[layer] + (casts if is_kept else 0)
             yield self.instant(
                 f"end of the backward of {which} block",
                 recompute=2 * self.sizes.stream,  # its input and the gradient of that
-                gradients=groups[position].full_elements * self.run.compute_bytes,
+                gradients=0 if self._adds_up(group) else group.full_elements * self.run.gradient_bytes,
                 all_gather=gathered,
             )
-            yield self._reduce(groups[position], "a block")
+            yield from self._reduce(group, "a block")
         self.kept.pop(key)
         for group in groups:
             if "tok_embeddings" in group.name:
@@ -179,7 +196,7 @@ class _Rank:
                     whole = self.run.args.vocab_size * self.run.args.dim * self.run.compute_bytes
                     yield self.instant("backward of the embedding", gradients=2 * whole)
                 self.whole_gradients = 0
-                yield self._reduce(group, "the embedding")
+                yield from self._reduce(group, "the embedding")
         self.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
 
     def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
@@ -189,12 +206,12 @@ class _Rank:
         del self.kept_loss[key]
         for when, size in self.loss.backward:
             yield self.instant(when, logits_and_loss=size, all_gather=gathered if run.loss_chunks else 0)
-        self.whole_gradients = ends.full_elements * run.compute_bytes
+        self.whole_gradients = ends.full_elements * run.gradient_bytes
         yield self.instant("backward of the output", logits_and_loss=self.loss.output_backward, all_gather=gathered)
         self.kept[key] -= self.sizes.final_norm + (self.sizes.hidden if self.loss.keeps_hidden else 0)
         if "tok_embeddings" not in ends.name:
             self.whole_gradients = 0
-            yield self._reduce(ends, "the output")
+            yield from self._reduce(ends, "the output")
 
     def _gathered_in_backward(self, groups: list[Group], position: int) -> int:
         """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it.
@@ -207,24 +224,38 @@ class _Rank:
         wanted = groups[first : position + 1]
         return sum(g.full_elements * self.run.compute_bytes for g in wanted if g.name not in self.gathered)
 
-    def _reduce(self, group: Group, what: str) -> Instant:
+    def _reduce(self, group: Group, what: str) -> Iterator[Instant]:
         """A group's gradients are complete for this microbatch: reduced, or added up where that comes later."""
         run = self.run
         whole = group.full_elements * run.compute_bytes
         if not run.uses_fsdp:
+            made = whole if run.casts_weights and "tok_embeddings" in group.name else 0  # before its cast
+            made += group.full_elements * run.param_bytes if made and self._adds_up(group) else 0
             self.accumulated[group.name] = self._gradient_elements(group) * run.param_bytes
-            return self.instant(f"gradients of {what}")
-        if run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: until then whole fp32 gradients
+            yield self.instant(f"gradients of {what}", gradients=made)
+        elif run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: till then whole fp32 gradients
             elements = self._gradient_elements(group)
             self.accumulated[group.name] = elements * FP32
             self.gathered[group.name] = whole
-            return self.instant(f"gradients of {what} added up", gradients=elements * run.compute_bytes)
-        # The input of the previous reduce-scatter is let go just before this one's is made
+            yield self.instant(f"gradients of {what} added up", gradients=elements * run.compute_bytes)
+        else:
+            yield from self._reduce_scatter(group, what, whole=whole)
+
+    def _reduce_scatter(self, group: Group, what: str, *, whole: int) -> Iterator[Instant]:
+        """FSDP2 lets go of the previous input just before it makes this one's; then `whole` gradients, for the result.
+
+        Over one rank there is no collective: the result is filled with a scaled copy of the input.
+        """
         self.pending_reduce = group.full_elements * FP32
-        reducing = self.instant(f"gradients of {what} reduced", gradients=whole)
-        self.accumulated[group.name] = group.local_elements * run.param_bytes
         self.gathered.pop(group.name, None)
-        return reducing
+        yield self.instant(f"gradients of {what} reduced", gradients=whole)
+        scaled = self.pending_reduce if self.run.mesh.fsdp == 1 else 0
+        yield self.instant(f"gradients of {what} reduced", gradients=group.local_elements * FP32, reduce_scatter=scaled)
+        self.accumulated[group.name] = 0 if self.run.is_offloaded else group.local_elements * self.run.param_bytes
+
+    def _adds_up(self, group: Group) -> bool:
+        """Whether a weight's new gradient goes into one of an earlier pass at once, as it does without FSDP."""
+        return not self.run.uses_fsdp and group.name in self.accumulated
 
     def _gradient_elements(self, group: Group) -> int:
         """Of a group's gradients as backward leaves them: under TP the embedding's is for the whole vocabulary.
@@ -240,24 +271,21 @@ class _Rank:
     def reduce_after_pipeline(self) -> Iterator[Instant]:
         """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
         for group in (group for stage in self.groups.values() for group in stage):
-            self.pending_reduce = group.full_elements * FP32
-            yield self.instant("gradients of the pipeline step reduced")
-            self.accumulated[group.name] = group.local_elements * self.run.param_bytes
-            self.gathered.pop(group.name, None)
+            whole = self.accumulated.pop(group.name)
+            yield from self._reduce_scatter(group, "the pipeline step", whole=whole)
         self.pending_reduce = 0
 
     # --- after backward
 
     def optimizer_step(self) -> Instant:
-        """All gradients and, in step 1 too, all states. foreach makes one more copy of the shards, fused none."""
-        local = [group.local_elements for stage in self.groups.values() for group in stage]
-        temporary = {"fused": 0, "foreach": sum(local), "for-loop": max(local)}[self.run.optimizer]
-        return self.instant("optimizer step", optimizer=self._states() + temporary * self.run.param_bytes)
+        """All gradients and, in step 1 too, all states, and what the step itself needs."""
+        sizes = [size for stage in self.groups.values() for group in stage for size in group.local_sizes]
+        return self.instant("optimizer step", optimizer=self._states() + step_bytes(self.run, sizes))
 
     def _states(self) -> int:
         """Optimizer states that this step made: none where they were there already."""
-        local = sum(group.local_elements for stage in self.groups.values() for group in stage)
-        return 0 if self.has_states else 2 * local * self.run.param_bytes
+        is_made = not self.has_states and not self.run.is_offloaded
+        return self._local_elements() * self.run.state_bytes if is_made else 0
 
     def validation(self) -> Instant:
         """A forward without gradients, after a step: gathered parameters and the loss of one batch."""

@@ -3,7 +3,6 @@
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.loss.registry import CHUNKED, PLAIN
-from trainer.parallel.ddp import is_ddp
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
@@ -12,7 +11,7 @@ COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written fo
 def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
     """What the config asks for and no formula here describes, each with the reason; empty where all is covered."""
     training, parallelism, checkpointing = config.training, config.parallelism, config.activation_checkpoint
-    schedule, state_dtype = parallelism.pipeline_parallel_schedule, config.optimizer.state_dtype
+    schedule = parallelism.pipeline_parallel_schedule
     reasons = {
         f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
             config.model.name not in COVERED_FAMILIES
@@ -24,17 +23,11 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
             config.compile.enable and bool(config.compile.components)
         ),
         "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
-        "training.enable_cpu_offload: parameters, gradients and states lie in host memory": training.enable_cpu_offload,
         "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (
             checkpointing.mode == "memory_budget"
         ),
-        f"optimizer.state_dtype = {state_dtype!r}: moments are counted in training.dtype, {training.dtype}": (
-            state_dtype not in (None, training.dtype)
-        ),
         f"parallelism.pipeline_parallel_schedule = {schedule!r}: no order of microbatches is written down here for a"
         " backward that computes gradients of weights apart": (dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES),
-        f"parallelism.data_parallel_replicate_degree = {dims.dp_replicate} alone (DDP): whole gradients are reduced"
-        " beside backward; with data_parallel_shard_degree ≥ 2 (HSDP) it is covered": is_ddp(dims),
         "parallelism.enable_async_tensor_parallel: its symmetric buffers are not counted": (
             parallelism.enable_async_tensor_parallel and dims.tp > 1
         ),

@@ -35,6 +35,8 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         seq_len=training.seq_len,
         param_bytes=itemsize(training.dtype),
         compute_bytes=itemsize(training.mixed_precision_param),
+        moment_bytes=itemsize(config.optimizer.state_dtype or training.dtype),
+        is_offloaded=training.enable_cpu_offload,
         recompute=_recompute(config.activation_checkpoint),
         optimizer=config.optimizer.implementation,
         reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],

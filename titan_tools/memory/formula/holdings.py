@@ -13,9 +13,14 @@ class Group:
     """The parameters that FSDP gathers and reduces together. Elements, not bytes: the dtype depends on the moment."""
 
     name: str
-    local_elements: int  # this rank's shard
+    local_sizes: tuple[int, ...]  # elements of this rank's shard of each parameter
     full_elements: int  # gathered over FSDP, still cut by TP
     is_kept: bool  # stays gathered from forward to backward
+
+    @property
+    def local_elements(self) -> int:
+        """Of this rank's shards together."""
+        return sum(self.local_sizes)
 
 
 def groups_of_stage(run: RunShape, stage: int) -> list[Group]:
@@ -38,8 +43,8 @@ def groups_of_stage(run: RunShape, stage: int) -> list[Group]:
         groups.append(
             Group(
                 name="+".join(group),
-                local_elements=_held(run, parameters, fsdp=run.mesh.fsdp),
-                full_elements=_held(run, parameters, fsdp=1),
+                local_sizes=_held(run, parameters, fsdp=run.mesh.fsdp),
+                full_elements=sum(_held(run, parameters, fsdp=1)),
                 is_kept=is_kept or (run.traits.last_block_kept and group == last_block),
             )
         )
@@ -62,7 +67,7 @@ def _parameters_by_module(run: RunShape, stage: int) -> dict[str, list[Parameter
     return held
 
 
-def _held(run: RunShape, parameters: Sequence[Parameter], *, fsdp: int) -> int:
+def _held(run: RunShape, parameters: Sequence[Parameter], *, fsdp: int) -> tuple[int, ...]:
     mesh = replace(run.mesh, pp=1, dp_replicate=1, dp_shard=fsdp, cp=1)
     boxes = (local_box(p, mesh, rank=0) for p in parameters)
-    return sum(box.num_elements for box in boxes if box)
+    return tuple(box.num_elements for box in boxes if box)

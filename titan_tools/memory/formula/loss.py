@@ -29,7 +29,7 @@ def loss_bytes(run: RunShape) -> LossBytes:
         return _plain(run)
     pieces = _pieces_forward_and_back(run)
     hidden = run.num_tokens * run.args.dim * run.compute_bytes
-    gradients = hidden + _output_elements(run) * run.compute_bytes
+    gradients = hidden + _output_elements(run) * run.gradient_bytes
     scaled = ("gradients of the loss scaled", 2 * gradients)
     if run.loss_in_backward:
         per_piece = _logits(run, _piece_tokens(run, run.num_tokens)) * loss_forward_bytes(run)
@@ -61,11 +61,12 @@ def loss_backward_bytes(run: RunShape) -> int:
 
 def _plain(run: RunShape) -> LossBytes:
     logits = _logits(run, run.num_tokens)
+    cast = _output_elements(run) * run.compute_bytes if run.casts_weights else 0  # the output's weight, as it was read
     return LossBytes(
-        forward=(("end of forward", logits * loss_forward_bytes(run)),),
-        kept=logits * _KEPT_BYTES,
-        backward=(("cross-entropy backward", logits * (_KEPT_BYTES + loss_backward_bytes(run))),),
-        output_backward=logits * run.compute_bytes,  # their gradient in the compute dtype
+        forward=(("end of forward", cast + logits * loss_forward_bytes(run)),),
+        kept=cast + logits * _KEPT_BYTES,
+        backward=(("cross-entropy backward", cast + logits * (_KEPT_BYTES + loss_backward_bytes(run))),),
+        output_backward=cast + logits * run.compute_bytes,  # their gradient in the compute dtype
         keeps_hidden=True,
     )
 
@@ -77,10 +78,11 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
     logits, output = _logits(run, tokens), _output_elements(run)
     held = run.num_tokens * args.dim * element  # the gradient of all hidden states
     sums = output * FP32 if run.loss_chunks > 1 else 0
-    made = tokens * args.dim * element + output * element  # by the two products of a piece
+    made = tokens * args.dim * element + output * run.gradient_bytes  # by the two products of a piece
+    cast = output * element if run.casts_weights else 0  # the output's weight, and later its gradient before its cast
     return (
-        ("cross-entropy backward of a piece", held + sums + logits * (_KEPT_BYTES + loss_backward_bytes(run))),
-        ("backward of the output for a piece", held + sums + logits * element + made),
+        ("cross-entropy backward of a piece", held + sums + cast + logits * (_KEPT_BYTES + loss_backward_bytes(run))),
+        ("backward of the output for a piece", held + sums + cast + logits * element + made),
         ("output's gradient added up", held + output * FP32 + made),
     )
 

@@ -46,7 +46,7 @@ class RunShape:
     num_microbatches: int  # forwards of one pipeline step (1 without a pipeline)
     num_accumulated: int  # passes whose gradients are summed before the optimizer steps
     seq_len: int
-    param_bytes: int  # of one element of a parameter, its gradient and its optimizer states
+    param_bytes: int  # of one element of a parameter and its gradient
     compute_bytes: int  # of one element of an activation or a gathered parameter
     recompute: Recompute
     optimizer: Literal["for-loop", "foreach", "fused"]
@@ -56,7 +56,24 @@ class RunShape:
     loss_chunks: int  # pieces that output and loss are computed in; 0: plain, on whole logits
     validation_samples: int = 0  # of one forward without gradients; 0: no validation
     validation_seq_len: int = 0
+    moment_bytes: int | None = None  # of one element of an optimizer's moment; None: as param_bytes
+    is_offloaded: bool = False  # parameters, gradient shards and moments lie in host memory
     traits: BuildTraits = BuildTraits()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of both moments of one element of a parameter."""
+        return 2 * (self.moment_bytes or self.param_bytes)
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether each use of a weight casts it (trainer/parallel/ddp.py): FSDP2 gathers weights cast already."""
+        return not self.uses_fsdp and self.compute_bytes != self.param_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one element of a weight's gradient as backward leaves it: in the dtype of autograd's leaf."""
+        return self.compute_bytes if self.uses_fsdp else self.param_bytes
 
     @property
     def loss_in_backward(self) -> bool:
