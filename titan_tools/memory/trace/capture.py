@@ -1,10 +1,17 @@
 """A trace of the real train step: built by trainer/build.py for one rank of any job, on fake tensors, without peers."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from converters.collector import collector_paused
+from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from titan_tools.memory.trace.compile import compile_traced
@@ -46,6 +53,7 @@ def capture(
     tensors = kind(recorder, kernels.workspaces)
     at_home = recorder.on_host if is_offloaded else nullcontext  # where parameters and states are
     with (
+        _values_refused(),
         fake_ranks(dims.world_size, rank=rank),
         collector_paused(),
         kernels_used(kernels),
@@ -81,6 +89,20 @@ def capture(
                 recorder.place = Place(num_steps, "validation", microbatch=-1)
                 _validate(model, config)
         return recorder.finish()
+
+
+@contextmanager
+def _values_refused() -> Iterator[None]:
+    """Families and losses of one's own may do what has no size until it is computed."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise UnsupportedError(
+            f"no estimate is given: a train step calls {error.func}, and how much that makes depends on what tensors"
+            " hold, or is known to its kernel alone",
+            hint="multiply by a mask instead of taking what it selects; give an operation of your own its shapes"
+            " (torch.library.register_fake)",
+        ) from error
 
 
 def _one_step(

@@ -117,9 +117,12 @@ def offload_seen(recorder: OffloadRecorder) -> Iterator[None]:
 
 def _keeping(recorder: OffloadRecorder, own: Callable) -> Callable:
     def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
+        """`own`, which once more makes for the GPU what is not in host memory."""
         with recorder.on_host():
             own(model, device)
         for module in model.modules():
+            if next(module.parameters(), None) is None:
+                module.to(device)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 

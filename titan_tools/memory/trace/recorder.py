@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from titan_tools.memory.trace import owners
+from titan_tools.memory.trace.answers import note_question, number_in
 from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
 from titan_tools.memory.trace.gradient_sums import holders_of_a_gradient, is_sum_in_place
 
@@ -160,7 +161,7 @@ Workspace = Callable[[tuple, Any], int]
 
 
 class RecordedTensors(FakeTensorMode):
-    """Fake tensors that a recorder watches; a number that is asked of one is 1.
+    """Fake tensors that a recorder watches; answers.py says what number is in one.
 
     `workspaces`: what kernels allocate inside of themselves, by operation.
     """
@@ -173,7 +174,7 @@ class RecordedTensors(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         is_plain = all(kind in _PLAIN for kind in types)  # a DTensor comes again, as what it wraps
         if is_plain and func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
+            return number_in(args[0])
         if is_plain and (
             func is torch.ops._c10d_functional.wait_tensor.default or is_sum_in_place(func, args, self._alone)
         ):
@@ -182,6 +183,7 @@ class RecordedTensors(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs or {})
         with self.recorder.paused():  # what a fake kernel is put together from is no kernel's doing
             made = super().dispatch(func, types, args, kwargs or {})
+        note_question(func, made)
         if not self.recorder.is_paused:
             see = self.recorder.see
             if isinstance(made, FakeTensor):

@@ -1,0 +1,173 @@
+"""What a trace follows of a config: every key is decided on; what is said to have no effect has none."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from converters.errors import UnsupportedError
+from tests.dist.training import Layout, args_of
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.compile import BACKENDS
+from titan_tools.memory.trace.coverage import FOLLOWED, GAPS, TRACED_BACKENDS, WITHOUT_EFFECT, trace_gaps
+from titan_tools.memory.trace.events import Trace
+from titan_tools.memory.trace.kernels import Kernels
+from trainer.config.load import by_section, load_config
+from trainer.config.sections import Config
+from trainer.loss import registry as loss_registry
+from trainer.parallel_dims import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GPU = Kernels(device="cuda")
+ONE_LAYER = replace(args_of("debug_gqa"), num_layers=1)
+
+
+def captured(config: Config, *, world_size: int = 2, kernels: Kernels = GPU) -> Trace:
+    return capture(config, ONE_LAYER, resolve(config.parallelism, world_size), rank=0, kernels=kernels)
+
+
+def tiny(parallelism: dict | None = None, training: dict | None = None, **sections: dict) -> Config:
+    sizes = {"seq_len": 16, "local_batch_size": 2}
+    return Layout("tiny", 2, parallelism or {}, sizes | (training or {}), sections).config("debug_gqa")
+
+
+def held_at_ends(trace: Trace) -> tuple[int, int]:
+    """Bytes before the first step, and after the last."""
+    held, before = 0, None
+    for segment, event in trace.events():
+        if before is None and segment.place.step:
+            before = held
+        held += trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
+    return before, held
+
+
+# --- every key
+
+
+def test_every_key_of_the_config_is_decided_on():
+    keys = {f"{section}.{f.name}" for section, record in by_section(Config()).items() for f in fields(record)}
+    followed = [key for group in FOLLOWED.values() for key in group]
+    idle = [key for group in WITHOUT_EFFECT.values() for key in group]
+    refused = {key for gap in GAPS for key in gap.keys}
+    assert {*followed, *idle, *refused} == keys
+    assert len({*followed, *idle}) == len(followed) + len(idle)
+    assert not refused & set(idle)
+
+
+def test_what_is_said_to_have_no_effect_has_none():
+    every = {key for group in WITHOUT_EFFECT.values() for key in group}
+    section_of = {"training.dataloader": "dataloader", "validation.dataloader": "validation_dataloader"}
+    changed: dict[str, dict] = {}
+    for key in every - {"training.dataset_mix", "validation.dataset_mix"}:
+        section, _, name = key.rpartition(".")
+        section = section_of.get(section, section)
+        changed.setdefault(section, {})[name] = _another(getattr(getattr(tiny(), section), name))
+    changed["checkpoint"] |= {"async_mode": "async", "export_dtype": "bfloat16", "exclude_from_loading": ("rng",)}
+    changed["checkpoint"] |= {"load_only": False, "initial_load_model_only": True}  # which others need
+    changed["training"] |= {"dataset": "text", "on_nonfinite": "skip"}
+    changed["lr_scheduler"] |= {"decay_type": "cosine", "decay_ratio": 0.5}
+    changed["activation_checkpoint"] |= {"mode": "full", "determinism_check": "none"}
+    training = changed.pop("training")
+    one = captured(tiny(activation_checkpoint={"mode": "full"}))
+    assert captured(tiny({}, training, **changed)) == one
+
+
+def _another(value):
+    """Of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 2 if isinstance(value, int) else value / 2
+    return "other" if value is None or isinstance(value, str) else value
+
+
+# --- what is refused
+
+
+def test_gaps_are_told_with_their_reasons_and_presets_have_few():
+    config = load_config(
+        "llama3_8b",
+        [
+            "--debug.deterministic",
+            "--compile.enable",
+            "--compile.backend=onnxrt",
+            "--parallelism.tensor_parallel_degree=2",
+        ]
+        + ["--parallelism.enable_async_tensor_parallel"],
+    )
+    dims = resolve(config.parallelism, 8)
+    told = trace_gaps(config, dims, ONE_LAYER)
+    assert [reason.split(":")[0] for reason in told] == [
+        "parallelism.enable_async_tensor_parallel",
+        "debug.deterministic",
+        "compile.backend",
+    ]
+    assert all("nearest" in reason for reason in told)
+    for preset, world_size in (("debug", 8), ("llama3_8b", 8), ("llama3_8b_float8", 8), ("llama3_405b_512", 512)):
+        config = load_config(preset)
+        assert not trace_gaps(config, resolve(config.parallelism, world_size), ONE_LAYER)
+    config = load_config("llama3_70b_256")
+    assert len(trace_gaps(config, resolve(config.parallelism, 256), ONE_LAYER)) == 1
+
+
+def test_backends_that_are_not_refused_are_those_that_are_traced():
+    assert TRACED_BACKENDS == BACKENDS
+
+
+def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_is(monkeypatch):
+    def selected(logits_BLV, targets_BL):
+        return torch.logsumexp(logits_BLV[targets_BL >= 0].float(), dim=-1).sum()
+
+    def masked(logits_BLV, targets_BL):
+        if torch.isnan(logits_BLV).any() or not torch.isfinite(logits_BLV).all():
+            raise ValueError
+        return (torch.logsumexp(logits_BLV.float(), dim=-1) * (targets_BL >= 0)).sum()
+
+    monkeypatch.setattr(loss_registry, "_REGISTERED", {})
+    loss_registry.register_loss("selected", selected)
+    loss_registry.register_loss("masked", masked)
+    with pytest.raises(UnsupportedError, match="aten.nonzero"):
+        captured(tiny({}, {"loss": "selected"}))
+    assert captured(tiny({}, {"loss": "masked"})).blocks
+
+
+# --- what is followed besides a step's layout, which test_memory_trace.py holds to real steps
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_counts_of_steps_lie_on_the_gpu_for_the_fused_kernel_alone(implementation):
+    trace = captured(tiny(optimizer={"implementation": implementation}))
+    counts = [b for b in trace.blocks if b.place.phase == "states" and b.num_bytes == 4]
+    at_end = {number for _, number in trace.events() if number >= 0} - {~n for _, n in trace.events() if n < 0}
+    num_parameters = 12  # of one layer, with embedding, norm and output
+    assert len(counts) == num_parameters
+    assert sum(trace.blocks[number] in counts for number in at_end) == (
+        num_parameters if implementation == "fused" else 0
+    )
+    begin, end = held_at_ends(trace)
+    assert begin == end  # and no step leaves anything behind, without Python's collector
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_validation_has_batches_of_its_own_and_leaves_nothing(pp):
+    pipeline = {"pipeline_parallel_degree": pp, "pipeline_parallel_microbatch_size": 1}
+    args = replace(ONE_LAYER, num_layers=pp)
+    peaks = []
+    for size in (2, 10):
+        config = tiny(pipeline, validation={"enable": True, "local_batch_size": size, "seq_len": 32})
+        trace = capture(config, args, resolve(config.parallelism, 2), rank=pp - 1, kernels=GPU)
+        tokens = [b for b in trace.blocks if b.place.phase == "validation" and b.num_bytes == size * 32 * 8]
+        assert len(tokens) >= 2
+        held, within, begin = 0, 0, None
+        for segment, event in trace.events():
+            held += trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
+            if segment.place.phase == "validation":
+                begin = held if begin is None else begin
+                within = max(within, held)
+        assert held == begin - size * 32 * 8  # `begin` has the first of its tokens
+        assert segment.place.step == 2
+        peaks.append(within - held)
+    # A pipeline takes samples one by one. Hidden states of a whole batch are fp32, of dim 128.
+    tokens_more = 2 * 8 * 32 * 8
+    assert peaks[1] - peaks[0] == tokens_more if pp == 2 else peaks[1] - peaks[0] > tokens_more + 8 * 32 * 128 * 4
