@@ -1,5 +1,6 @@
 """What an estimate takes for granted, in sentences: versions, allocator, what is not counted."""
 
+from titan_tools.memory.allocator_settings import unmodelled_settings
 from titan_tools.memory.constants import CONTEXT_GIB, NCCL_GIB, RESERVED_ERROR, Gpu
 from titan_tools.memory.formula.run_shape import RunShape
 from titan_tools.memory.replay.allocator import AllocatorName
@@ -20,6 +21,8 @@ def assumptions_of(run: RunShape, gpu: Gpu, allocator: AllocatorName) -> tuple[s
         f" {low:g} to {high:g} GiB for each NCCL communicator",
         f"cuBLAS workspaces of {gpu.cublas_mib:g} MiB each for forward and backward",
     ]
+    if left_out := unmodelled_settings():
+        said.append(f"PYTORCH_CUDA_ALLOC_CONF here sets {', '.join(left_out)}, which is not modelled")
     if run.mesh.cp > 1:
         said.append(
             "context parallel: flash attention is taken for queries over gathered keys. Where torch finds no fused"

@@ -1,11 +1,11 @@
 """What `titan estimate-memory` does: check everything, estimate, print, draw, and give the exit code."""
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from converters.errors import ConfigError
 from titan_tools.console import print_json
+from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.coverage import refuse_gaps
 from titan_tools.memory.gpus import find_gpu
@@ -54,13 +54,6 @@ def estimate_from_command_line(
     else:
         report.show(found)
     return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
-
-
-def allocator_of_environment() -> AllocatorName:
-    """Which allocator torch would use here: PYTORCH_ALLOC_CONF, or PYTORCH_CUDA_ALLOC_CONF; classic where unset."""
-    said = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = dict(pair.strip().split(":", 1) for pair in said.split(",") if ":" in pair)
-    return "expandable" if settings.get("expandable_segments", "").strip().lower() == "true" else "classic"
 
 
 def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:

@@ -14,6 +14,7 @@ from titan_tools.memory.gpus import DEFAULT
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import Replayed, replay
+from titan_tools.memory.suggestions import Change, changes
 from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.trace.traced import trace_rank
 from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
@@ -68,6 +69,7 @@ class Estimate:
     verdicts: tuple[Verdict, ...]
     formula_gaps: tuple[str, ...]
     assumptions: tuple[str, ...]
+    changes: tuple[Change, ...]  # that would save the most
 
     @property
     def worst_rank(self) -> RankEstimate:
@@ -116,6 +118,7 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
         _verdicts([gpu] if gpu else [*GPUS.values()], ranks, allocator, num_communicators),
         tuple(gaps),
         assumptions_of(run, counted, allocator),
+        tuple(changes(config, dims, counted)),
     )
 
 

@@ -48,7 +48,7 @@ def show(found: Estimate) -> None:
     )
     for title, lines in (
         ("Two engines", engines_say(found)),
-        ("To try", suggestions(found)),
+        ("What would take less, each alone", to_try(found)),
         ("Assumptions", found.assumptions),
     ):
         if lines:
@@ -97,16 +97,14 @@ def engines_say(found: Estimate) -> list[str]:
     ]
 
 
-def suggestions(found: Estimate) -> list[str]:
-    """What would take less, as far as it was computed beside."""
+def to_try(found: Estimate) -> list[str]:
+    """What would take less: the other allocator, as replayed, and changes of the config, by the closed form."""
     rank = found.fullest_rank
     saved = rank.reserved_bytes - rank.other_reserved_bytes
-    if found.allocator == "expandable" or saved < _WORTH_SAYING * rank.reserved_bytes:
-        return []
-    return [
-        f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, under which {_gib(rank.other_reserved_bytes)} GiB are"
-        f" reserved, {_gib(saved)} less"
-    ]
+    said = [str(change) for change in found.changes]
+    if found.allocator == "classic" and saved >= _WORTH_SAYING * rank.reserved_bytes:
+        said.insert(0, f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {_gib(saved)} GiB less reserved")
+    return said
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
@@ -130,6 +128,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "steady": [_view(rank, rank.steady) for rank in found.ranks],
         "other_allocator_reserved_gib": [gib(rank.other_reserved_bytes) for rank in found.ranks],
         "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in found.verdicts},
+        "changes": [{"words": c.words, "saves_gib": gib(c.saved_bytes)} for c in found.changes],
         "closed_form": {
             "covers": not found.formula_gaps,
             "gaps": list(found.formula_gaps),

@@ -14,12 +14,15 @@ from converters.errors import ConfigError, UnsupportedError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
 from titan_tools.memory import estimate as estimate_module
-from titan_tools.memory.command import allocator_of_environment, estimate_from_command_line
+from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
+from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import Instant, instants, peak_instant
 from titan_tools.memory.formula.coverage import refuse_gaps
 from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.layout import resolved_layout
+from titan_tools.memory.suggestions import changes
 from titan_tools.memory.trace.events import PARTS
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry
@@ -127,7 +130,9 @@ def test_the_allocator_is_that_of_the_environment(monkeypatch):
     assert allocator_of_environment() == "classic"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True")
     assert allocator_of_environment() == "expandable"
+    assert unmodelled_settings() == ["max_split_size_mb:512"]
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert not unmodelled_settings()
     assert allocator_of_environment() == "classic"
 
 
@@ -287,6 +292,29 @@ def test_the_loss_in_pieces_does_not_grow_with_the_microbatches_in_flight(schedu
     assert loss_bytes(4, "chunked") == loss_bytes(8, "chunked") < loss_bytes(4, "plain")
     grown = loss_bytes(8, "plain") - loss_bytes(4, "plain")
     assert grown == (4 * 8192 * 128256 * 4 if schedule == "GPipe" else 0)
+
+
+# --- what to change
+
+
+def test_changes_save_what_the_closed_form_says_of_the_changed_config():
+    words = ["--activation_checkpoint.mode=none", "--training.local_batch_size=2", "--training.loss=plain"]
+    config = load_config("llama3_8b", words)
+    found = changes(config, resolved_layout(config, world_size=16), GPUS["h200"])
+    saved = [change.saved_bytes for change in found]
+    assert saved == sorted(saved, reverse=True) and len(found) >= 3
+    assert any("activation_checkpoint.mode=full" in change.words for change in found)
+    now = peak_bytes("llama3_8b", *words, world_size=16)
+    for change in found:
+        assert peak_bytes("llama3_8b", *words, *change.words.split(), world_size=16) == now - change.saved_bytes
+        assert change.saved_bytes > 0.02 * now
+
+
+def test_a_lean_run_is_told_of_no_change():
+    words = ["--activation_checkpoint.mode=full", "--parallelism.fsdp_reshard_after_forward=always"]
+    config = load_config("llama3_8b", [*words, "--optimizer.state_dtype=bfloat16"])
+    found = changes(config, resolved_layout(config, world_size=8), GPUS["h200"])
+    assert not any("activation_checkpoint" in change.words or "reshard" in change.words for change in found)
 
 
 # --- refusals

@@ -16,6 +16,8 @@ import trainer.parallel.context
 from titan_tools.memory.constants import HOPPER, MIB, Gpu
 from titan_tools.memory.trace.cuda_buffers import CUDA_BUFFERS
 from titan_tools.memory.trace.float8 import float8_as_on_gpu
+from titan_tools.memory.trace.fp32_attention import causal_in_fp32, for_any_dtype, prefix_in_fp32
+from titan_tools.memory.trace.fused_norm import fused_norm
 from titan_tools.memory.trace.recorder import Workspace
 
 aten = torch.ops.aten
@@ -52,10 +54,12 @@ def kernels_used(kernels: Kernels) -> Iterator[None]:
     with ExitStack() as patches:
         if kernels.attention != "own":
             attend = _cudnn_attention if kernels.attention == "cudnn" else _flash_attention
+            attend = for_any_dtype(attend, causal_in_fp32)
+            attend_to_prefix = for_any_dtype(_attend_to_prefix, prefix_in_fp32)
             patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
-            patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", _attend_to_prefix))
+            patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
         if kernels.norm == "fused":
-            patches.enter_context(patch.object(F, "rms_norm", _fused_rms_norm))
+            patches.enter_context(fused_norm())
         if kernels.device == "cuda":
             patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
             patches.enter_context(float8_as_on_gpu())
@@ -78,10 +82,6 @@ def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     """On a GPU torch's description of the mask leads to flash attention, whose causal means lower right."""
     q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
     return _flash_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-def _fused_rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return aten._fused_rms_norm(x, normalized_shape, weight, eps)[0]
 
 
 def _flash_backward_bytes(args: tuple) -> int:
