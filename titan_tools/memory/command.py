@@ -3,15 +3,18 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.families.registry import get_family
+from converters.layout import MeshShape
 from titan_tools.console import print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.constants import Gpu
-from titan_tools.memory.formula.coverage import refuse_gaps
 from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.replay.allocator import AllocatorName
+from titan_tools.memory.trace.coverage import trace_gaps
 from trainer.config.load import load_config
+from trainer.config.sections import Config
 
 ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
 
@@ -37,7 +40,7 @@ def estimate_from_command_line(
         problems.append(f"--allocator {allocator!r} is none; possible: {', '.join(ALLOCATORS)}")
     settings = load_config(config, overrides)
     dims = resolved_layout(settings, world_size=world_size, problems=problems)
-    refuse_gaps(settings, dims)
+    _refuse_gaps(settings, dims)
 
     from titan_tools.memory import report
     from titan_tools.memory.estimate import estimate
@@ -54,6 +57,14 @@ def estimate_from_command_line(
     else:
         report.show(found)
     return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
+
+
+def _refuse_gaps(config: Config, dims: MeshShape) -> None:
+    if gaps := trace_gaps(config, dims, get_family(config.model.name).flavors[config.model.flavor]):
+        raise UnsupportedError(
+            "no estimate is given for what is not covered:" + list_offenders(gaps, most=50),
+            hint="a guess would be worse than none",
+        )
 
 
 def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
