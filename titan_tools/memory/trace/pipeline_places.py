@@ -16,7 +16,7 @@ from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 
 from titan_tools.memory.trace.recorder import Recorder
 
-_PHASES = {
+PHASES = {
     **dict.fromkeys(("F", "SEND_F", "RECV_F", "UNSHARD"), "forward"),
     **dict.fromkeys(("B", "I", "SEND_B", "RECV_B", "RESHARD"), "backward"),
     "W": "weight",
@@ -38,7 +38,7 @@ def _of_action(own: Callable, recorder: Recorder) -> Callable:
 
     def name(action: Any) -> str:
         microbatch = -1 if action.microbatch_index is None else action.microbatch_index
-        tell(recorder, _PHASES[action.computation_type.value], action.stage_index, microbatch)
+        tell(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
         return own(action)
 
     return name

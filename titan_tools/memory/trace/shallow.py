@@ -26,7 +26,7 @@ def shallow_model(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int
 
     Also None where layers have parameters of different shapes, which few of them might not show.
     """
-    period = _period(config.activation_checkpoint)
+    period = layer_period(config.activation_checkpoint)
     whole = split_model(config.parallelism, args.num_layers, dims.pp)
     modules = _cut(whole.modules, period)
     if modules == whole.modules or not _are_alike(config, args):
@@ -42,7 +42,7 @@ def shallow_model(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int
     )
 
 
-def _period(settings: ActivationCheckpoint) -> int:
+def layer_period(settings: ActivationCheckpoint) -> int:
     """Every so many layers are alike: they differ in which ones are computed again, if anything."""
     if settings.mode == "selective" and settings.selective_ac_option != "op":
         return int(settings.selective_ac_option)

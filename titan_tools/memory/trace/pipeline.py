@@ -1,0 +1,154 @@
+"""The traces of all pipeline ranks of a job, mostly from few captures: of few layers and few microbatches.
+
+Ranks whose stages are of the same kinds (the first one, one in the middle, the last one) share a capture. It is
+expanded in depth, then in microbatches and to each rank's own order of actions. What cannot be composed is captured.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from converters.families.base import ModelArgs
+from converters.layout import MeshShape
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.events import Trace
+from titan_tools.memory.trace.expand import expand_layers
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.pipeline_compose import compose
+from titan_tools.memory.trace.pipeline_order import Order, orders_of_ranks, shortest
+from titan_tools.memory.trace.pipeline_short import shortened
+from titan_tools.memory.trace.pipeline_templates import Captured, NotComposable, Templates, read_templates
+from titan_tools.memory.trace.shallow import Shallow, layer_period, shallow_model
+from titan_tools.memory.trace.templates import NO_LAYER, Aperiodic, layer_of
+from titan_tools.memory.trace.traced import trace_rank
+from trainer.config.sections import Config
+from trainer.parallel_dims import samples_per_step
+from trainer.stages import StageSplit, split_model
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is traced. The layout must have been checked."""
+
+    config: Config
+    args: ModelArgs
+    dims: MeshShape
+    kernels: Kernels
+    num_steps: int = 2
+
+    @property
+    def split(self) -> StageSplit:
+        return split_model(self.config.parallelism, self.args.num_layers, self.dims.pp)
+
+    def global_rank(self, pp_rank: int) -> int:
+        """The first rank of this coordinate: the pipeline's axis is the outermost one."""
+        return pp_rank * (self.dims.world_size // self.dims.pp)
+
+
+def trace_ranks(
+    config: Config, args: ModelArgs, dims: MeshShape, *, kernels: Kernels, num_steps: int = 2
+) -> dict[int, Trace]:
+    """Each pipeline rank's trace, all at once; `traced_kind` gives one after the other, in less memory."""
+    job = Job(config, args, dims, kernels, num_steps)
+    return dict(sorted(found for ranks in kinds_of_ranks(job) for found in traced_kind(job, ranks)))
+
+
+def kinds_of_ranks(job: Job) -> list[list[int]]:
+    """Pipeline ranks, together where they hold stages of the same kinds."""
+    split, period = job.split, layer_period(job.config.activation_checkpoint)
+    shallow = shallow_model(job.config, job.args, job.dims, rank=0)
+    few = replace(job, config=shallow.config, args=shallow.args).split if shallow else split
+    kinds: dict[tuple, list[int]] = {}
+    for pp_rank in range(job.dims.pp):
+        stages = split.stages_of(pp_rank)
+        kind = tuple(
+            (
+                stage == 0,
+                stage == split.num_stages - 1,
+                stage + 1 in stages,
+                tuple(
+                    name if (number := layer_of(name)) == NO_LAYER else number % period for name in few.modules[stage]
+                ),
+            )
+            for stage in stages
+        )
+        kinds.setdefault(kind, []).append(pp_rank)
+    return list(kinds.values())
+
+
+def traced_kind(job: Job, pp_ranks: Sequence[int]) -> Iterator[tuple[int, Trace]]:
+    """Pipeline ranks of one kind with their traces, one after the other."""
+    kind = None if job.dims.pp == 1 else _capture_kind(job, pp_ranks)
+    for pp_rank in pp_ranks:
+        yield (
+            pp_rank,
+            (kind and _composed(job, kind, pp_rank))
+            or trace_rank(
+                job.config,
+                job.args,
+                job.dims,
+                rank=job.global_rank(pp_rank),
+                kernels=job.kernels,
+                num_steps=job.num_steps,
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Kind:
+    """A rank captured with few layers, in a short order, for all ranks like it."""
+
+    orders: dict[int, Order]
+    captured: Captured
+    trace: Trace
+    shallow: Shallow | None  # None: with all layers
+    templates: dict[tuple[int, ...], tuple[Templates, list[int]]] = field(default_factory=dict)  # by depths of stages
+
+
+def _capture_kind(job: Job, pp_ranks: Sequence[int]) -> _Kind | None:
+    parallelism, training = job.config.parallelism, job.config.training
+    schedule = parallelism.pipeline_parallel_schedule
+    num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    reshards = parallelism.fsdp_reshard_after_forward == "always"
+    orders = orders_of_ranks(schedule, job.split, job.dims.pp, num_microbatches, reshards=reshards)
+    if (found := shortest([orders[pp_rank] for pp_rank in pp_ranks], schedule)) is None:
+        return None
+    number, short = found
+    pp_rank = pp_ranks[number]
+    rank = job.global_rank(pp_rank)
+    shallow = shallow_model(job.config, job.args, job.dims, rank=rank)
+    few = replace(job, config=shallow.config, args=shallow.args) if shallow else job
+    with shortened(schedule, short):
+        trace = capture(few.config, few.args, job.dims, rank=rank, kernels=job.kernels, num_steps=job.num_steps)
+    samples = samples_per_step(training, job.dims.batch) // job.dims.batch
+    captured = Captured(
+        tuple(job.split.stages_of(pp_rank)), short, num_microbatches, samples // training.local_batch_size
+    )
+    return _Kind(orders, captured, trace, shallow)
+
+
+def _composed(job: Job, kind: _Kind, pp_rank: int) -> Trace | None:
+    """This rank's trace; None where it has to be captured for itself."""
+    stages = job.split.stages_of(pp_rank)
+    layers = [[n for n in map(layer_of, job.split.modules[stage]) if n != NO_LAYER] for stage in stages]
+    depths = tuple(map(len, layers))
+    numbers = [number for of_stage in layers for number in of_stage]
+    try:
+        if depths not in kind.templates:
+            kind.templates[depths] = read_templates(_deep(job, kind, pp_rank), kind.captured), numbers
+        templates, known = kind.templates[depths]
+        renamed = dict(zip(known, numbers, strict=True))
+        return compose(templates, kind.captured, kind.orders[pp_rank], stages=stages, layers=renamed)
+    except (Aperiodic, NotComposable):
+        return None
+
+
+def _deep(job: Job, kind: _Kind, pp_rank: int) -> Trace:
+    """The kind's short trace with as many layers as this rank has."""
+    if kind.shallow is None:
+        return kind.trace
+    whole = shallow_model(job.config, job.args, job.dims, rank=job.global_rank(pp_rank))
+    assert whole, "stages of all ranks are cut together"
+    depths = [
+        replace(wanted, captured=few.captured) for few, wanted in zip(kind.shallow.depths, whole.depths, strict=True)
+    ]
+    return expand_layers(kind.trace, depths)

@@ -1,0 +1,329 @@
+"""A pipeline rank's trace, cut at its actions: a forward, a backward, a reduction, and what comes outside of them.
+
+A template names what it frees relative to itself, so that it can be played for other microbatches: what its own
+microbatch made before, what the last or the first action of a kind made.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from titan_tools.memory.trace.events import Place, Segment, Trace
+from titan_tools.memory.trace.pipeline_order import END, NO_MICROBATCH, Action, Order
+
+_AFTER = ("clip", "optimizer", "zero_grad", "validation")
+_LONGEST_PERIOD = 8  # frees that come again for each microbatch, where all are let go in turn
+
+
+class NotComposable(Exception):
+    """A trace whose actions do not repeat as they would have to."""
+
+
+class Outside(NamedTuple):
+    """What is no action of a schedule: `name` and how many of the same came before; buffers have a microbatch."""
+
+    name: str
+    number: int
+    part: int = NO_MICROBATCH
+    microbatch: int = NO_MICROBATCH
+
+
+class Key(NamedTuple):
+    """A span of events; a step has one batch, or several to accumulate."""
+
+    step: int
+    batch: int
+    what: Action | Outside
+
+
+class Reference(NamedTuple):
+    """Whose block is freed: `key`'s; that of the `same` microbatch; the `first` or `last` of a kind, or some `back`.
+
+    Where the microbatch is not meant, `key` has microbatch 0.
+    """
+
+    how: str
+    key: Key
+    kind: tuple = ()
+    back: int = 0
+
+
+class Name(NamedTuple):
+    """A block among those of its span: the `number`-th that looks like this. Numbers alone would not do: the first
+    action of a kind makes some that later ones do not."""
+
+    num_bytes: int
+    stream: str
+    part: str
+    module: str
+    number: int
+
+
+class Several(NamedTuple):
+    """Frees, each a (Reference to the same microbatch, Name), that come for each microbatch in turn.
+
+    From microbatch `first` to `spare` before the last, or the other way round.
+    """
+
+    frees: tuple[tuple[Reference, Name], ...]
+    is_rising: bool
+    first: int
+    spare: int
+
+
+@dataclass(slots=True)
+class Template:
+    """Events of a span: (None, name) allocates a block; (reference, name) frees that block of another span; or Several.
+
+    `blocks`: each block's number and owner by name, in the order of allocation. `modules`: which run, and how many of
+    `events` each.
+    """
+
+    events: list[Any] = field(default_factory=list)
+    blocks: dict[Name, tuple[int, str]] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()  # numbers of the blocks that are never freed
+    modules: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How a short trace was made."""
+
+    stages: tuple[int, ...]  # that the rank holds
+    short: Order
+    num_microbatches: int  # of the full order, in one batch
+    num_batches: int  # that a step accumulates
+
+
+@dataclass(slots=True)
+class Templates:
+    """All that a rank's traces are played from. `sequence`: what comes outside of orders, and where an order comes."""
+
+    sequence: list[tuple[Key, Place, Template] | Key]
+    of_context: dict[tuple, Template]  # (step, batch, context)
+
+
+class History:
+    """Which actions of each kind have come. What FSDP gathers has kinds of its own: by what a stage did before."""
+
+    def __init__(self, order: Order):
+        self._before = {action: context[-1] for action, context in zip(order.actions, order.contexts(), strict=True)}
+        self._come: dict[tuple, list[Key]] = defaultdict(list)
+
+    def add(self, key: Key) -> None:
+        for is_gathered in (False, True):
+            self._come[self._kind(key, is_gathered)].append(key)
+
+    def reference(self, key: Key, name: Name) -> Reference:
+        """An action by its number among those of its kind that have come until now."""
+        kind = self._kind(key, name.part == "all_gather")
+        come = self._come[kind]
+        back = len(come) - come.index(key)
+        anonymous = of_microbatch(key, 0)
+        if back == 1:
+            return Reference("last", anonymous, kind)
+        if back == len(come):
+            return Reference("first", anonymous, kind)
+        return Reference("back", anonymous, kind, back)
+
+    def find(self, reference: Reference) -> Key | None:
+        come = self._come[reference.kind]
+        number = {"first": 0, "last": -1}.get(reference.how, -reference.back)
+        return come[number] if -len(come) <= number < len(come) else None
+
+    def _kind(self, key: Key, is_gathered: bool) -> tuple:
+        return key.step, key.batch, *key.what.kind, self._before[key.what] if is_gathered else None
+
+
+def read_templates(trace: Trace, captured: Captured) -> Templates:
+    """The templates of a trace in a short order. Raises NotComposable."""
+    homes: dict[int, tuple[Key, Name]] = {}
+    freed = {~event for _, event in trace.events() if event < 0}
+    history = History(captured.short)
+    context_of = dict(zip(captured.short.actions, captured.short.contexts(), strict=True))
+    templates = Templates([], {})
+    ordered: set[tuple[int, int]] = set()
+    buffers_kept: dict[Key, frozenset[int]] = {}
+    for key, segments in _named(trace, captured):
+        template, kept = Template(), set()
+        alike: Counter[tuple] = Counter()
+        for segment in segments:
+            module = segment.place.module
+            template.modules.append((module, len(segment.events)))
+            for event in segment.events:
+                if event >= 0:
+                    block = trace.blocks[event]
+                    look = block.num_bytes, block.stream, block.part, module
+                    homes[event] = key, Name(*look, alike[look])
+                    alike[look] += 1
+                    if event not in freed:
+                        kept.add(len(template.blocks))
+                    template.events.append((None, homes[event][1]))
+                    template.blocks[homes[event][1]] = len(template.blocks), block.owner
+                else:
+                    home, name = homes[~event]
+                    template.events.append((_reference(key, home, history, name), name))
+        template.kept = frozenset(kept)
+        if key.what.microbatch == NO_MICROBATCH:
+            template = _with_several(template, captured.short.num_microbatches, history)
+        if isinstance(key.what, Outside):
+            if key.what.microbatch >= captured.short.num_microbatches:  # a buffer that no action took in
+                template.kept = buffers_kept[of_microbatch(key, 0)]
+            elif key.what.microbatch == 0:
+                buffers_kept[key] = template.kept
+            templates.sequence.append((key, segments[0].place, template))
+            continue
+        if key[:2] not in ordered:
+            ordered.add(key[:2])
+            templates.sequence.append(key)
+        history.add(key)
+        known = templates.of_context.setdefault((*key[:2], context_of[key.what]), template)
+        if known != template:
+            raise NotComposable(f"{key} differs from what came before in the same context")
+    return templates
+
+
+def _cut(trace: Trace) -> list[tuple[Place, list[Segment]]]:
+    """Runs of segments at places that differ by no more than the module; each place as it is without one."""
+    runs = groupby(trace.segments, lambda segment: segment.place._replace(module=""))
+    return [(place, list(segments)) for place, segments in runs]
+
+
+def _named(trace: Trace, captured: Captured) -> Iterator[tuple[Key, list[Segment]]]:
+    """Each span with what it is, in time order. Actions without events come too."""
+    spans = _cut(trace)
+    at = 0
+    steps = sorted({place.step for place, _ in spans})
+    for step in steps:
+        counts: dict[tuple, int] = defaultdict(int)
+
+        def outside(batch: int, name: str, *more: int, step: int = step, counts: dict = counts) -> Key:
+            number = counts[batch, name, more]
+            counts[batch, name, more] += 1
+            return Key(step, batch, Outside(name, number, *more))
+
+        for batch in range(captured.num_batches if step else 0):
+            before = _place(Key(step, batch, END), captured)
+            while at < len(spans) and (spans[at][0] == before or spans[at][0][:2] == (step, "build")):
+                place, segments = spans[at]
+                if place.phase == "build":
+                    key = outside(0, "build", captured.stages.index(place.stage), place.microbatch)
+                else:
+                    key = outside(batch, "before")
+                yield key, segments
+                at += 1
+            for action in captured.short.actions:
+                key = Key(step, batch, action)
+                if at < len(spans) and spans[at][0] == _place(key, captured):
+                    yield key, spans[at][1]
+                    at += 1
+                else:
+                    yield key, []
+        while at < len(spans) and (place := spans[at][0]).step == step and (step == 0 or place.phase in _AFTER):
+            yield outside(captured.num_batches, "after"), spans[at][1]
+            at += 1
+    if at < len(spans):
+        raise NotComposable(f"{spans[at][0]} comes where the order has something else")
+
+
+def _place(key: Key, captured: Captured) -> Place:
+    return place_of(key, captured.stages, captured.num_microbatches)
+
+
+def place_of(key: Key, stages: Sequence[int], num_microbatches: int) -> Place:
+    """Where an action stands, as pipeline_places.py tells it."""
+    phase, part, microbatch = key.what
+    if key.what == END:
+        return Place(key.step, "forward", 0, NO_MICROBATCH)
+    if microbatch != NO_MICROBATCH:
+        microbatch += key.batch * num_microbatches
+    return Place(key.step, phase, stages[part], microbatch)
+
+
+def _reference(key: Key, home: Key, history: History, name: Name) -> Reference:
+    """How `key` finds `home`, whose block it frees. What belongs to no microbatch names it as it is, for now."""
+    microbatch = key.what.microbatch
+    if home == key:
+        return Reference("key" if microbatch == NO_MICROBATCH else "same", of_microbatch(home, 0))
+    if microbatch == NO_MICROBATCH:
+        return Reference("key", home)
+    if home.what.microbatch == microbatch:
+        return Reference("same", of_microbatch(home, 0))
+    if isinstance(home.what, Outside):
+        return Reference("key", home)
+    return history.reference(home, name)
+
+
+def of_microbatch(key: Key, microbatch: int) -> Key:
+    """The same of another microbatch; as it is, where it belongs to none."""
+    if key.what.microbatch == NO_MICROBATCH:
+        return key
+    return key._replace(what=key.what._replace(microbatch=microbatch))
+
+
+def _with_several(template: Template, num_microbatches: int, history: History) -> Template:
+    """With frees of all microbatches in turn taken together, and those of one named by its number."""
+    old = template.events
+    events: list[Any] = []
+    modules: list[tuple[str, int]] = []
+    at = 0
+    for module, count in template.modules:
+        end, before = at + count, len(events)
+        while at < end:
+            found, taken = _several(old[at:end], num_microbatches)
+            if found:
+                events.append(found)
+                at += taken
+                continue
+            reference, name = old[at]
+            if reference and _comes_again(reference.key):
+                reference = history.reference(reference.key, name)
+                if reference.how == "back":
+                    raise NotComposable(f"one of several {reference.key} is freed where none of them runs")
+            events.append((reference, name))
+            at += 1
+        modules.append((module, len(events) - before))
+    return Template(events, template.blocks, template.kept, modules)
+
+
+def _comes_again(key: Key) -> bool:
+    return isinstance(key.what, Action) and key.what.microbatch != NO_MICROBATCH
+
+
+def _several(events: Sequence[Any], num_microbatches: int) -> tuple[Several | None, int]:
+    """What the first events free of each microbatch in turn, and how many of them; (None, 0) if they do not."""
+    best: tuple[Several | None, int] = None, 0
+    if not events or (reference := events[0][0]) is None or not _comes_again(reference.key):
+        return best
+    for period in range(1, min(_LONGEST_PERIOD, len(events) // 2) + 1):
+        first = _free_of_one(events[:period])
+        if first is None:
+            break
+        frees, run = first[0], [first[1]]
+        step = 0
+        for start in range(period, len(events) - period + 1, period):
+            other = _free_of_one(events[start : start + period])
+            if other is None or other[0] != frees or abs(other[1] - run[-1]) != 1:
+                break
+            if step not in (0, other[1] - run[-1]):
+                break
+            step = other[1] - run[-1]
+            run.append(other[1])
+        low, spare = min(run), num_microbatches - 1 - max(run)
+        if len(run) > 1 and low < 2 and spare < 2 and len(run) * period > best[1]:
+            best = Several(frees, step > 0, low, spare), len(run) * period
+    return best
+
+
+def _free_of_one(events: Sequence[Any]) -> tuple[tuple[tuple[Reference, Name], ...], int] | None:
+    """Events that all free blocks of one microbatch: what they free, and which microbatch."""
+    found = set()
+    frees = []
+    for reference, name in events:
+        if reference is None or not _comes_again(reference.key):
+            return None
+        found.add(reference.key.what.microbatch)
+        frees.append((Reference("same", of_microbatch(reference.key, 0)), name))
+    return (tuple(frees), found.pop()) if len(found) == 1 else None
