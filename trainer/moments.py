@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 from trainer.mesh import local_part
 
 # Elements that fp32 copies are made of at once: 256 MiB for each of parameter, gradient and moments.
-_COPIED_ELEMENTS = 1 << 26
+COPIED_ELEMENTS = 1 << 26
 
 
 class AdamOfOtherMoments(torch.optim.Adam):
@@ -63,11 +63,11 @@ class AdamOfOtherMoments(torch.optim.Adam):
 
 
 def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of parameters that come to no more than _COPIED_ELEMENTS here, or of one."""
+    """Runs of parameters that come to no more than COPIED_ELEMENTS here, or of one."""
     batch, num_elements = [], 0
     for parameter in parameters:
         size = local_part(parameter).numel()
-        if batch and num_elements + size > _COPIED_ELEMENTS:
+        if batch and num_elements + size > COPIED_ELEMENTS:
             yield batch
             batch, num_elements = [], 0
         batch.append(parameter)

@@ -87,7 +87,7 @@ def test_parameters_beyond_what_is_copied_at_once_are_all_updated(monkeypatch):
     settings = OptimizerSection(lr=0.1, state_dtype="bfloat16")
     whole, pieces = _model(), _model()
     _steps(build_optimizer(dict(whole.named_parameters()), settings), whole)
-    monkeypatch.setattr(moments, "_COPIED_ELEMENTS", 100)
+    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 100)
     assert [len(batch) for batch in moments._batches(list(pieces.parameters()))] == [1, 2]
     _steps(build_optimizer(dict(pieces.named_parameters()), settings), pieces)
     for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
