@@ -28,7 +28,9 @@ from titan_tools.memory.published.modules_then import (
 )
 from titan_tools.memory.published.then import Then
 from trainer.config.sections import Config, Optimizer
+from trainer.loss.install import install_loss
 from trainer.mesh import Meshes
+from trainer.parallel.compile import compiles
 
 aten = torch.ops.aten
 
@@ -36,7 +38,7 @@ aten = torch.ops.aten
 @contextmanager
 def as_built_then(then: Then, *, tp: int) -> Iterator[None]:
     """Within, a captured run is built as torchtitan built it."""
-    norm = {"python": python_rms_norm, "composite": composite_rms_norm}[then.norm]
+    norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[then.norm]
     llama, qwen = trainer.models.llama3.model, trainer.models.qwen3.model
     with ExitStack() as patches:
         for owner, name, value in (
@@ -74,9 +76,11 @@ def _ends_in_root(then: Then) -> Callable[..., None]:
 def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reshard_last: bool, **policy):
     """#1625."""
     shared = _shared(mesh, **policy)
-    for module in (model.tok_embeddings, *model.layers.values()):
+    ends = [module for module in (model.norm, model.output) if module is not None]
+    for module in filter(None, (model.tok_embeddings, *model.layers.values())):
         fully_shard(module, **shared, reshard_after_forward=reshard_after_forward)
-    fully_shard([model.norm, model.output], **shared, reshard_after_forward=reshard_last)
+    if ends:
+        fully_shard(ends, **shared, reshard_after_forward=reshard_last)
     fully_shard(model, **shared)
 
 
@@ -86,7 +90,13 @@ def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.d
 
 def _install_loss(then: Then, part: nn.Module, config: Config, meshes: Meshes) -> None:
     """In place of trainer/loss/install.py's."""
-    part.forward = LossOfLogits(part.forward, meshes, chunks=then.loss_chunks, keeps=then.keeps_logits)
+    if part.output is None:
+        install_loss(part, config, meshes)
+        return
+    loss = LossOfLogits(part.forward, meshes, then)
+    if compiles(config.compile, "loss"):
+        loss.cross_entropy = torch.compile(loss.cross_entropy, backend=config.compile.backend)
+    part.forward = loss
 
 
 def _kept_operations() -> frozenset:

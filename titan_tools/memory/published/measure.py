@@ -1,5 +1,6 @@
 """The estimate of a published run: its trace as built then, replayed by its allocator, beside the closed form."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
@@ -10,8 +11,8 @@ from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.run_shape import BuildTraits
 from titan_tools.memory.published.as_built_then import as_built_then
-from titan_tools.memory.published.rows import Row, load
-from titan_tools.memory.published.then import Then, then_of
+from titan_tools.memory.published.rows import Row
+from titan_tools.memory.published.then import Then, settings_of, then_of
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import replay
@@ -19,6 +20,8 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.verdict import judge
+from trainer.config.load import load_config
+from trainer.config.sections import Config
 from trainer.parallel_dims import resolve
 
 
@@ -45,41 +48,76 @@ class Estimate:
 def estimate(row: Row) -> Estimate:
     """All layers are traced: the last one is not always like the others, and states come with the first step."""
     then = then_of(row)
-    trace = _trace(row.settings, row.world_size, row.gpu, then)
-    allocators = (row.allocator,) if row.is_scored else get_args(AllocatorName)
-    peaks = [_peak(row, trace, allocator) for allocator in allocators]
-    found = [(p.allocated_bytes if row.metric == "active" else p.reserved_bytes) / GIB for p in peaks]
-    verdict = judge(
-        replace(row.gpu, usable_gib=row.total_gib),
-        reserved_bytes=min(p.reserved_bytes for p in peaks),
-        traces=[trace],
-        allocator=row.allocator,
-        num_communicators=sum(degree > 1 for degree in (row.dp_shard, row.dp_replicate, row.tp, row.pp, row.cp)),
-    ).verdict
+    peaks, verdicts = [], []
+    for variant in _variants(row):
+        traces = _traces(settings_of(variant), row.world_size, row.gpu, then)
+        peaks.append(peak := _fullest(variant, traces))
+        verdict = judge(
+            replace(row.gpu, usable_gib=row.total_gib),
+            reserved_bytes=peak.reserved_bytes,
+            traces=traces,
+            allocator=variant.allocator,
+            num_communicators=sum(degree > 1 for degree in (row.dp_shard, row.dp_replicate, row.tp, row.pp, row.cp)),
+        ).verdict
+        verdicts.append(verdict)
+    found = [_in_metric(row, peak) / GIB for peak in peaks]
     return Estimate(
-        row, then, min(found), max(found), peaks[0].allocated_bytes / GIB, _closed_form_gib(row, then), verdict
+        row,
+        then,
+        low_gib=min(found),
+        high_gib=max(found),
+        allocated_gib=peaks[0].allocated_bytes / GIB,
+        closed_gib=_closed_form_gib(row, then),
+        verdict=verdicts[0],
     )
 
 
-def _peak(row: Row, trace: Trace, allocator: AllocatorName) -> Peak:
-    replayed = replay(trace, allocator=allocator)
-    return replayed.step1 if row.is_first_step else replayed.steady
+def _variants(row: Row) -> Iterator[Row]:
+    """What the run may have been: as the row says where its flags are known, else also in each other way."""
+    yield row
+    if row.is_scored:
+        return
+    compiled = replace(row, is_compiled=True, loss=f"{row.loss}, compiled")
+    for each in [row] if row.has_flags else [row, compiled]:
+        for allocator in get_args(AllocatorName):
+            yield replace(each, allocator=allocator)
+
+
+def _fullest(row: Row, traces: Sequence[Trace]) -> Peak:
+    replays = [replay(trace, allocator=row.allocator) for trace in traces]
+    peaks = [each.step1 if row.is_first_step else each.steady for each in replays]
+    return max(peaks, key=lambda peak: _in_metric(row, peak))
+
+
+def _in_metric(row: Row, peak: Peak) -> int:
+    return peak.active_bytes if row.metric == "active" else peak.reserved_bytes
 
 
 @lru_cache(maxsize=2)  # rows of one run follow each other
-def _trace(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) -> Trace:
-    config = load(settings)
+def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) -> list[Trace]:
+    """One per pipeline rank."""
+    config = _config(settings)
     dims = resolve(config.parallelism, world_size)
-    # flash attention, also on Hopper: torchtitan put cuDNN's first on Blackwell only; norms are as_built_then's
-    kernels = replace(gpu_kernels(gpu), attention="flash", norm="own")
+    # flash attention, also on Hopper: torchtitan put cuDNN's first on Blackwell only
+    kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if then.norm == "fused" else "own")
     args = get_family(config.model.name).flavors[config.model.flavor]
+    ranks = range(0, dims.world_size, dims.world_size // dims.pp)
     with as_built_then(then, tp=dims.tp):
-        return capture(config, args, dims, rank=0, kernels=kernels)
+        return [capture(config, args, dims, rank=rank, kernels=kernels) for rank in ranks]
+
+
+def _config(settings: tuple[str, ...]) -> Config:
+    return load_config(settings[0], settings[1:])
 
 
 def _closed_form_gib(row: Row, then: Then) -> float | None:
-    """Allocated at the peak. It knows our loss on vocabulary shards, not torch's loss parallel."""
-    if row.is_compiled or row.float8 != "none" or then.loss_chunks or then.keeps_logits or row.tp > 1:
+    """Allocated at the peak, where torchtitan did nothing that it does not know of.
+
+    It knows our loss on vocabulary shards, not torch's loss parallel; and keys and values that are kept as they are,
+    not repeated for every query head, which makes no difference where attention's inputs are computed again.
+    """
+    is_other_loss = then.loss_chunks or then.num_logits_kept or then.has_wide_logits or row.tp > 1
+    if row.is_compiled or row.is_float8 or is_other_loss or row.checkpointing not in ("full", "selective-op"):
         return None
     traits = BuildTraits(
         norm=then.norm,
@@ -89,7 +127,7 @@ def _closed_form_gib(row: Row, then: Then) -> float | None:
         stored_gathers=False,
         loss_in_forward=False,
     )
-    run = run_shape(load(row.settings), world_size=row.world_size)
+    run = run_shape(_config(settings_of(row)), world_size=row.world_size)
     reshard_output = run.reshard_output and not then.has_ends_in_root
     run = replace(run, traits=traits, reshard_output=reshard_output)
     return peak_instant(run, pp_rank=0, gpu=row.gpu, steady=not row.is_first_step).total_bytes / GIB

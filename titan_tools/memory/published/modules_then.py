@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_tools.memory.published.then import Then
 from trainer.data.batch import IGNORED
 from trainer.mesh import Meshes, local_part
 
@@ -46,19 +47,19 @@ def qwen_attention(attention: nn.Module, x_BLD: Tensor, turns: Tensor) -> Tensor
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = (part[:, None, :].to(q.dtype) for part in turns.chunk(2, dim=-1))
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in turns.chunk(2, dim=-1))
     return _attend(attention, *((each * cos) + (_halves_turned(each) * sin) for each in (q, k)), v)
 
 
 def llama_freqs_cis(rope: nn.Module, positions: Tensor) -> Tensor:
     """Its buffer: [L, 1, P], which FSDP casts to no other dtype."""
-    angles = (positions.float()[:, None] * rope.frequencies_P)[:, None]
+    angles = (positions.float().unsqueeze(-1) * rope.frequencies_P).unsqueeze(-2)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def qwen_rope_cache(rope: nn.Module, positions: Tensor) -> Tensor:
     """Its buffer: [L, 2·H] in fp32."""
-    angles = positions.float()[:, None] * rope.frequencies_P
+    angles = positions.float().unsqueeze(-1) * rope.frequencies_P
     angles = torch.cat((angles, angles), dim=-1)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
@@ -71,9 +72,8 @@ def _halves_turned(x: Tensor) -> Tensor:
 def _attend(attention: nn.Module, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
     repeats = q_BLNH.shape[2] // k_BLKH.shape[2]
     k, v = (_repeated(each, repeats) for each in (k_BLKH, v_BLKH))
-    q, k, v = (each.transpose(1, 2) for each in (q_BLNH, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return attention.wo(out.transpose(1, 2).contiguous().flatten(-2))
+    out_BLNH = attention.inner_attention(q_BLNH, k, v)
+    return attention.wo(out_BLNH.contiguous().flatten(-2))
 
 
 def _repeated(x_BLKH: Tensor, repeats: int) -> Tensor:
@@ -86,23 +86,28 @@ def _repeated(x_BLKH: Tensor, repeats: int) -> Tensor:
 class LossOfLogits:
     """A part's forward: F.cross_entropy of its logits in fp32, as DTensors where they are cut over tensor ranks.
 
-    `chunks`: #996 takes so many pieces of the logits one by one. `keeps`: the logits live until the next step's come.
+    In chunks (#996) the logits are taken piece by piece. What is kept are those of all microbatches of a step.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], meshes: Meshes, *, chunks: int, keeps: bool):
-        self._forward, self._meshes, self._chunks, self._keeps = forward, meshes, chunks, keeps
-        self._kept: Tensor | None = None
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], meshes: Meshes, then: Then):
+        self._forward, self._meshes, self._then = forward, meshes, then
+        self._kept: list[Tensor] = []
+        self.cross_entropy = _cross_entropy
 
     def __call__(self, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
         logits = self._forward(x, positions)
-        if self._keeps:
-            self._kept = logits
+        if self._then.has_wide_logits:
+            logits = logits.float()
+        if len(self._kept) == self._then.num_logits_kept:
+            self._kept.clear()
+        if self._then.num_logits_kept:
+            self._kept.append(logits)
         if self._meshes.dims.tp > 1:
             logits = DTensor.from_local(logits, self._meshes["tp"], [Shard(-1)], run_check=False)
-        if not self._chunks:
-            return local_part(_cross_entropy(logits, targets))
-        pairs = zip(logits.chunk(self._chunks, dim=1), targets.chunk(self._chunks, dim=1), strict=True)
-        return sum(local_part(_cross_entropy(*pair)) for pair in pairs)
+        if not (chunks := self._then.loss_chunks):
+            return local_part(self.cross_entropy(logits, targets))
+        pairs = zip(logits.chunk(chunks, dim=1), targets.chunk(chunks, dim=1), strict=True)
+        return sum(local_part(self.cross_entropy(*pair)) for pair in pairs)
 
 
 def _cross_entropy(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
