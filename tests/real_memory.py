@@ -1,7 +1,8 @@
 """What a real train step asks of the CPU's allocator, as torch's profiler reports it: the other side of a trace.
 
 Which tensors come and go does not depend on the device. What kernels allocate inside of themselves does: a CPU's are
-taken out, by the names of their operators, and only what is given back before the very call returns.
+taken out, by the names of their operators, and only what is given back before the very call returns. So is what gloo
+makes room for, where real ranks talk.
 """
 
 from collections import Counter
@@ -38,6 +39,14 @@ WITHIN_CPU_KERNELS = {
     ("aten::sum", "aten::to"): "booleans are counted as integers",
     ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
 }
+# What gloo allocates of its own, in the call of a collective or in the threads that carry it out, until that is done
+WITHIN_GLOO = {
+    "c10d::_allgather_base_": "what each rank sends, before it is copied in a row",
+    "c10d::allgather_into_tensor_coalesced_": "the same",
+    "gloo:all_gather": "all of it in a row, as it travels",
+    "c10d::_reduce_scatter_base_": "a copy of what is scattered, to add up in",
+    "c10d::reduce_scatter_tensor_coalesced_": "the same",
+}
 # A Python number that meets a tensor becomes one on a CPU; a GPU's kernels take it as it is. These, and the tensors of
 # one element that there are on both sides, take up to so many bytes.
 NUMBER_BYTES = 8
@@ -48,46 +57,71 @@ _MESHES, _STEPS = "titan's meshes", "titan's steps"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is held before the first step, largest first, and all that is asked for and freed (negative) from there."""
+    """What is held before the first step, largest first, and all that happens from there.
+
+    `asked`: (number, bytes) where the number counts the steps' allocations; negative bytes free that one again, and -1
+    is any from before.
+    """
 
     before: list[int]
-    asked: list[int]
+    asked: list[tuple[int, int]]
 
     @property
     def peak_bytes(self) -> int:
         held = highest = sum(self.before)
-        for num_bytes in self.asked:
+        for _, num_bytes in self.asked:
             held += num_bytes
             highest = max(highest, held)
         return highest
+
+    def unseen_frees(self) -> set[int]:
+        """Allocations that are never given back, as far as was seen."""
+        return {number for number, num_bytes in self.asked if num_bytes > 0} - {
+            number for number, num_bytes in self.asked if num_bytes < 0
+        }
 
 
 def held_by_trace(trace: Trace) -> Held:
     before: Counter[int] = Counter()
     asked = []
+    numbers: dict[int, int] = {}
     for segment, event in trace.events():
-        num_bytes = trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
-        if abs(num_bytes) <= NUMBER_BYTES:
+        block = event if event >= 0 else ~event
+        num_bytes = trace.blocks[block].num_bytes
+        if num_bytes <= NUMBER_BYTES:
             continue
-        if segment.place.step:
-            asked.append(num_bytes)
+        if not segment.place.step:
+            before[num_bytes] += 1 if event >= 0 else -1
+        elif event >= 0:
+            numbers[block] = len(numbers)
+            asked.append((numbers[block], num_bytes))
         else:
-            before[abs(num_bytes)] += 1 if num_bytes > 0 else -1
+            asked.append((numbers.get(block, -1), -num_bytes))
     return Held(sorted(before.elements(), reverse=True), asked)
 
 
 def held_by_step(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int = 2) -> Held:
-    """The same of real memory, of this rank of the default process group, without what CPU kernels make room for."""
+    """The same of real memory, of this rank of the default process group, without what kernels make room for."""
     calls = _without_kernels_own(profile_steps(config, args, dims, num_steps=num_steps))
     first = next(i for i, call in enumerate(calls) if call.is_within(_STEPS))
     last = max(i for i, call in enumerate(calls) if call.is_within(_STEPS))
-    live: dict[int, int] = {}
+    before: dict[int, int] = {}
     for call in calls[:first]:
         if call.num_bytes < 0:
-            live.pop(call.address, None)
+            before.pop(call.address, None)
         elif not call.is_within(_MESHES):
-            live[call.address] = call.num_bytes
-    return Held(sorted(live.values(), reverse=True), [call.num_bytes for call in calls[first : last + 1]])
+            before[call.address] = call.num_bytes
+    asked = []
+    numbers: dict[int, int] = {}  # by address
+    num_taken = 0
+    for call in calls[first : last + 1]:
+        if call.num_bytes > 0:
+            numbers[call.address] = num_taken
+            num_taken += 1
+            asked.append((numbers[call.address], call.num_bytes))
+        else:
+            asked.append((numbers.pop(call.address, -1), call.num_bytes))
+    return Held(sorted(before.values(), reverse=True), asked)
 
 
 def held_by_fake_rank(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Held:
@@ -156,8 +190,12 @@ def _without_kernels_own(calls: Sequence[Call]) -> list[Call]:
             dropped.add(i)
         elif call.num_bytes > 0:
             taken[call.address] = i
-        elif (before := taken.pop(call.address, None)) is not None and _is_kernels_own(calls[before], call):
-            dropped |= {before, i}
+            if any(map(call.is_within, WITHIN_GLOO)):
+                dropped.add(i)
+        else:
+            before = taken.pop(call.address, None)
+            if before is not None and (before in dropped or _is_kernels_own(calls[before], call)):
+                dropped |= {before, i}
     return [call for i, call in enumerate(calls) if i not in dropped]
 
 

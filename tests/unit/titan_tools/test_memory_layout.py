@@ -47,9 +47,9 @@ def make_config(flavor: str, **parallelism):
     return load_config("debug", [f"--model.flavor={flavor}", *fixed, *words])
 
 
-def held_bytes(config, world_size: int, rank: int) -> dict[str, int]:
+def held_bytes(config, world_size: int, rank: int, args=None) -> dict[str, int]:
     """Bytes of parameters, gradients and moments that a rank of the real, sharded model holds."""
-    args = get_family(config.model.name).flavors[config.model.flavor]
+    args = args or get_family(config.model.name).flavors[config.model.flavor]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         dims = resolve(config.parallelism, world_size)

@@ -1,14 +1,17 @@
 """A trace is what a real step asks for, byte for byte and in the same order, on a CPU under the fake process group."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from tests.dist.training import Layout, args_of
-from tests.real_memory import held_by_fake_rank, held_by_trace
+from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
+from tests.unit.titan_tools.test_memory_layout import held_bytes
 from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.events import PARTS, Block, Trace
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.parallel_dims import resolve
+from trainer.parallel_dims import resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,53 +31,139 @@ def _optimizer(**keys) -> dict:
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 PLAIN = {"loss": "plain"}
-ACCUMULATED = {"global_batch_size": 8}
+ACCUMULATED = {"local_batch_size": 1, "global_batch_size": 4}
 PIPE = {PP: 2, MICROBATCH: 1}
+OP, EVERY_2ND = _kept("selective", selective_ac_option="op"), _kept("selective", selective_ac_option="2")
+INTERLEAVED = PIPE | {SCHEDULE: "Interleaved1F1B"}
 # layout, flavor, rank
 CASES = [
     (Layout("one rank"), GQA, 0),
-    (Layout("one rank, bf16", 1, {}, BF16 | ACCUMULATED), TIED, 0),
-    (Layout("FSDP 2", 2), GQA, 0),
+    (Layout("FSDP 2, accumulated, bf16", 2, {}, ACCUMULATED | BF16), TIED, 0),
     (Layout("FSDP 3, uneven", 3), TIED, 2),
-    (Layout("FSDP 2, accumulated, bf16", 2, {}, ACCUMULATED | BF16), GQA, 0),
     (Layout("HSDP 2 x 2", 4, {REPLICAS: 2}), GQA, 0),
     (Layout("DDP 2, accumulated", 2, {REPLICAS: 2}, ACCUMULATED), TIED, 0),
     (Layout("TP 2", 2, {TP: 2}), GQA, 0),
-    (Layout("TP 2, plain loss", 2, {TP: 2}, PLAIN), TIED, 0),
     (Layout("TP 2, whole logits", 2, {TP: 2, "disable_loss_parallel": True}, PLAIN), GQA, 0),
-    (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, _kept("selective", selective_ac_option="op")), GQA, 0),
-    (Layout("CP 2", 2, {CP: 2}), GQA, 0),
+    (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, {}, _kept("full")), TIED, 3),
-    (Layout("full recomputation, FSDP 2", 2, {}, {}, _kept("full")), GQA, 0),
-    (Layout("operations kept, one rank", 1, {}, {}, _kept("selective", selective_ac_option="op")), TIED, 0),
-    (Layout("every 2nd layer", 2, {}, PLAIN, _kept("selective", selective_ac_option="2")), GQA, 0),
+    (Layout("every 2nd layer", 2, {}, PLAIN, EVERY_2ND), GQA, 0),
     (Layout("1F1B, first", 2, PIPE), GQA, 0),
     (Layout("1F1B, last, bf16", 2, PIPE, BF16), TIED, 1),
-    (Layout("Interleaved1F1B, first", 2, PIPE | {SCHEDULE: "Interleaved1F1B"}), GQA, 0),
-    (Layout("Interleaved1F1B, last, FSDP 2", 4, PIPE | {SCHEDULE: "Interleaved1F1B"}), TIED, 2),
+    (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
+    (Layout("foreach", 2, {}, {}, _optimizer(implementation="foreach")), GQA, 0),
+    (Layout("moments in bf16", 2, {}, {}, _optimizer(state_dtype="bfloat16")), GQA, 0),
+]
+MORE_CASES = [
+    (Layout("one rank, bf16, accumulated", 1, {}, BF16 | ACCUMULATED), TIED, 0),
+    (Layout("FSDP 2", 2), GQA, 0),
+    (Layout("TP 2, plain loss", 2, {TP: 2}, PLAIN), TIED, 0),
+    (Layout("CP 2", 2, {CP: 2}), GQA, 0),
+    (Layout("full recomputation", 2, {}, {}, _kept("full")), GQA, 0),
+    (Layout("operations kept, one rank", 1, {}, {}, OP), TIED, 0),
+    (Layout("Interleaved1F1B, first", 2, INTERLEAVED), GQA, 0),
     (Layout("ZBVZeroBubble", 2, PIPE | {SCHEDULE: "ZBVZeroBubble"}), TIED, 0),
     (Layout("GPipe, TP 2, full recomputation", 4, PIPE | {SCHEDULE: "GPipe", TP: 2}, {}, _kept("full")), GQA, 2),
-    (Layout("foreach, FSDP 2", 2, {}, {}, _optimizer(implementation="foreach")), GQA, 0),
-    (Layout("for-loop, FSDP 2", 2, {}, {}, _optimizer(implementation="for-loop")), TIED, 0),
-    (Layout("moments in bf16", 2, {}, {}, _optimizer(state_dtype="bfloat16")), GQA, 0),
+    (Layout("for-loop", 2, {}, {}, _optimizer(implementation="for-loop")), TIED, 0),
     (Layout("norms of q and k, FSDP 2", 2, {}, BF16), "qwen3/debug_gqa", 0),
 ]
 
 
+_CAPTURED: dict[str, tuple] = {}
+
+
+def _each(cases: list) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("layout", "flavor", "rank"), cases, ids=[layout.name for layout, *_ in cases])
+
+
 def captured(layout: Layout, flavor: str, rank: int):
-    """Its trace, and what it was made from."""
-    tiny = {"seq_len": 16, "local_batch_size": 2}
-    config = replace(layout, training=tiny | layout.training).config(flavor)
-    args = args_of(flavor)
-    if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
-        args = replace(args, num_layers=2)
-    dims = resolve(config.parallelism, layout.world_size)
-    return capture(config, args, dims, rank=rank, kernels=Kernels()), (config, args, dims)
+    """Its trace, and what it was made from: each only once."""
+    if layout.name not in _CAPTURED:
+        tiny = {"seq_len": 16, "local_batch_size": 2, "loss_chunks": 2}
+        config = replace(layout, training=tiny | layout.training).config(flavor)
+        args = args_of(flavor)
+        if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
+            args = replace(args, num_layers=2)
+        dims = resolve(config.parallelism, layout.world_size)
+        trace = capture(config, args, dims, rank=rank, kernels=Kernels())
+        _CAPTURED[layout.name] = trace, (config, args, dims)
+    return _CAPTURED[layout.name]
 
 
-@pytest.mark.parametrize(("layout", "flavor", "rank"), CASES, ids=[layout.name for layout, *_ in CASES])
-def test_trace_is_what_a_real_step_asks_for(layout, flavor, rank):
+def _compare(layout: Layout, flavor: str, rank: int) -> None:
     trace, made_from = captured(layout, flavor, rank)
     fake, real = held_by_trace(trace), held_by_fake_rank(*made_from, rank=rank)
     assert fake.peak_bytes == real.peak_bytes
     assert fake == real
+
+
+@_each(CASES)
+def test_trace_is_what_a_real_step_asks_for(layout, flavor, rank):
+    _compare(layout, flavor, rank)
+
+
+@pytest.mark.slow
+@_each(MORE_CASES)
+def test_trace_is_what_a_real_step_asks_for_too(layout, flavor, rank):
+    _compare(layout, flavor, rank)
+
+
+def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
+    """What is held when a step comes to a phase for the first time."""
+    live: dict[int, Block] = {}
+    for segment, event in trace.events():
+        if (segment.place.step, segment.place.phase) == (step, phase):
+            break
+        if event >= 0:
+            live[event] = trace.blocks[event]
+        else:
+            del live[~event]
+    return list(live.values())
+
+
+@_each([case for case in CASES if "uneven" not in case[0].name])  # where FSDP holds a padded shard
+def test_what_a_rank_holds_for_good_is_told_as_such(layout, flavor, rank):
+    trace, (config, args, dims) = captured(layout, flavor, rank)
+    held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for block in live_at(trace, 2, "zero_grad"):
+        if block.part in held and block.owner.endswith(".weight") and block.num_bytes > NUMBER_BYTES:
+            held[block.part] += block.num_bytes
+    expected = held_bytes(config, dims.world_size, rank, args)
+    assert held == expected
+
+
+@_each(CASES)
+def test_nothing_of_a_pass_outlives_it(layout, flavor, rank):
+    trace, (config, _, dims) = captured(layout, flavor, rank)
+    training = config.training
+    sizes = Counter()
+    for block in live_at(trace, 2, "clip"):
+        sizes[block.part] += block.num_bytes
+    for part in ("parameters", "gradients", "optimizer"):
+        assert sizes.pop(part) > 0
+    batch_bytes = 2 * samples_per_step(training, dims.batch) // dims.batch * training.seq_len * 8
+    assert sizes.pop("activations") == batch_bytes + 8  # and the number of its tokens
+    if dims.pp > 1:
+        sizes.pop("pipeline_buffers")  # torch keeps what it receives into
+    assert sizes.total() <= 4 * (training.global_batch_size if training.global_batch_size > 0 else 2), sizes  # losses
+
+
+@_each(CASES)
+def test_a_step_leaves_what_it_found(layout, flavor, rank):
+    trace, _ = captured(layout, flavor, rank)
+
+    def kinds(blocks: list[Block]) -> Counter:
+        return Counter((block.part, block.owner, block.num_bytes) for block in blocks)
+
+    assert kinds(live_at(trace, 2, "forward")) == kinds(live_at(trace, 3, "never"))
+
+
+@_each(CASES)
+def test_every_block_is_told_what_it_is(layout, flavor, rank):
+    trace, (_, _, dims) = captured(layout, flavor, rank)
+    parts = Counter(block.part for block in trace.blocks if block.num_bytes > NUMBER_BYTES)
+    assert parts["other"] == 0
+    assert parts.keys() <= set(PARTS)
+    if dims.fsdp > 1:
+        assert parts["all_gather"] > 0
+        assert parts["reduce_scatter"] > 0
+    assert (parts["pipeline_buffers"] > 0) == (dims.pp > 1)

@@ -121,10 +121,10 @@ def _one_step(
 
     def clipped() -> torch.Tensor:
         recorder.place = Place(number, "clip", microbatch=-1)
-        for fqn, parameter in model.named_parameters().items():
-            if parameter.grad is not None:
-                recorder.reclassify(local_part(parameter.grad), "gradients", owner=fqn)
-        return clip()
+        _tell_gradients(model, recorder)
+        norm = clip()
+        _tell_gradients(model, recorder)  # clipping lays out anew what tensor parallelism has left otherwise
+        return norm
 
     step._clip = clipped
     try:
@@ -135,6 +135,12 @@ def _one_step(
     optimizer.step()
     recorder.place = Place(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
+
+
+def _tell_gradients(model: TrainModel, recorder: Recorder) -> None:
+    for fqn, parameter in model.named_parameters().items():
+        if parameter.grad is not None:
+            recorder.reclassify(local_part(parameter.grad), "gradients", owner=fqn)
 
 
 def _validate(model: TrainModel, config: Config) -> None:
