@@ -19,7 +19,7 @@ from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import Instant, instants
 from titan_tools.memory.formula.from_config import run_shape
-from titan_tools.memory.formula.run_shape import Recompute, RunShape
+from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Config, Training
@@ -267,7 +267,7 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
 def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
     config = load_config("debug", ["--validation.no_enable", *words])
-    run = run_shape(config)
+    run = replace(run_shape(config), traits=BuildTraits(mask_tensors=True))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.mesh.world_size)
     try:
         dims = resolve(config.parallelism, run.mesh.world_size)

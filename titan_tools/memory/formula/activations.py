@@ -17,6 +17,7 @@ class Activations:
     """Bytes of one microbatch on one rank, ready to be added up."""
 
     stream: int
+    turns: int  # rotations by position, made by each stage; in a pipeline every sample has its own
     kept: tuple[int, ...]  # by block, from its forward to its backward
     added: tuple[int, ...]  # by block, in the feed-forward of its backward
     moved: tuple[int, ...]  # by block, where TP moves something in its backward
@@ -30,6 +31,7 @@ def activations_of(run: RunShape) -> Activations:
     t, layers = block_tensors(run), range(run.args.num_layers)
     return Activations(
         stream=t.stream,
+        turns=run.num_tokens // (1 if run.uses_pipeline else run.microbatch_size) * run.args.head_dim * FP32,
         kept=tuple(kept_block(run, layer) for layer in layers),
         added=tuple(added_by_feed_forward(run, layer) for layer in layers),
         moved=tuple(added_by_moves(run, layer) for layer in layers),
@@ -78,7 +80,7 @@ def block_tensors(run: RunShape) -> BlockTensors:
         logsumexp=tokens * args.num_heads * FP32 // tp,
         norm=_norm_keeps(run, stream, width=args.dim),
         head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if args.qk_norm else 0,
-        masks=_mask_elements(run.seq_len, run.mesh.cp) * element,
+        masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.traits.mask_tensors else 0,
     )
 
 

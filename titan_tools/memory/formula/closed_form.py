@@ -65,6 +65,7 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
             yield from state.forward(action) if action.kind == "F" else state.backward(action)
         if run.uses_pipeline and run.uses_fsdp:
             yield from state.reduce_after_pipeline()
+    yield from state.clip()
     yield state.optimizer_step()
     if run.validation_samples:
         yield state.validation()
@@ -134,8 +135,10 @@ class _Rank:
         own = self.sizes.stream if run.mesh.tp > 1 else 0  # the normed stream before it was gathered
         gathered = 0
         if is_gathered_now and run.traits.loss_in_forward:  # and with it the flat result of the last all-gather
-            copies = (0 if groups[-1].is_kept else 1) + (run.mesh.fsdp > 1)
-            gathered = copies * groups[-1].full_elements * run.compute_bytes
+            is_early = "tok_embeddings" in groups[-1].name  # gathered with the embedding: the last one is a block's
+            gathered = 0 if groups[-1].is_kept else groups[-1].full_elements * run.compute_bytes
+            if run.mesh.fsdp > 1:
+                gathered += groups[-2 if is_early else -1].full_elements * run.compute_bytes
         for when, size in self.loss.forward:
             yield self.instant(when, activations=own, logits_and_loss=size, all_gather=gathered)
         self.kept_loss[key] = self.loss.kept
@@ -144,7 +147,7 @@ class _Rank:
     def _kept_by_stage(self, stage: int) -> int:
         modules = self.run.stages[stage]
         stream = self.sizes.stream
-        kept = sum(self.sizes.kept[layer] for layer in _layers(modules))
+        kept = self.sizes.turns + sum(self.sizes.kept[layer] for layer in _layers(modules))
         kept += self.sizes.final_norm if "norm" in modules else 0
         kept += sum(self._casts(g) for g in self.groups[stage] if self._is_kept_whole(g))
         if stage > 0:
@@ -192,12 +195,18 @@ class _Rank:
         self.kept.pop(key)
         for group in groups:
             if "tok_embeddings" in group.name:
-                if self.run.mesh.tp > 1:  # DTensor makes it for the whole vocabulary, sums it over TP, and then cuts it
-                    whole = self.run.args.vocab_size * self.run.args.dim * self.run.compute_bytes
-                    yield self.instant("backward of the embedding", gradients=2 * whole)
+                if self.run.mesh.tp > 1 and self.run.uses_fsdp and not self.run.uses_pipeline:
+                    yield self._cut_embedding(group)
                 self.whole_gradients = 0
                 yield from self._reduce(group, "the embedding")
         self.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
+
+    def _cut_embedding(self, group: Group) -> Instant:
+        """DTensor makes the embedding's gradient for the whole vocabulary, and cuts this rank's columns out of it."""
+        own, element = group.full_elements, self.run.compute_bytes
+        gathered = 0 if group.name in self.gathered else own * element
+        gradients = (self._gradient_elements(group) + own) * element
+        return self.instant("backward of the embedding", gradients=gradients, all_gather=gathered)
 
     def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
         """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
@@ -229,8 +238,7 @@ class _Rank:
         run = self.run
         whole = group.full_elements * run.compute_bytes
         if not run.uses_fsdp:
-            made = whole if run.casts_weights and "tok_embeddings" in group.name else 0  # before its cast
-            made += group.full_elements * run.param_bytes if made and self._adds_up(group) else 0
+            made = self._beside_the_embeddings(group) if "tok_embeddings" in group.name else 0
             self.accumulated[group.name] = self._gradient_elements(group) * run.param_bytes
             yield self.instant(f"gradients of {what}", gradients=made)
         elif run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: till then whole fp32 gradients
@@ -241,6 +249,14 @@ class _Rank:
         else:
             yield from self._reduce_scatter(group, what, whole=whole)
 
+    def _beside_the_embeddings(self, group: Group) -> int:
+        """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
+        size = self._gradient_elements(group) * self.run.param_bytes
+        if self.run.args.tied:
+            return 2 * size
+        cast = group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
+        return cast + (size if self._adds_up(group) else 0)
+
     def _reduce_scatter(self, group: Group, what: str, *, whole: int) -> Iterator[Instant]:
         """FSDP2 lets go of the previous input just before it makes this one's; then `whole` gradients, for the result.
 
@@ -250,7 +266,10 @@ class _Rank:
         self.gathered.pop(group.name, None)
         yield self.instant(f"gradients of {what} reduced", gradients=whole)
         scaled = self.pending_reduce if self.run.mesh.fsdp == 1 else 0
-        yield self.instant(f"gradients of {what} reduced", gradients=group.local_elements * FP32, reduce_scatter=scaled)
+        # foreach_reduce's loop over parameters, on several ranks, still names the last gradient: a block's is a norm's
+        named_last = whole if self.run.mesh.fsdp > 1 and _layer_of(group) is None else 0
+        made = group.local_elements * FP32 + named_last
+        yield self.instant(f"gradients of {what} reduced", gradients=made, reduce_scatter=scaled)
         self.accumulated[group.name] = 0 if self.run.is_offloaded else group.local_elements * self.run.param_bytes
 
     def _adds_up(self, group: Group) -> bool:
@@ -276,6 +295,15 @@ class _Rank:
         self.pending_reduce = 0
 
     # --- after backward
+
+    def clip(self) -> Iterator[Instant]:
+        """Without FSDP this is where TP cuts the embedding's gradient, whole until then, to its parameter's shape."""
+        if self.run.uses_fsdp or self.run.mesh.tp == 1:
+            return
+        for group in (group for stage in self.groups.values() for group in stage if "tok_embeddings" in group.name):
+            own = group.full_elements * self.run.param_bytes
+            yield self.instant("clipping", gradients=own)
+            self.accumulated[group.name] = own
 
     def optimizer_step(self) -> Instant:
         """All gradients and, in step 1 too, all states, and what the step itself needs."""

@@ -33,14 +33,3 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         ),
     }
     return [reason for reason, is_asked_for in reasons.items() if is_asked_for]
-
-
-def refuse_gaps(config: Config, dims: MeshShape) -> None:
-    """Raise UnsupportedError with everything that the closed form does not describe."""
-    from converters.errors import UnsupportedError, list_offenders
-
-    if uncovered := formula_gaps(config, dims):
-        raise UnsupportedError(
-            "no estimate is given for what is not covered:" + list_offenders(uncovered, most=50),
-            hint="a guess would be worse than none",
-        )

@@ -28,6 +28,7 @@ class BuildTraits:
     last_block_kept: bool = False  # the last block stays gathered between its forward and its backward
     states_from_start: bool = True  # optimizer states are made with the optimizer, not by its first step
     loss_in_forward: bool = True  # the loss ends the model's forward, within which FSDP keeps what it gathered last
+    mask_tensors: bool = False  # context parallel's attention takes masks, as on a CPU; a GPU's is told what they are
     stored_gathers: bool = True  # and the results of all-gathers under TP
     stored_w2_output: bool = True  # op-level checkpointing stores w2's result, which backward never reads (eager)
 
