@@ -8,8 +8,7 @@ import torch
 from converters.errors import UnsupportedError
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.compile import BACKENDS
-from titan_tools.memory.trace.coverage import FOLLOWED, GAPS, TRACED_BACKENDS, WITHOUT_EFFECT, trace_gaps
+from titan_tools.memory.trace.coverage import FOLLOWED, GAPS, WITHOUT_EFFECT, trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import by_section, load_config
@@ -109,10 +108,6 @@ def test_gaps_are_told_with_their_reasons_and_presets_have_few():
         assert not trace_gaps(config, resolve(config.parallelism, world_size), ONE_LAYER)
     config = load_config("llama3_70b_256")
     assert len(trace_gaps(config, resolve(config.parallelism, 256), ONE_LAYER)) == 1
-
-
-def test_backends_that_are_not_refused_are_those_that_are_traced():
-    assert TRACED_BACKENDS == BACKENDS
 
 
 def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_is(monkeypatch):

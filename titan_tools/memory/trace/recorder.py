@@ -168,7 +168,8 @@ class RecordedTensors(FakeTensorMode):
 
     def __init__(self, recorder: Recorder, workspaces: Mapping[Any, Workspace]):
         self._alone = holders_of_a_gradient()
-        super().__init__(allow_non_fake_inputs=True)
+        # An operation without a fake kernel is refused, and not run on real memory to see what comes out
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.recorder, self.workspaces = recorder, workspaces
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -179,6 +180,8 @@ class RecordedTensors(FakeTensorMode):
             func is torch.ops._c10d_functional.wait_tensor.default or is_sum_in_place(func, args, self._alone)
         ):
             return args[0]  # as they would be, had they memory
+        if func is torch.ops.aten._scaled_mm.out:  # which torch has no fake kernel for
+            return kwargs["out"]
         if not is_plain:
             return super().dispatch(func, types, args, kwargs or {})
         with self.recorder.paused():  # what a fake kernel is put together from is no kernel's doing
