@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from converters.errors import TitanError
 from titan_tools.memory.published.measure import estimate
 from titan_tools.memory.published.rows import read_rows
 from titan_tools.memory.published.table import document, markdown, score
@@ -24,16 +25,20 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to look at; all if left out")
     given = parser.parse_args()
     rows = read_rows(given.table.read_text())
-    estimates = []
+    estimates, refused = [], []
     for row in rows:
         if given.only and row.id not in given.only:
             continue
-        estimates.append(estimate(row))
-        print(f"{row.id}: {row.run}: {estimates[-1].high_gib:.2f} GiB", file=sys.stderr)
-    print(markdown(estimates), end="")
+        try:
+            estimates.append(estimate(row))
+            print(f"{row.id}: {row.run}: {estimates[-1].high_gib:.2f} GiB", file=sys.stderr)
+        except TitanError as error:
+            refused.append((row, error.message))
+            print(f"{row.id}: {row.run}: {error.message}", file=sys.stderr)
+    print(markdown(estimates, refused), end="")
     if given.write:
-        given.write.write_text(document(estimates))
-    return 0 if score(estimates).is_good else 1
+        given.write.write_text(document(estimates, refused))
+    return 0 if score(estimates, refused).is_good else 1
 
 
 if __name__ == "__main__":

@@ -94,8 +94,10 @@ def test_what_was_built_is_told_by_columns_alone():
     assert then_of(row) == then_of(replace(row, id="other", gib=1.0, metric="reserved"))
     assert then_of(row).told() == [
         "python RMSNorm",
+        "foreach AdamW",
         "embeddings, norm, output in the root group",
         "last block not resharded",
+        "plain loss",
     ]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
 
+from converters.errors import UnsupportedError, list_offenders
 from converters.families.registry import get_family
 from titan_tools.memory.constants import GIB, Gpu
 from titan_tools.memory.formula.closed_form import peak_instant
@@ -17,6 +18,7 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.verdict import judge
@@ -46,7 +48,10 @@ class Estimate:
 
 
 def estimate(row: Row) -> Estimate:
-    """All layers are traced: the last one is not always like the others, and states come with the first step."""
+    """All layers are traced: the last one is not always like the others, and states come with the first step.
+
+    Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows.
+    """
     then = then_of(row)
     peaks, verdicts = [], []
     for variant in _variants(row):
@@ -101,6 +106,8 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) ->
     # flash attention, also on Hopper: torchtitan put cuDNN's first on Blackwell only
     kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if then.norm == "fused" else "own")
     args = get_family(config.model.name).flavors[config.model.flavor]
+    if gaps := trace_gaps(config, dims, args):
+        raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     ranks = range(0, dims.world_size, dims.world_size // dims.pp)
     with as_built_then(then, tp=dims.tp):
         return [capture(config, args, dims, rank=rank, kernels=kernels) for rank in ranks]
@@ -122,7 +129,8 @@ def _closed_form_gib(row: Row, then: Then) -> float | None:
     traits = BuildTraits(
         norm=then.norm,
         embeddings_with_root=then.has_ends_in_root,
-        last_block_kept=then.is_last_block_kept,
+        # resharded or not: what it was gathered in goes with the next group's arrival, and none follows
+        last_block_kept=then.has_ends_in_root,
         states_from_start=False,
         stored_gathers=False,
         loss_in_forward=False,

@@ -27,9 +27,10 @@ _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """Every difference that moves memory and that a config of ours cannot say."""
+    """Every difference that moves memory and that the row's degrees and sizes do not say."""
 
     norm: Literal["python", "composite", "fused"]
+    optimizer: Literal["foreach", "fused"]
     has_ends_in_root: bool
     is_last_block_kept: bool
     loss_chunks: int  # of the logits; 0: none
@@ -41,8 +42,11 @@ class Then:
         """What was set, in words."""
         said = {
             f"{self.norm} RMSNorm": True,
+            f"{self.optimizer} AdamW": True,
             "embeddings, norm, output in the root group": self.has_ends_in_root,
+            "groups: embeddings; norm, output": not self.has_ends_in_root,
             "last block not resharded": self.is_last_block_kept,
+            "plain loss": self.loss_chunks == 0,
             f"logits in {self.loss_chunks} chunks": self.loss_chunks > 0,
             "logits in fp32": self.has_wide_logits,
             "logits kept until the next step": self.num_logits_kept > 0,
@@ -57,6 +61,7 @@ def then_of(row: Row) -> Then:
     keeps = row.pp > 1 or row.date < LOGITS_DELETED  # a pipeline's last stage keeps all of its outputs
     return Then(
         norm="python" if row.norm.startswith("python") else "fused" if row.norm.startswith("fused") else native,
+        optimizer="foreach" if is_old else "fused",
         has_ends_in_root=is_old,
         # reshard "always" (#822) is for the last block too
         is_last_block_kept=is_old and row.reshard != "always",
@@ -87,7 +92,7 @@ def settings_of(row: Row) -> tuple[str, ...]:
         "parallelism.fsdp_reshard_after_forward": row.reshard if row.reshard in ("always", "never") else "default",
         "activation_checkpoint.mode": mode,
         "activation_checkpoint.selective_ac_option": option or "op",
-        "optimizer.implementation": "foreach" if row.date < SEPARATE_ENDS else "fused",
+        "optimizer.implementation": then_of(row).optimizer,
     }
     if row.pp > 1:
         settings |= {
