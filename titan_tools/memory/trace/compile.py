@@ -18,21 +18,20 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from converters.errors import UnsupportedError
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Config
 
-BACKENDS = ("inductor", "aot_eager", "eager")
-
 
 @contextmanager
 def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iterator[None]:
-    """Within, what a config compiles is traced as compiled. Does nothing, and imports nothing, without `compile`."""
+    """Within, what a config compiles is traced as compiled. Does nothing, and imports nothing, without `compile`.
+
+    The backend is one of coverage.py's: what inductor writes is run as below, aot_eager and eager run as they are.
+    """
     if not config.compile.enable or not config.compile.components:
         yield
         return
-    refuse_uncovered(config)
     import torch._dynamo
     import torch._functorch.config
     import torch._functorch.partitioners as partitioners
@@ -50,20 +49,6 @@ def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
         if config.compile.backend == "inductor":
             stack.enter_context(_planned_by_inductor(kernels))
         yield
-
-
-def refuse_uncovered(config: Config) -> None:
-    """UnsupportedError for what is compiled in a way that is not traced."""
-    if config.compile.backend not in BACKENDS:
-        raise UnsupportedError(
-            f"compile.backend = {config.compile.backend!r} is not covered: only {', '.join(BACKENDS)} are traced",
-            tries=["--compile.backend inductor", "--memory.engine formula"],
-        )
-    if config.parallelism.enable_async_tensor_parallel:
-        raise UnsupportedError(
-            "parallelism.enable_async_tensor_parallel is not covered: its symmetric memory is not traced",
-            tries=["--no-parallelism.enable-async-tensor-parallel"],
-        )
 
 
 def _without_random_state(joint: Any, forward: Any, backward: Any, num_symbols: int) -> tuple[Any, Any]:

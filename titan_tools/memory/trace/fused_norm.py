@@ -45,6 +45,8 @@ def _laid_out_as(x: Tensor, own: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    if torch.compiler.is_compiling():  # a compiler takes the operation apart, and needs to see what it computes
+        return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
     return _FusedRMSNorm.apply(x, list(normalized_shape), weight)
 
 

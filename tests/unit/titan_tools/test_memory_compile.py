@@ -1,0 +1,183 @@
+"""What compiled blocks and losses ask for: held to real compiled steps on a CPU, and to what partitioning must keep."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.device_interface import CudaInterface
+
+from tests.dist.training import Layout, args_of
+from tests.real_memory import held_by_fake_rank, held_by_trace
+from titan_tools.memory.constants import GPUS
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.compile_code import run_without_kernels
+from titan_tools.memory.trace.compile_gpu import gpu_described
+from titan_tools.memory.trace.events import Trace
+from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
+from trainer.parallel.compile import why_inductor_cannot
+from trainer.parallel_dims import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INDUCTOR_HERE = why_inductor_cannot(torch.device("cpu")) is None
+TP, CP = {"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}
+_TOKENS = 96
+OPERATIONS = {"mode": "selective", "selective_ac_option": "op"}
+
+
+def _layout(name: str, world_size: int, parallelism: dict | None = None, backend: str = "inductor", **recompute):
+    sections = {
+        "compile": {"enable": True, "backend": backend},
+        "activation_checkpoint": {"mode": "none"} | recompute,
+    }
+    training = {"seq_len": _TOKENS // 2, "local_batch_size": 2, "loss_chunks": 2}
+    return Layout(name, world_size, parallelism or {}, training, sections)
+
+
+def _kept_by_layer(trace: Trace, layer: str) -> list[int]:
+    """Bytes of what a layer's forward makes and leaves for backward, largest first."""
+    made: dict[int, int] = {}
+    for segment, event in trace.events():
+        if segment.place.step == 1 and segment.place.phase == "forward":
+            if event < 0:
+                made.pop(~event, None)
+            elif segment.place.module == layer and trace.blocks[event].part == "activations":
+                made[event] = trace.blocks[event].num_bytes
+    return sorted(made.values(), reverse=True)
+
+
+def _both(layout: Layout):
+    """What a trace holds, and a real step."""
+    config, args = layout.config("debug_gqa"), replace(args_of("debug_gqa"), num_layers=2)
+    dims = resolve(config.parallelism, layout.world_size)
+    torch._dynamo.reset()
+    try:
+        real = held_by_fake_rank(config, args, dims, rank=0)
+    finally:
+        torch._dynamo.reset()
+    return held_by_trace(capture(config, args, dims, rank=0, kernels=Kernels())), real
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends_that_run_operations_one_by_one_ask_for_the_same_in_a_trace(backend):
+    fake, real = _both(_layout("", 2, backend=backend, **OPERATIONS))
+    assert fake == real
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INDUCTOR_HERE, reason="Inductor compiles C++ here, and there is no compiler")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _layout("FSDP 2", 2),
+        _layout("FSDP 2, operations kept", 2, **OPERATIONS),
+        _layout("FSDP 2, every 2nd layer", 2, mode="selective", selective_ac_option="2"),
+        _layout("FSDP 2 x TP 2", 4, TP),
+        _layout("FSDP 2 x TP 2, operations kept", 4, TP, **OPERATIONS),
+        _layout("CP 2", 2, CP),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_trace_is_what_a_step_compiled_by_inductor_asks_for(layout):
+    fake, real = _both(layout)
+    assert fake.peak_bytes == real.peak_bytes
+    assert fake == real
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INDUCTOR_HERE, reason="Inductor compiles C++ here, and there is no compiler")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _layout("full recomputation", 2, mode="full"),
+        _layout("half a memory budget", 2, mode="memory_budget", memory_budget=0.5),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_trace_peaks_where_a_compiled_step_does_that_keeps_random_states_or_solves_for_a_budget(layout):
+    """Those come beside the tensors of the step: on the host, or while it compiles."""
+    fake, real = _both(layout)
+    assert fake.peak_bytes == real.peak_bytes
+    assert not Counter(fake.asked) - Counter(real.asked)
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    """Traces on an H100 of three layers with attention, collectives and every second product kept: eager, compiled."""
+    layout = _layout("", 2, **OPERATIONS)
+    compiled = layout.config("debug_gqa")
+    compiled = replace(compiled, training=replace(compiled.training, mixed_precision_param="bfloat16"))
+    eager = replace(compiled, compile=replace(compiled.compile, enable=False))
+    args, dims = replace(args_of("debug_gqa"), num_layers=3), resolve(compiled.parallelism, layout.world_size)
+    kernels = gpu_kernels(GPUS["h100-80"])
+    return [capture(config, args, dims, rank=0, kernels=kernels) for config in (eager, compiled)]
+
+
+def test_compiled_layer_keeps_for_a_gpu_what_it_keeps_eagerly_but_a_product_that_backward_never_asks_for(on_gpu):
+    eager, compiled = (Counter(_kept_by_layer(trace, "layers.1")) for trace in on_gpu)
+    last_product = _TOKENS * args_of("debug_gqa").dim * 2  # w2's, in bf16
+    assert eager - compiled == Counter([last_product])
+    assert not compiled - eager
+
+
+def test_compiled_loss_makes_no_fp32_logits(on_gpu):
+    piece = _TOKENS // 2 * args_of("debug_gqa").vocab_size * 4
+    eager, compiled = (
+        [block.num_bytes for block in trace.blocks if block.place.module == "output"].count(piece) for trace in on_gpu
+    )
+    assert eager > 0
+    assert compiled == 0
+
+
+def test_layers_of_a_compiled_model_are_alike_also_the_first_time(on_gpu):
+    def sizes(step: int, phase: str, layer: str) -> list[int]:
+        return [
+            trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
+            for segment in trace.segments
+            if (segment.place.step, segment.place.phase, segment.place.module) == (step, phase, layer)
+            for event in segment.events
+        ]
+
+    trace = on_gpu[1]
+    for phase in ("forward", "backward"):
+        first = sizes(1, phase, "layers.1")
+        assert first
+        assert sizes(2, phase, "layers.1") == first
+    made = [[size for size in sizes(1, "forward", layer) if size > 0] for layer in ("layers.0", "layers.1")]
+    assert made[0] == made[1]
+
+
+def test_written_code_runs_without_its_kernels():
+    source = """
+import triton
+missing = triton.nowhere
+triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', '''no Python here''')
+class Runner:
+    def call(self, args):
+        x, = args
+        args.clear()
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf0 = empty_strided_cuda((2, 3), (3, 1), torch.bfloat16)
+            triton_poi_fused_0.run(x, buf0, 6, stream=get_raw_stream(0))
+            buf1 = torch.ops.aten.full.default([2], 1.0, device=device(type='cuda', index=0))
+            buf2 = reinterpret_tensor(buf0, (3, 2), (1, 3), 0); del buf0
+        return (buf1, buf2, constant0)
+runner = Runner()
+call = runner.call
+"""
+    module = run_without_kernels(source, {"constant0": 7})
+    inputs = [torch.empty(2, 3)]
+    made, view, constant = module.call(inputs)
+    assert inputs == []
+    assert (made.device.type, made.tolist()) == ("cpu", [1.0, 1.0])
+    assert (view.shape, view.stride(), view.dtype, constant) == ((3, 2), (1, 3), torch.bfloat16, 7)
+
+
+def test_gpu_is_described_only_within():
+    asked_before = CudaInterface.get_device_properties
+    with gpu_described():
+        properties = CudaInterface.get_device_properties(torch.device("cuda", 0))
+        assert (properties.multi_processor_count, CudaInterface.get_compute_capability()) == (132, 90)
+    assert CudaInterface.get_device_properties is asked_before
