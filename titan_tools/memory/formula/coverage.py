@@ -19,6 +19,8 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         f"training.loss = {training.loss!r}: what it keeps is not known; chunked and plain are covered": (
             training.loss not in (CHUNKED, PLAIN)
         ),
+        "training.mixed_precision_param = 'float32': attention in fp32 is no flash attention on a GPU, and what it"
+        " keeps is not written down": training.mixed_precision_param == "float32",
         "compile.enable: the compiler fuses operations and chooses what is kept for backward": (
             config.compile.enable and bool(config.compile.components)
         ),
