@@ -31,6 +31,8 @@ from trainer.parallel_dims import samples_per_step
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
+_WITHOUT_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
 
 def capture(
     config: Config,
@@ -76,11 +78,11 @@ def capture(
             with at_home():
                 optimizer = build_optimizer(model.named_parameters(), config.optimizer)
                 step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+            model.follow(optimizer)
+            _tell_owners(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 for state in optimizer.state.values():
                     recorder.leave_out(state["step"])  # counted on the host
-            model.follow(optimizer)
-            _tell_owners(model, optimizer, recorder)
             recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
             for number in range(1, num_steps + 1):
@@ -96,10 +98,13 @@ def _values_refused() -> Iterator[None]:
     """Families and losses of one's own may do what has no size until it is computed."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+    except RuntimeError as error:
+        if not isinstance(error, _WITHOUT_SHAPES) and "no fake impl" not in str(error):
+            raise
+        what = getattr(error, "func", None) or str(error).partition(". ")[0]
         raise UnsupportedError(
-            f"no estimate is given: a train step calls {error.func}, and how much that makes depends on what tensors"
-            " hold, or is known to its kernel alone",
+            "no estimate is given: how much a train step makes depends on what tensors hold, or is known to a kernel"
+            f" alone: {what}",
             hint="multiply by a mask instead of taking what it selects; give an operation of your own its shapes"
             " (torch.library.register_fake)",
         ) from error
