@@ -252,10 +252,8 @@ class _Rank:
     def _beside_the_embeddings(self, group: Group) -> int:
         """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
         size = self._gradient_elements(group) * self.run.param_bytes
-        if self.run.args.tied:
-            return 2 * size
         cast = group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
-        return cast + (size if self._adds_up(group) else 0)
+        return cast + size * (self.run.args.tied + self._adds_up(group))
 
     def _reduce_scatter(self, group: Group, what: str, *, whole: int) -> Iterator[Instant]:
         """FSDP2 lets go of the previous input just before it makes this one's; then `whole` gradients, for the result.
