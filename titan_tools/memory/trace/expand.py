@@ -7,6 +7,7 @@ layers stays there. That this is right is not assumed: the captured trace must c
 for event, before any is trusted (and `play` checks every free).
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -53,6 +54,7 @@ def _expanded(pieces: Sequence[Piece], depths: Sequence[Depth]) -> Trace:
             sequence += [(piece.key, piece) for piece in run]
         else:
             sequence += _deepened(run, depth)
+    _check_all_are_there(pieces, sequence, depths)
     return play(sequence, translated, layer=moved, resize=resized)
 
 
@@ -97,6 +99,20 @@ def _deepened(run: Sequence[Piece], depth: Depth) -> Iterator[tuple[Key, Piece]]
             raise Aperiodic(f"{run[0].key} to {run[-1].key} pass over some of the layers in between")
         for piece in by_index[template]:
             yield piece.key._replace(layer=depth.wanted[index]), piece
+
+
+def _check_all_are_there(
+    pieces: Sequence[Piece], sequence: Sequence[tuple[Key, Piece]], depths: Sequence[Depth]
+) -> None:
+    """Every wanted layer has each piece that the layer has that it copies: no pass over the layers was overlooked."""
+    captured, wanted = defaultdict(set), defaultdict(set)
+    for keys, found in ((captured, (piece.key for piece in pieces)), (wanted, (key for key, _ in sequence))):
+        for key in found:
+            keys[key.layer].add(key._replace(layer=NO_LAYER))
+    for depth in depths:
+        for index, number in enumerate(depth.wanted):
+            if wanted[number] != captured[depth.captured[depth.template(index)]]:
+                raise Aperiodic(f"something passes over layer {number} otherwise than over the one that it copies")
 
 
 def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:

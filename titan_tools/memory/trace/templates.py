@@ -1,7 +1,8 @@
 """A trace cut into pieces that name what they free relative to where they stand, so that they can be played elsewhere.
 
-A piece is a run of events at one place about one layer (or none). Every block is named by the piece that allocates it
-and its number there; so a free is a reference to a piece and a number. To expand a trace:
+A piece is a run of events at one place about one layer (or none). A block that outlives its piece is named by it, and
+by its number among those of its size that do, whatever else comes and goes there; so a free is a reference to a piece
+and a name. To expand a trace:
 
 1. `cut(trace)` gives the pieces in time order, each under a `Key`.
 2. Decide the sequence of pieces of the larger trace: for each the key that it is to have, and the piece that it copies.
@@ -13,6 +14,7 @@ and its number there; so a free is a reference to a piece and a number. To expan
 copy keeps until the end exactly what its source keeps. Else it raises Aperiodic, and only a full capture will do.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +25,14 @@ NO_LAYER = -1
 PER_PARAMETER = "*"  # the owner of a block that holds one number for each parameter of the rank
 _LAYERS = "layers."
 _ANY_LAYER = "layers.*"
+
+
+class Name(NamedTuple):
+    """A block that outlives its piece: the so many-th of its size and stream."""
+
+    num_bytes: int
+    stream: str
+    number: int
 
 
 class Aperiodic(Exception):
@@ -48,18 +58,21 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Piece:
-    """Events of one key. `events`: (-1, i) allocates blocks[i]; (r, i) frees the i-th block of the piece references[r].
+    """Events of one key.
 
-    A block's owner is kept as (layer or NO_LAYER, FQN with "*" for that layer).
+    `events`: (-1, i) allocates blocks[i]; (r, name) frees the block of that Name of the piece references[r], or, where
+    that is this piece itself, (r, i) frees blocks[i]. A block's owner is kept as (layer or NO_LAYER, FQN with "*" for
+    that layer).
     """
 
     key: Key
     blocks: list[Block] = field(default_factory=list)
     owners: list[tuple[int, str]] = field(default_factory=list)
     references: list[Key] = field(default_factory=list)
-    events: list[tuple[int, int]] = field(default_factory=list)
+    events: list[tuple[int, int | Name]] = field(default_factory=list)
     freed: list[Block] = field(default_factory=list)  # by each event that frees, in turn
-    kept: set[int] = field(default_factory=set)  # numbers of the blocks that are never freed
+    outlive: dict[Name, int] = field(default_factory=dict)  # name → index
+    kept: set[int] = field(default_factory=set)  # indices of the blocks that are never freed
 
 
 def layer_of(fqn: str) -> int:
@@ -105,7 +118,26 @@ def cut(trace: Trace) -> list[Piece]:
                 piece.events.append((slot, number))
                 piece.freed.append(trace.blocks[~event])
                 home.kept.discard(number)
+    _name_what_outlives(pieces)
     return pieces
+
+
+def _name_what_outlives(pieces: Sequence[Piece]) -> None:
+    """Frees of other pieces' blocks, so far by index → by name."""
+    names: dict[Key, dict[int, Name]] = {}
+    for piece in pieces:
+        within = {i for slot, i in piece.events if slot >= 0 and piece.references[slot] == piece.key}
+        count: Counter[tuple[int, str]] = Counter()
+        for index, block in enumerate(piece.blocks):
+            if index not in within:
+                kind = block.num_bytes, block.stream
+                piece.outlive[Name(*kind, count[kind])] = index
+                count[kind] += 1
+        names[piece.key] = {index: name for name, index in piece.outlive.items()}
+        homes = [None if key == piece.key else names[key] for key in piece.references]
+        piece.events = [
+            (slot, i) if slot < 0 or (home := homes[slot]) is None else (slot, home[i]) for slot, i in piece.events
+        ]
 
 
 def _layers(segment: Segment, blocks: Sequence[Block], about: list[int]) -> list[int]:
@@ -148,6 +180,7 @@ def play(
     trace = Trace()
     blocks, segments = trace.blocks, trace.segments
     numbers: dict[Key, list[int]] = {}  # the numbers of each played piece's blocks
+    outliving: dict[Key, dict[Name, int]] = {}
     played: list[tuple[Key, Piece]] = []
     is_live = bytearray()
     for target, piece in sequence:
@@ -159,7 +192,7 @@ def play(
         found = []
         for reference in piece.references:
             key = translate(source, target, reference)
-            if (theirs := numbers.get(key)) is None:
+            if (theirs := own if key == target else outliving.get(key)) is None:
                 raise Aperiodic(f"{target} frees what {key} would have made, which is not there")
             found.append(theirs)
         if not segments or segments[-1].place != place:
@@ -179,13 +212,15 @@ def play(
                 events.append(new)
             else:
                 like, theirs = next(freed), found[slot]
-                if number >= len(theirs) or not is_live[theirs[number]]:
+                freeing = theirs[number] if theirs is own else theirs.get(number)
+                if freeing is None or not is_live[freeing]:
                     raise Aperiodic(f"{target} frees block {number} of {piece.references[slot]}'s, which is not there")
-                block = blocks[theirs[number]]
+                block = blocks[freeing]
                 if block.num_bytes != resize(like) or block.stream != like.stream:
                     raise Aperiodic(f"{target} frees a block of {block.num_bytes} bytes for one of {like.num_bytes}")
-                is_live[theirs[number]] = False
-                events.append(~theirs[number])
+                is_live[freeing] = False
+                events.append(~freeing)
+        outliving[target] = {name: own[index] for name, index in piece.outlive.items()}
     for target, piece in played:
         if {i for i, number in enumerate(numbers[target]) if is_live[number]} != piece.kept:
             raise Aperiodic(f"{target} keeps other blocks than {piece.key}")
