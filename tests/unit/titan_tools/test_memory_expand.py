@@ -1,0 +1,254 @@
+"""A trace of few layers, expanded, against the trace of all of them, event for event."""
+
+from dataclasses import replace
+
+import pytest
+
+import trainer.models.llama3.model as llama3_model
+from converters.families.registry import get_family
+from titan_tools.memory.trace import shallow, traced
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.depth import Depth
+from titan_tools.memory.trace.events import Block, Place, Segment, Trace
+from titan_tools.memory.trace.expand import expand_layers
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.shallow import shallow_model
+from titan_tools.memory.trace.templates import Aperiodic
+from titan_tools.memory.trace.traced import trace_rank
+from trainer import moments
+from trainer.config.sections import Config
+from trainer.parallel_dims import resolve
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = Kernels("cuda", "cudnn", "fused", 1.0)
+TINY = replace(
+    get_family("llama3").flavors["debugmodel"],
+    dim=64,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    ffn_hidden=128,
+    vocab_size=512,
+)
+NO_AC = {"activation_checkpoint.mode": "none"}
+
+
+def every(n: int) -> dict:
+    return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": str(n)}
+
+
+# world size, layers, settings, rank: together every layout, way of recomputing, loss, update and kind of gathering
+CASES = {
+    "FSDP, every 2nd layer": (4, 8, every(2), 0),
+    "FSDP, full, gathered for good": (
+        4,
+        5,
+        {"activation_checkpoint.mode": "full", "parallelism.fsdp_reshard_after_forward": "never"},
+        1,
+    ),
+    "HSDP, op, never left gathered": (
+        4,
+        5,
+        {
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 2,
+            "parallelism.fsdp_reshard_after_forward": "always",
+        },
+        3,
+    ),
+    "TP": (2, 5, {**NO_AC, "parallelism.tensor_parallel_degree": 2}, 1),
+    "FSDP x TP, full": (4, 5, {"activation_checkpoint.mode": "full", "parallelism.tensor_parallel_degree": 2}, 0),
+    "CP, for-loop": (
+        2,
+        5,
+        {**NO_AC, "parallelism.context_parallel_degree": 2, "optimizer.implementation": "for-loop"},
+        0,
+    ),
+    "accumulation, plain loss": (2, 5, {**NO_AC, "training.global_batch_size": 8, "training.loss": "plain"}, 0),
+    "foreach": (2, 5, {**NO_AC, "optimizer.implementation": "foreach"}, 0),
+    "moments in bfloat16": (2, 5, {**NO_AC, "optimizer.state_dtype": "bfloat16"}, 0),
+    "tied": (2, 5, {**NO_AC, "tied": True}, 0),
+    "DDP": (2, 5, {**NO_AC, "parallelism.data_parallel_replicate_degree": 2}, 0),
+    "PP, last rank": (
+        2,
+        10,
+        {
+            **NO_AC,
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_parallel_schedule": "1F1B",
+            "training.local_batch_size": 2,
+        },
+        1,
+    ),
+}
+SLOW_CASES = {
+    **{f"{name}, {layers} layers": (world_size, layers * (2 if "PP" in name else 1), settings, rank)
+       for name, (world_size, _, settings, rank) in CASES.items() for layers in (9, 12)},
+    **{f"every 3rd of {layers}": (2, layers, every(3), 0) for layers in (9, 10, 11, 12)},
+    "one rank": (1, 9, NO_AC, 0),
+    "interleaved": (
+        4,
+        24,
+        {
+            "activation_checkpoint.mode": "full",
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+            "training.local_batch_size": 2,
+        },
+        3,
+    ),
+    "zero bubble": (
+        4,
+        20,
+        {
+            **NO_AC,
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
+            "training.local_batch_size": 2,
+        },
+        0,
+    ),
+}  # fmt: skip
+
+
+def job(num_ranks: int, num_layers: int, settings: dict):
+    """Config, numbers and degrees of a tiny run."""
+    config = replace(Config(), training=replace(Config().training, seq_len=64, local_batch_size=2))
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    args = replace(TINY, num_layers=num_layers, tied=settings.get("tied", False))
+    return config, args, resolve(config.parallelism, num_ranks)
+
+
+def assert_same(expanded, whole):
+    for trace in (expanded, whole):
+        assert trace.segments
+    mine, theirs = (
+        [(segment.place, event, trace.blocks[event if event >= 0 else ~event]) for segment, event in trace.events()]
+        for trace in (expanded, whole)
+    )
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        assert one == other, f"event {number}"
+    assert len(mine) == len(theirs)
+
+
+@pytest.fixture
+def depths_captured(monkeypatch):
+    """The depths of the models that `trace_rank` captures."""
+    seen = []
+
+    def captured(config, args, *others, **more):
+        seen.append(args.num_layers)
+        return capture(config, args, *others, **more)
+
+    monkeypatch.setattr(traced, "capture", captured)
+    return seen
+
+
+def compare(case, depths_captured, *, falls_back=False):
+    world_size, num_layers, settings, rank = case
+    config, args, dims = job(world_size, num_layers, settings)
+    expanded = trace_rank(config, args, dims, rank=rank, kernels=KERNELS)
+    if few := shallow_model(config, args, dims, rank=rank):
+        assert depths_captured == [few.args.num_layers] + [num_layers] * falls_back
+    assert_same(expanded, capture(config, args, dims, rank=rank, kernels=KERNELS))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_few_layers_give_the_trace_of_all(name, depths_captured):
+    compare(CASES[name], depths_captured)
+    assert depths_captured[0] < CASES[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_CASES)
+def test_few_layers_give_the_trace_of_all_of_deeper_models(name, depths_captured):
+    # gradients of weights, computed apart, are told by no layer: those traces are of all layers
+    compare(SLOW_CASES[name], depths_captured, falls_back=name == "zero bubble")
+
+
+def test_layers_that_differ_are_all_captured(monkeypatch, depths_captured):
+    class Unequal(llama3_model.Transformer):
+        """Every second layer leaves something behind."""
+
+        def __init__(self, args):
+            super().__init__(args)
+            for number, layer in self.layers.items():
+                if int(number) % 2:
+                    layer.register_forward_hook(lambda module, inputs, output: output.exp().log())
+
+    monkeypatch.setattr(llama3_model, "Transformer", Unequal)
+    config, args, dims = job(1, 5, NO_AC)
+    expanded = trace_rank(config, args, dims, rank=0, kernels=KERNELS, num_steps=1)
+    assert depths_captured == [4, 5]
+    assert_same(expanded, capture(config, args, dims, rank=0, kernels=KERNELS, num_steps=1))
+
+
+def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
+    config, args, dims = job(2, 12, NO_AC)
+    assert shallow_model(config, args, dims, rank=0)
+    own = get_family("llama3")
+
+    def parameters(args):
+        return [
+            replace(p, shape=(2 * p.shape[0], p.shape[1])) if "layers.8.attention.wq" in p.fqn else p
+            for p in own.parameters(args)
+        ]
+
+    monkeypatch.setattr(shallow, "get_family", lambda name: replace(own, parameters=parameters))
+    assert shallow_model(config, args, dims, rank=0) is None
+
+
+def test_moments_updated_in_batches_take_all_layers(monkeypatch):
+    config, args, dims = job(2, 12, {**NO_AC, "optimizer.state_dtype": "bfloat16"})
+    assert shallow_model(config, args, dims, rank=0)
+    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 100_000)
+    assert shallow_model(config, args, dims, rank=0) is None
+    in_fp32, _, _ = job(2, 12, {**NO_AC, "optimizer.state_dtype": "float32"})
+    assert shallow_model(in_fp32, args, dims, rank=0)
+
+
+def layered(*passes):
+    """A trace of 4 layers: each pass (phase, step of a layer's events) runs over all of them."""
+    trace = Trace()
+    for phase, numbers, events_of in passes:
+        for number in numbers:
+            place = Place(1, phase, module=f"layers.{number}")
+            segment = Segment(place)
+            for event in events_of(number):
+                if event >= 0:
+                    trace.blocks.append(Block(100, "compute", "activations", place))
+                    segment.events.append(len(trace.blocks) - 1)
+                else:
+                    segment.events.append(event)
+            trace.segments.append(segment)
+    return trace
+
+
+def test_backward_frees_what_the_same_layer_kept():
+    def of(depth):
+        return layered(
+            ("forward", range(depth), lambda number: [0]),
+            ("backward", reversed(range(depth)), lambda number: [0, ~number, ~(2 * depth - 1 - number)]),
+        )
+
+    assert expand_layers(of(4), [Depth(range(4), range(9))]) == of(9)
+
+
+@pytest.mark.parametrize(
+    "events_of",
+    [
+        lambda number: [0, ~(3 - number)],  # another layer's, which moves
+        lambda number: [~number] if number else [],  # not the first
+        lambda number: [0] * number,
+    ],
+)
+def test_passes_that_do_not_repeat_are_refused(events_of):
+    trace = layered(("forward", range(4), lambda number: [0]), ("backward", range(4), events_of))
+    with pytest.raises(Aperiodic):
+        expand_layers(trace, [Depth(range(4), range(9))])
