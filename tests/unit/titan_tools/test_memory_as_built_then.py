@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import ModelArgs
 from titan_tools.memory.published import modules_then as rebuilt
-from titan_tools.memory.published.measure import estimate
+from titan_tools.memory.published.measure import _variants, estimate
 from titan_tools.memory.published.rows import read_rows
 from titan_tools.memory.published.then import settings_of, then_of
 from trainer.config.load import load_config
@@ -95,6 +95,26 @@ def test_a_model_of_no_family_of_ours_is_refused():
     (row,) = read_rows(PIPELINED)
     with pytest.raises(ConfigError, match="X1.*Mixtral"):
         settings_of(replace(row, model="Mixtral-8x7B"))
+
+
+def test_ring_attention_is_refused():
+    (row,) = read_rows(PIPELINED)
+    with pytest.raises(UnsupportedError, match="ring attention"):
+        settings_of(replace(row, cp=2))
+
+
+def test_unknown_hardware_is_refused():
+    with pytest.raises(ConfigError, match="MI300X.*A100, H100"):
+        read_rows(PIPELINED.replace("H100-96GB HBM2e", "MI300X"))
+
+
+def test_what_is_not_known_of_a_row_widens_its_interval():
+    (row,) = read_rows(PIPELINED)
+    ways = {(each.is_compiled, each.is_first_step, each.allocator) for each in _variants(replace(row, has_step=False))}
+    assert ways == {(True, first, name) for first in (True, False) for name in ("classic", "expandable")}
+    row = replace(row, is_compiled=False, has_flags=False)
+    assert {each.is_compiled for each in _variants(row)} == {True, False}
+    assert list(_variants(replace(row, is_scored=True))) == [replace(row, is_scored=True)]
 
 
 def test_a_pipeline_is_estimated_by_its_fullest_rank(monkeypatch):

@@ -84,8 +84,9 @@ def _variants(row: Row) -> Iterator[Row]:
         return
     compiled = replace(row, is_compiled=True, loss=f"{row.loss}, compiled")
     for each in [row] if row.has_flags else [row, compiled]:
-        for allocator in get_args(AllocatorName):
-            yield replace(each, allocator=allocator)
+        for is_first_step in [row.is_first_step] if row.has_step else [True, False]:
+            for allocator in get_args(AllocatorName):
+                yield replace(each, is_first_step=is_first_step, allocator=allocator)
 
 
 def _fullest(row: Row, traces: Sequence[Trace]) -> Peak:

@@ -5,11 +5,12 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from converters.errors import ConfigError
 from titan_tools.memory.constants import GPUS, Gpu
 from titan_tools.memory.replay.allocator import AllocatorName
 
 OOM = "OOM"
-_GPUS = {"A100": "a100-80", "H100": "h100-96", "H200": "h200", "B200": "b200"}  # how the column `hardware` begins
+_GPUS = {"A100": "a100-80", "H100": "h100-96", "H200": "h200", "B200": "b200"}  # what the column `hardware` names
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Row:
     allocator: AllocatorName
     is_scored: bool  # all flags of the run are known
     has_flags: bool  # else not even the columns are sure: whether it was compiled is open
+    has_step: bool  # else it may have been the first one
 
     @property
     def run(self) -> str:
@@ -59,7 +61,7 @@ class Row:
 
 
 def read_rows(text: str) -> list[Row]:
-    """The rows of a CSV file with the columns of shared/data/memory_published.csv."""
+    """The rows of a CSV file with the columns of shared/data/memory_published.csv. Raises ConfigError."""
     return [_row(line) for line in csv.DictReader(io.StringIO(text))]
 
 
@@ -67,7 +69,7 @@ def _row(line: Mapping[str, str]) -> Row:
     return Row(
         id=line["id"],
         date=line["date"],
-        gpu=GPUS[_GPUS[line["hardware"][:4]]],
+        gpu=_gpu(line["hardware"]),
         total_gib=float(line["gpu_total_gib"]),
         model=line["model"],
         seq_len=int(line["seq_len"]),
@@ -91,4 +93,12 @@ def _row(line: Mapping[str, str]) -> Row:
         allocator="expandable" if line["allocator"] == "expandable" else "classic",
         is_scored=line["flags_known"] == "yes",
         has_flags="flags not given" not in line["notes"],
+        has_step="matches step-1" not in line["notes"],
     )
+
+
+def _gpu(hardware: str) -> Gpu:
+    for part, name in _GPUS.items():
+        if part in hardware:
+            return GPUS[name]
+    raise ConfigError(f"hardware {hardware!r} is none that is known: {', '.join(_GPUS)}")

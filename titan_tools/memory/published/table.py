@@ -77,8 +77,8 @@ def document(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]]
 
 
 _NOT_SCORED = (
-    "Rows whose flags are not all known, not scored: an interval over both allocators, and over eager and compiled"
-    " where not even the columns are sure."
+    "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
+    " where not even the columns are sure, over step 1 and later where the notes leave it open."
 )
 _HEAD = """# `titan estimate-memory` against published peaks
 

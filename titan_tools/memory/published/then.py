@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, UnsupportedError
 from titan_tools.memory.published.rows import Row
 
 # Dates of torchtitan's git log, unless another source is named.
@@ -73,7 +73,12 @@ def then_of(row: Row) -> Then:
 
 
 def settings_of(row: Row) -> tuple[str, ...]:
-    """The run as a preset of ours and overrides of it. Raises ConfigError for a model of another family."""
+    """The run as a preset of ours and overrides of it.
+
+    Raises ConfigError for a model of another family, UnsupportedError for what is not rebuilt.
+    """
+    if row.cp > 1:
+        raise UnsupportedError(f"row {row.id}: torchtitan's context parallelism (ring attention) is not ours")
     if not (found := _MODEL.match(row.model)):
         raise ConfigError(f"row {row.id}: no model of ours is called {row.model!r}")
     family = _FAMILIES[found[1].replace(" ", "").partition(".")[0]]

@@ -81,7 +81,7 @@ def capture(
             model.follow(optimizer)
             _tell_owners(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
-                for state in optimizer.state.values():
+                for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
                     recorder.leave_out(state["step"])  # counted on the host
             recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
