@@ -51,7 +51,7 @@ def estimate_from_command_line(
     if timeline:
         _write(timeline, lambda path: report.draw(found, path))
     if snapshot:
-        _write(snapshot, lambda path: write_snapshot(found.fullest_rank.replayed, path))
+        _write(snapshot, lambda path: write_snapshot(found.fullest, path))
     if as_json:
         print_json(report.as_json(found))
     else:

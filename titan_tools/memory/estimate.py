@@ -1,6 +1,6 @@
 """The estimate of a run: every pipeline rank's peaks by two engines, the worst of them, and verdicts per GPU type."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from converters.layout import MeshShape
@@ -15,8 +15,9 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
+from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import gpu_kernels
-from titan_tools.memory.trace.traced import trace_rank
+from titan_tools.memory.trace.pipeline import Job, kinds_of_ranks, traced_kind
 from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
 from trainer.config.sections import Config
 
@@ -29,18 +30,10 @@ class RankEstimate:
     """
 
     pp_rank: int
-    replayed: Replayed
-    other_reserved_bytes: int  # under the other allocator
+    step1: Peak
+    steady: Peak
     nvidia_smi_gib: tuple[float, float]
     formula: Instant | None
-
-    @property
-    def step1(self) -> Peak:
-        return self.replayed.step1
-
-    @property
-    def steady(self) -> Peak:
-        return self.replayed.steady
 
     @property
     def worst(self) -> Peak:
@@ -64,12 +57,17 @@ class Estimate:
 
     run: RunShape
     gpu: Gpu
-    allocator: AllocatorName
     ranks: tuple[RankEstimate, ...]
+    fullest: Replayed  # the trace of `fullest_rank`
+    other_reserved_bytes: int  # what that rank reserves under the other allocator
     verdicts: tuple[Verdict, ...]
     formula_gaps: tuple[str, ...]
     assumptions: tuple[str, ...]
     changes: tuple[Change, ...]  # that would save the most
+
+    @property
+    def allocator(self) -> AllocatorName:
+        return self.fullest.allocator
 
     @property
     def worst_rank(self) -> RankEstimate:
@@ -92,48 +90,50 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
     run, counted = run_shape(config, world_size=dims.world_size), gpu or DEFAULT
     gaps = formula_gaps(config, dims)
     num_communicators = sum(degree > 1 for degree in (dims.pp, dims.dp_replicate, dims.fsdp, dims.tp, dims.cp))
-    other: AllocatorName = "classic" if allocator == "expandable" else "expandable"
-    kernels = gpu_kernels(counted)
-    ranks = []
-    for pp_rank in range(dims.pp):
-        trace = trace_rank(config, run.args, dims, rank=pp_rank * (dims.world_size // dims.pp), kernels=kernels)
-        replayed, beside = replay(trace, allocator=allocator), replay(trace, allocator=other)
+    ranks: list[RankEstimate] = []
+    fullest: Replayed | None = None  # of all others only the peaks are kept: traces are large
+    for pp_rank, trace in _traces(Job(config, run.args, dims, gpu_kernels(counted))):
+        replayed = replay(trace, allocator=allocator)
+        reserved_bytes = _reserved_bytes(replayed)
         ranks.append(
             RankEstimate(
                 pp_rank,
-                replayed,
-                other_reserved_bytes=max(beside.step1.reserved_bytes, beside.steady.reserved_bytes),
-                nvidia_smi_gib=nvidia_smi_gib(
-                    max(replayed.step1.reserved_bytes, replayed.steady.reserved_bytes),
-                    num_communicators=num_communicators,
-                ),
-                formula=None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
+                replayed.step1,
+                replayed.steady,
+                nvidia_smi_gib(reserved_bytes, num_communicators=num_communicators),
+                None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
             )
         )
+        if fullest is None or reserved_bytes > _reserved_bytes(fullest):
+            fullest = replayed
+    judged = [gpu] if gpu else GPUS.values()
     return Estimate(
         run,
         counted,
-        allocator,
-        tuple(ranks),
-        _verdicts([gpu] if gpu else [*GPUS.values()], ranks, allocator, num_communicators),
+        tuple(sorted(ranks, key=lambda rank: rank.pp_rank)),
+        fullest,
+        _reserved_bytes(replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")),
+        tuple(
+            judge(
+                candidate,
+                reserved_bytes=_reserved_bytes(fullest),
+                traces=[fullest.trace],
+                allocator=allocator,
+                num_communicators=num_communicators,
+            )
+            for candidate in judged
+        ),
         tuple(gaps),
         assumptions_of(run, counted, allocator),
         tuple(changes(config, dims, counted)),
     )
 
 
-def _verdicts(
-    gpus: Sequence[Gpu], ranks: Sequence[RankEstimate], allocator: AllocatorName, num_communicators: int
-) -> tuple[Verdict, ...]:
-    reserved_bytes = max(rank.reserved_bytes for rank in ranks)
-    traces = [rank.replayed.trace for rank in ranks]
-    return tuple(
-        judge(
-            gpu,
-            reserved_bytes=reserved_bytes,
-            traces=traces,
-            allocator=allocator,
-            num_communicators=num_communicators,
-        )
-        for gpu in gpus
-    )
+def _traces(job: Job) -> Iterator[tuple[int, Trace]]:
+    """Pipeline ranks with their traces, one after the other, in the order in which they are made."""
+    for pp_ranks in kinds_of_ranks(job):
+        yield from traced_kind(job, pp_ranks)
+
+
+def _reserved_bytes(replayed: Replayed) -> int:
+    return max(replayed.step1.reserved_bytes, replayed.steady.reserved_bytes)

@@ -62,7 +62,7 @@ def draw(found: Estimate, picture: Path) -> None:
     rank = found.fullest_rank
     gpu = found.verdicts[0].gpu if len(found.verdicts) == 1 else None
     draw_timeline(
-        rank.replayed,
+        found.fullest,
         picture,
         title=f"{found.run.family.name} on {found.run.mesh}, pp rank {rank.pp_rank}",
         limit=(gpu.name, round(gpu.usable_gib * GIB)) if gpu else None,
@@ -100,7 +100,7 @@ def engines_say(found: Estimate) -> list[str]:
 def to_try(found: Estimate) -> list[str]:
     """What would take less: the other allocator, as replayed, and changes of the config, by the closed form."""
     rank = found.fullest_rank
-    saved = rank.reserved_bytes - rank.other_reserved_bytes
+    saved = rank.reserved_bytes - found.other_reserved_bytes
     said = [str(change) for change in found.changes]
     if found.allocator == "classic" and saved >= _WORTH_SAYING * rank.reserved_bytes:
         said.insert(0, f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {_gib(saved)} GiB less reserved")
@@ -126,7 +126,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         },
         "step1": [_view(rank, rank.step1) for rank in found.ranks],
         "steady": [_view(rank, rank.steady) for rank in found.ranks],
-        "other_allocator_reserved_gib": [gib(rank.other_reserved_bytes) for rank in found.ranks],
+        "other_allocator_reserved_gib": gib(found.other_reserved_bytes),
         "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in found.verdicts},
         "changes": [{"words": c.words, "saves_gib": gib(c.saved_bytes)} for c in found.changes],
         "closed_form": {

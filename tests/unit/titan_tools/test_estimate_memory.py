@@ -252,9 +252,10 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
 
     # 8, 9 and 8 layers, each keeping its input; the first block's is the receive buffer, the stage's output is kept too
     per_microbatch = [8 + 1, 9, 8]
-    one_input = 8192 * 4096 * 2
-    assert kept("1F1B") == [n * one_input * each for n, each in zip((4, 3, 2), per_microbatch, strict=True)]
-    assert kept("GPipe") == [16 * one_input * each for each in per_microbatch]
+    one_input, turns = 8192 * 4096 * 2, 8192 * 128 * 4
+    kept_by_one = [one_input * each + turns for each in per_microbatch]
+    assert kept("1F1B") == [n * each for n, each in zip((4, 3, 2), kept_by_one, strict=True)]
+    assert kept("GPipe") == [16 * each for each in kept_by_one]
 
 
 def test_a_larger_validation_batch_counts():
