@@ -95,9 +95,9 @@ class OffloadedTensors(RecordedTensors):
         with recorder.beside(is_host=is_host, is_settled=False):
             return super().dispatch(func, types, args, kwargs)
 
-    def _within_kernel(self, num_bytes: int) -> None:
+    def _within_kernel(self, num_bytes: int, args: tuple) -> None:
         if not self.recorder.is_host:
-            super()._within_kernel(num_bytes)
+            super()._within_kernel(num_bytes, args)
 
 
 @contextmanager

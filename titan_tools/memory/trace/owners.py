@@ -29,13 +29,17 @@ def tell_owners(recorder: Recorder, args: Sequence[Any], made: Any) -> None:
             if not owner.startswith(PER_PARAMETER) or made.numel() == given.numel():
                 _own(recorder, made, owner)
         elif isinstance(given, (list, tuple)):
-            owners = [_owner(recorder, one) for one in given if isinstance(one, Tensor)]
-            if owners and all(owners):
-                _own(recorder, made, owner_of_many(owners))
+            _own(recorder, made, owner_of_list(recorder, given))
     elif isinstance(made, (list, tuple)) and isinstance(given, (list, tuple)) and len(made) == len(given):
         for one, source in zip(made, given, strict=True):
             if isinstance(one, Tensor) and isinstance(source, Tensor):
                 _own(recorder, one, _owner(recorder, source))
+
+
+def owner_of_list(recorder: Recorder, given: Sequence[Any]) -> str:
+    """The owner of what holds as much for each tensor of an operation's list; "" where one has none."""
+    owners = [_owner(recorder, one) for one in given if isinstance(one, Tensor)]
+    return owner_of_many(owners) if owners and all(owners) else ""
 
 
 def owner_of_many(fqns: Sequence[str]) -> str:

@@ -196,14 +196,17 @@ class RecordedTensors(FakeTensorMode):
                     if isinstance(each, FakeTensor):
                         see(each)
             if workspace := self.workspaces.get(func):
-                self._within_kernel(workspace(args))  # beside what the kernel gives back
+                self._within_kernel(workspace(args), args)  # beside what the kernel gives back
             if self.recorder.place.phase in owners.PHASES:
                 owners.tell_owners(self.recorder, args, made)
         return made
 
-    def _within_kernel(self, num_bytes: int) -> None:
+    def _within_kernel(self, num_bytes: int, args: tuple) -> None:
         if num_bytes:
-            self.recorder.free(self.recorder.allocate(num_bytes, part="workspaces"))
+            block = self.recorder.allocate(num_bytes, part="workspaces")
+            if isinstance(args[0], (list, tuple)):
+                self.recorder.trace.blocks[block].owner = owners.owner_of_list(self.recorder, args[0])
+            self.recorder.free(block)
 
 
 @contextmanager
