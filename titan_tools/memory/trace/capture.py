@@ -173,7 +173,7 @@ def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int
         seen["batches"] = seen["batches"] + 1 if seen["step"] == step else 0
         seen["step"] = step
         recorder.first_microbatch = seen["batches"] * per_batch
-        recorder.place = Place(step, "forward", microbatch=-1 if per_batch else seen["batches"])
+        recorder.place = Place(step, "forward", -1, -1) if per_batch else Place(step, "forward", 0, seen["batches"])
         return once(batch, num_valid_tokens)
 
     model.forward_backward = forward_backward

@@ -14,7 +14,7 @@ from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.expand import expand_layers
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.pipeline_compose import compose
-from titan_tools.memory.trace.pipeline_order import Order, orders_of_ranks, shortest
+from titan_tools.memory.trace.pipeline_order import Order, of_one_microbatch, orders_of_ranks, shortest
 from titan_tools.memory.trace.pipeline_short import shortened
 from titan_tools.memory.trace.pipeline_templates import Captured, NotComposable, Templates, read_templates
 from titan_tools.memory.trace.shallow import Shallow, layer_period, shallow_model
@@ -22,7 +22,7 @@ from titan_tools.memory.trace.templates import NO_LAYER, Aperiodic, layer_of
 from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.sections import Config
 from trainer.parallel_dims import samples_per_step
-from trainer.stages import StageSplit, split_model
+from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,18 @@ def _capture_kind(job: Job, pp_ranks: Sequence[int]) -> _Kind | None:
     rank = job.global_rank(pp_rank)
     shallow = shallow_model(job.config, job.args, job.dims, rank=rank)
     few = replace(job, config=shallow.config, args=shallow.args) if shallow else job
-    with shortened(schedule, short):
-        trace = capture(few.config, few.args, job.dims, rank=rank, kernels=job.kernels, num_steps=job.num_steps)
-    samples = samples_per_step(training, job.dims.batch) // job.dims.batch
+    # Where stages hand tensors to each other, or gradients wait for their weights, steps leave something for the next.
+    is_plain = schedule not in (*V_SCHEDULES, *SPLIT_BACKWARD_SCHEDULES)
     captured = Captured(
-        tuple(job.split.stages_of(pp_rank)), short, num_microbatches, samples // training.local_batch_size
+        stages=tuple(job.split.stages_of(pp_rank)),
+        short=short,
+        shorter=of_one_microbatch(short, schedule) if is_plain else short,
+        num_steps=job.num_steps,
+        num_microbatches=num_microbatches,
+        num_batches=samples_per_step(training, job.dims.batch) // job.dims.batch // training.local_batch_size,
     )
+    with shortened(schedule, captured.orders()):
+        trace = capture(few.config, few.args, job.dims, rank=rank, kernels=job.kernels, num_steps=job.num_steps)
     return _Kind(orders, captured, trace, shallow)
 
 

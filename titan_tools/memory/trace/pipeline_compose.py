@@ -35,7 +35,7 @@ def compose(
 
     Raises NotComposable.
     """
-    player = _Player(captured, History(order), stages, layers)
+    player = _Player(captured, History(dict.fromkeys(range(1, captured.num_steps + 1), order)), stages, layers)
     steps = list(zip(order.actions, order.contexts(), strict=True))
     for entry in templates.sequence:
         if not isinstance(entry, Key):

@@ -14,7 +14,7 @@ from titan_tools.memory.trace.pipeline_places import PHASES
 from trainer.stages import StageSplit
 
 NO_MICROBATCH = -1
-_FEWEST_MICROBATCHES = 3  # a first one, and two that are alike
+_FEWEST_MICROBATCHES = 2  # a first one, and one for all others
 _MOST_MICROBATCHES = 6
 
 
@@ -94,6 +94,11 @@ def shortest(orders: Sequence[Order], schedule: str) -> tuple[int, Order] | None
                 if wanted <= set(short.contexts()):
                     return number, short
     return None
+
+
+def of_one_microbatch(order: Order, schedule: str) -> Order:
+    """The same with the first microbatch only."""
+    return next(iter(_shortened(order, 1, schedule)))
 
 
 def _of_loop(schedule: str, stage: int, num_stages: int, num_microbatches: int, reshards: bool) -> Order:

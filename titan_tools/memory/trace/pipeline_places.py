@@ -23,6 +23,8 @@ PHASES = {
     "REDUCE_GRAD": "reduce",
 }
 
+NO_STAGE = -1
+
 Wrap = Callable[[Callable, Recorder], Callable]
 
 
@@ -67,11 +69,10 @@ def _reduces(own: Callable, recorder: Recorder) -> Callable:
 
 
 def _ends(own: Callable, recorder: Recorder) -> Callable:
-    """All microbatches are through: what follows belongs to none of them, and comes before or after the reduction."""
+    """All microbatches are through: what follows belongs to none of them, nor to a stage."""
 
     def update_losses(schedule: _PipelineSchedule, held: Any, *args: Any) -> None:
-        first = held[0] if isinstance(held, list) else held
-        tell(recorder, "reduce", first.stage_index)
+        tell(recorder, "forward", NO_STAGE)
         own(schedule, held, *args)
 
     return update_losses

@@ -1,6 +1,6 @@
 """A pipeline schedule that runs a short order in the place of its own, in a batch of its true size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -11,17 +11,21 @@ from titan_tools.memory.trace.pipeline_order import Order
 
 
 @contextmanager
-def shortened(schedule: str, short: Order) -> Iterator[None]:
+def shortened(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
     """Within, torch's schedule splits its batch and makes its buffers for all microbatches, and runs the first few.
+
+    `orders`: what it runs in each batch, one after the other.
 
     The losses of those that are left out are the last one's.
     """
     schedule_class = get_schedule_class(schedule)
     own = schedule_class._step_microbatches
+    coming = iter(orders)
 
     def step_microbatches(
         self: Any, arg_mbs: list, kwarg_mbs: list, target_mbs: list | None, losses: list | None, *rest: Any, **more: Any
     ) -> None:
+        short = next(coming)
         count, true_count = short.num_microbatches, self._n_microbatches
         settings: dict[str, Any] = {"_n_microbatches": count}
         if short.planned:

@@ -5,13 +5,14 @@ microbatch made before, what the last or the first action of a kind made.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from titan_tools.memory.trace.events import Place, Segment, Trace
 from titan_tools.memory.trace.pipeline_order import END, NO_MICROBATCH, Action, Order
+from titan_tools.memory.trace.pipeline_places import NO_STAGE
 
 _AFTER = ("clip", "optimizer", "zero_grad", "validation")
 _LONGEST_PERIOD = 8  # frees that come again for each microbatch, where all are let go in turn
@@ -92,9 +93,18 @@ class Captured:
     """How a short trace was made."""
 
     stages: tuple[int, ...]  # that the rank holds
-    short: Order
+    short: Order  # in the last step
+    shorter: Order  # in the steps before
+    num_steps: int
     num_microbatches: int  # of the full order, in one batch
     num_batches: int  # that a step accumulates
+
+    def order(self, step: int) -> Order:
+        return self.short if step == self.num_steps else self.shorter
+
+    def orders(self) -> list[Order]:
+        """Of each batch."""
+        return [self.order(step) for step in range(1, self.num_steps + 1) for _ in range(self.num_batches)]
 
 
 @dataclass(slots=True)
@@ -108,24 +118,32 @@ class Templates:
 class History:
     """Which actions of each kind have come. What FSDP gathers has kinds of its own: by what a stage did before."""
 
-    def __init__(self, order: Order):
-        self._before = {action: context[-1] for action, context in zip(order.actions, order.contexts(), strict=True)}
+    def __init__(self, orders: Mapping[int, Order]):
+        """`orders`: of each step."""
+        self._before = {
+            (step, action): context[-1]
+            for step, order in orders.items()
+            for action, context in zip(order.actions, order.contexts(), strict=True)
+        }
         self._come: dict[tuple, list[Key]] = defaultdict(list)
 
     def add(self, key: Key) -> None:
         for is_gathered in (False, True):
             self._come[self._kind(key, is_gathered)].append(key)
 
-    def reference(self, key: Key, name: Name) -> Reference:
-        """An action by its number among those of its kind that have come until now."""
+    def reference(self, key: Key, name: Name, *, prefer_first: bool = False) -> Reference:
+        """An action by its number among those of its kind that have come until now.
+
+        `prefer_first`: where only one has come, which is both the first and the last.
+        """
         kind = self._kind(key, name.part == "all_gather")
         come = self._come[kind]
         back = len(come) - come.index(key)
         anonymous = of_microbatch(key, 0)
+        if back == len(come) and (back > 1 or prefer_first):
+            return Reference("first", anonymous, kind)
         if back == 1:
             return Reference("last", anonymous, kind)
-        if back == len(come):
-            return Reference("first", anonymous, kind)
         return Reference("back", anonymous, kind, back)
 
     def find(self, reference: Reference) -> Key | None:
@@ -134,15 +152,20 @@ class History:
         return come[number] if -len(come) <= number < len(come) else None
 
     def _kind(self, key: Key, is_gathered: bool) -> tuple:
-        return key.step, key.batch, *key.what.kind, self._before[key.what] if is_gathered else None
+        return key.step, key.batch, *key.what.kind, self._before[key.step, key.what] if is_gathered else None
 
 
 def read_templates(trace: Trace, captured: Captured) -> Templates:
     """The templates of a trace in a short order. Raises NotComposable."""
     homes: dict[int, tuple[Key, Name]] = {}
     freed = {~event for _, event in trace.events() if event < 0}
-    history = History(captured.short)
-    context_of = dict(zip(captured.short.actions, captured.short.contexts(), strict=True))
+    orders = {step: captured.order(step) for step in range(1, captured.num_steps + 1)}
+    history = History(orders)
+    context_of = {
+        (step, action): context
+        for step, order in orders.items()
+        for action, context in zip(order.actions, order.contexts(), strict=True)
+    }
     templates = Templates([], {})
     ordered: set[tuple[int, int]] = set()
     buffers_kept: dict[Key, frozenset[int]] = {}
@@ -167,7 +190,7 @@ def read_templates(trace: Trace, captured: Captured) -> Templates:
                     template.events.append((_reference(key, home, history, name), name))
         template.kept = frozenset(kept)
         if key.what.microbatch == NO_MICROBATCH:
-            template = _with_several(template, captured.short.num_microbatches, history)
+            template = _with_several(template, captured, history)
         if isinstance(key.what, Outside):
             if key.what.microbatch >= captured.short.num_microbatches:  # a buffer that no action took in
                 template.kept = buffers_kept[of_microbatch(key, 0)]
@@ -179,10 +202,44 @@ def read_templates(trace: Trace, captured: Captured) -> Templates:
             ordered.add(key[:2])
             templates.sequence.append(key)
         history.add(key)
-        known = templates.of_context.setdefault((*key[:2], context_of[key.what]), template)
+        known = templates.of_context.setdefault((*key[:2], context_of[key.step, key.what]), template)
         if known != template:
             raise NotComposable(f"{key} differs from what came before in the same context")
+    _spread(templates, captured)
     return templates
+
+
+def _spread(templates: Templates, captured: Captured) -> None:
+    """Give the steps before the last one its templates, if what they have themselves is the same."""
+    last = captured.num_steps
+    if captured.shorter == captured.short:
+        return
+    for (step, batch, context), template in list(templates.of_context.items()):
+        for earlier in range(1, last) if step == last else ():
+            moved = _moved(template, earlier - last)
+            known = templates.of_context.get((earlier, batch, context), moved)
+            (_, _, belongs_to_none), *_ = context
+            if known != moved and not belongs_to_none:  # which may free what all microbatches made: not shown by one
+                raise NotComposable(f"{context} differs in step {earlier}")
+            templates.of_context[earlier, batch, context] = moved
+
+
+def _moved(template: Template, steps: int) -> Template:
+    """As it is so many steps later."""
+
+    def moved(reference: Reference | None) -> Reference | None:
+        if reference is None or not reference.key.step:
+            return reference
+        kind = reference.kind and (reference.kind[0] + steps, *reference.kind[1:])
+        return reference._replace(key=reference.key._replace(step=reference.key.step + steps), kind=kind)
+
+    events = [
+        event._replace(frees=tuple((moved(reference), name) for reference, name in event.frees))
+        if isinstance(event, Several)
+        else (moved(event[0]), event[1])
+        for event in template.events
+    ]
+    return Template(events, template.blocks, template.kept, template.modules)
 
 
 def _cut(trace: Trace) -> list[tuple[Place, list[Segment]]]:
@@ -206,6 +263,9 @@ def _named(trace: Trace, captured: Captured) -> Iterator[tuple[Key, list[Segment
 
         for batch in range(captured.num_batches if step else 0):
             before = _place(Key(step, batch, END), captured)
+            if batch == 0 and spans[at][0] == before._replace(stage=0):
+                yield outside(batch, "start"), spans[at][1]
+                at += 1
             while at < len(spans) and (spans[at][0] == before or spans[at][0][:2] == (step, "build")):
                 place, segments = spans[at]
                 if place.phase == "build":
@@ -214,7 +274,7 @@ def _named(trace: Trace, captured: Captured) -> Iterator[tuple[Key, list[Segment
                     key = outside(batch, "before")
                 yield key, segments
                 at += 1
-            for action in captured.short.actions:
+            for action in captured.order(step).actions:
                 key = Key(step, batch, action)
                 if at < len(spans) and spans[at][0] == _place(key, captured):
                     yield key, spans[at][1]
@@ -236,7 +296,7 @@ def place_of(key: Key, stages: Sequence[int], num_microbatches: int) -> Place:
     """Where an action stands, as pipeline_places.py tells it."""
     phase, part, microbatch = key.what
     if key.what == END:
-        return Place(key.step, "forward", 0, NO_MICROBATCH)
+        return Place(key.step, "forward", NO_STAGE, NO_MICROBATCH)
     if microbatch != NO_MICROBATCH:
         microbatch += key.batch * num_microbatches
     return Place(key.step, phase, stages[part], microbatch)
@@ -263,7 +323,7 @@ def of_microbatch(key: Key, microbatch: int) -> Key:
     return key._replace(what=key.what._replace(microbatch=microbatch))
 
 
-def _with_several(template: Template, num_microbatches: int, history: History) -> Template:
+def _with_several(template: Template, captured: Captured, history: History) -> Template:
     """With frees of all microbatches in turn taken together, and those of one named by its number."""
     old = template.events
     events: list[Any] = []
@@ -272,14 +332,14 @@ def _with_several(template: Template, num_microbatches: int, history: History) -
     for module, count in template.modules:
         end, before = at + count, len(events)
         while at < end:
-            found, taken = _several(old[at:end], num_microbatches)
+            found, taken = _several(old[at:end], captured)
             if found:
                 events.append(found)
                 at += taken
                 continue
             reference, name = old[at]
             if reference and _comes_again(reference.key):
-                reference = history.reference(reference.key, name)
+                reference = history.reference(reference.key, name, prefer_first=True)  # gradients are the first one's
                 if reference.how == "back":
                     raise NotComposable(f"one of several {reference.key} is freed where none of them runs")
             events.append((reference, name))
@@ -292,7 +352,7 @@ def _comes_again(key: Key) -> bool:
     return isinstance(key.what, Action) and key.what.microbatch != NO_MICROBATCH
 
 
-def _several(events: Sequence[Any], num_microbatches: int) -> tuple[Several | None, int]:
+def _several(events: Sequence[Any], captured: Captured) -> tuple[Several | None, int]:
     """What the first events free of each microbatch in turn, and how many of them; (None, 0) if they do not."""
     best: tuple[Several | None, int] = None, 0
     if not events or (reference := events[0][0]) is None or not _comes_again(reference.key):
@@ -311,7 +371,8 @@ def _several(events: Sequence[Any], num_microbatches: int) -> tuple[Several | No
                 break
             step = other[1] - run[-1]
             run.append(other[1])
-        low, spare = min(run), num_microbatches - 1 - max(run)
+        count = captured.order(reference.key.step).num_microbatches
+        low, spare = min(run), count - 1 - max(run)
         if len(run) > 1 and low < 2 and spare < 2 and len(run) * period > best[1]:
             best = Several(frees, step > 0, low, spare), len(run) * period
     return best
