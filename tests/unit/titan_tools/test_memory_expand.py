@@ -150,12 +150,12 @@ def depths_captured(monkeypatch):
     return seen
 
 
-def compare(case, depths_captured, *, falls_back=False):
+def compare(case, depths_captured):
     world_size, num_layers, settings, rank = case
     config, args, dims = job(world_size, num_layers, settings)
     expanded = trace_rank(config, args, dims, rank=rank, kernels=KERNELS)
     if few := shallow_model(config, args, dims, rank=rank):
-        assert depths_captured == [few.args.num_layers] + [num_layers] * falls_back
+        assert depths_captured == [few.args.num_layers]
     assert_same(expanded, capture(config, args, dims, rank=rank, kernels=KERNELS))
 
 
@@ -168,8 +168,7 @@ def test_few_layers_give_the_trace_of_all(name, depths_captured):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CASES)
 def test_few_layers_give_the_trace_of_all_of_deeper_models(name, depths_captured):
-    # gradients of weights, computed apart, are told by no layer: those traces are of all layers
-    compare(SLOW_CASES[name], depths_captured, falls_back=name == "zero bubble")
+    compare(SLOW_CASES[name], depths_captured)
 
 
 def test_layers_that_differ_are_all_captured(monkeypatch, depths_captured):
