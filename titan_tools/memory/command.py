@@ -15,6 +15,7 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.trace.coverage import trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
+from trainer.parallel.float8 import capability_needed, is_float8
 
 ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
 
@@ -39,6 +40,7 @@ def estimate_from_command_line(
     if allocator not in (None, *ALLOCATORS):
         problems.append(f"--allocator {allocator!r} is none; possible: {', '.join(ALLOCATORS)}")
     settings = load_config(config, overrides)
+    problems += _gpu_problems(settings, gpu)
     dims = resolved_layout(settings, world_size=world_size, problems=problems)
     _refuse_gaps(settings, dims)
 
@@ -86,6 +88,16 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
+    """What a GPU type has no kernels for."""
+    if gpu is None or not is_float8(config) or config.float8.emulate:
+        return []
+    major, minor = capability_needed(config.float8)
+    if gpu.sm >= 10 * major + minor:
+        return []
+    return [f"float8 needs a GPU of compute capability {major}.{minor} or higher, and {gpu.name} has {gpu.sm / 10}"]
 
 
 def _output_problems(*paths: Path | None) -> list[str]:

@@ -117,7 +117,7 @@ def float8_machine_problems(config: Config, device: torch.device) -> list[str]:
     settings = config.float8
     if settings.emulate:
         return []
-    needed = (9, 0) if _is_rowwise(settings) else (8, 9)
+    needed = capability_needed(settings)
     recipe = settings.recipe_name or "tensorwise"
     wanted = f"float8 ({recipe}) needs a GPU of compute capability {needed[0]}.{needed[1]} or higher"
     nearest = f"nearest: {_SECTION}.emulate = true, which is slow"
@@ -127,6 +127,11 @@ def float8_machine_problems(config: Config, device: torch.device) -> list[str]:
 
     has = torch.cuda.get_device_capability(device)
     return [] if has >= needed else [f"{wanted}, this one has {has[0]}.{has[1]}; {nearest}"]
+
+
+def capability_needed(settings: Float8) -> tuple[int, int]:
+    """The compute capability of GPUs that have these products."""
+    return (9, 0) if _is_rowwise(settings) else (8, 9)
 
 
 def _is_rowwise(settings: Float8) -> bool:

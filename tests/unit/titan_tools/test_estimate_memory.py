@@ -144,6 +144,12 @@ def test_a_picture_and_a_snapshot_are_written_whole(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.pickle", "step.png"]
 
 
+def test_a_gpu_without_float8_is_told():
+    words = ["--model.converters=quantize.linear.float8"]
+    with pytest.raises(ConfigError, match="compute capability 8.9 or higher, and a100-80 has 8.0"):
+        estimate_from_command_line("llama3_8b", words, world_size=8, gpu_text="a100-80", as_json=False)
+
+
 def test_a_place_that_cannot_be_written_is_told_with_all_else(tmp_path):
     with pytest.raises(ConfigError) as caught:
         estimate_from_command_line(
