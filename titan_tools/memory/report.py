@@ -32,7 +32,7 @@ def show(found: Estimate) -> None:
     """Print it all."""
     print(f"{headline(found)}\n\nPeaks per pipeline rank, GiB, under the {found.allocator} allocator")
     table(
-        ("pp rank", "allocated", "active", "reserved", "nvidia-smi", "in step 1", "reserved", "most is allocated at"),
+        ("pp rank", "allocated", "active", "reserved", "nvidia-smi", "step 1 allocated", "step 1 reserved", "peak at"),
         [_rank_row(rank) for rank in found.ranks],
     )
     worst, peak = found.worst_rank, found.worst_rank.worst
@@ -87,8 +87,8 @@ def engines_say(found: Estimate) -> list[str]:
         return [f"traced only; the closed form does not describe {reason}" for reason in found.formula_gaps]
     far = found.disagreeing
     if not far:
-        most = max((rank.engines_differ_by for rank in found.ranks), key=abs)
-        return [f"the train step, traced, and a closed form agree: the latter allocates {most:+.1%}"]
+        most = max(abs(rank.engines_differ_by) for rank in found.ranks)
+        return [f"the traced train step and the closed form agree to {max(most, 0.001):.1%} of what is allocated"]
     return [
         f"pp rank {rank.pp_rank}: WARNING, the closed form allocates {_gib(rank.formula.total_bytes)} GiB,"
         f" {rank.engines_differ_by:+.1%} of what was traced (limit {ENGINES_AGREE:.0%}), most of it in"
@@ -214,7 +214,8 @@ def _breakdown_rows(rank: RankEstimate, peak: Peak) -> list[tuple[str, str, str,
 def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
     """A row per run of neighbouring modules that keep the same."""
     rows: list[tuple[str, str, int, int]] = []
-    for name, size in by_module.items():
+    for fqn, size in by_module.items():
+        name = fqn or "batch, positions"
         if rows and rows[-1][2] == size and name.startswith("layers.") and rows[-1][0].startswith("layers."):
             first, _, _, number = rows[-1]
             rows[-1] = (first, name, size, number + 1)
