@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -81,6 +80,8 @@ def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
         out_BNCH = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
         return out_BNCH.transpose(1, 2)
     if q_BCNH.is_cuda and not is_compiling:
+        from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler, half a second
+
         mask_CE = causal_lower_right(num_queries, num_keys)  # a description: flash attention needs no C × E mask
     else:
         mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device)
