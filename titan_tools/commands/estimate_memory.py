@@ -47,17 +47,20 @@ def estimate_memory(
     `titan train`: --section.key value. With --gpu the exit code is the verdict: 0 fits, 1 does not, 5 too close to
     call. What is not covered is refused with exit code 2.
     """
-    from titan_tools.memory.command import estimate_from_command_line
+    from converters.collector import collector_paused
 
-    code = estimate_from_command_line(
-        config,
-        context.args,
-        world_size=world_size,
-        gpu_text=gpu,
-        allocator=allocator,
-        timeline=timeline,
-        snapshot=snapshot,
-        as_json=as_json,
-    )
+    with collector_paused():  # also while torch is loaded, where it takes half a second
+        from titan_tools.memory.command import estimate_from_command_line
+
+        code = estimate_from_command_line(
+            config,
+            context.args,
+            world_size=world_size,
+            gpu_text=gpu,
+            allocator=allocator,
+            timeline=timeline,
+            snapshot=snapshot,
+            as_json=as_json,
+        )
     if code:
         raise typer.Exit(code)
