@@ -107,6 +107,8 @@ def _plan(
         stack.enter_context(_disable_current_modes())
         if context is not None:
             stack.enter_context(patch.object(context, "fake_mode", tensors))
+        # A torch without CUDA refuses to copy also where there is nothing to copy; the shape stays the target's.
+        stack.enter_context(patch.object(Tensor, "copy_", lambda target, source, non_blocking=False: target))
         with tensors:
             inputs = [_on(device, each) for each in inputs]
         for node in graph.graph.nodes:
