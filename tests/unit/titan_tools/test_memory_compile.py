@@ -149,6 +149,16 @@ def test_layers_of_a_compiled_model_are_alike_also_the_first_time(on_gpu):
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
+def test_context_rank_is_planned_for_a_gpu_where_there_is_none():
+    """Its gathered sequence is put together by copies, which a torch without CUDA refuses on a GPU."""
+    layout = _layout("", 2, CP, **OPERATIONS)
+    config, dims = layout.config("debug_gqa"), resolve(layout.config("debug_gqa").parallelism, 2)
+    args = replace(args_of("debug_gqa"), num_layers=1)
+    trace = capture(config, args, dims, rank=0, kernels=gpu_kernels(GPUS["h100-80"]), num_steps=1)
+    assert _kept_by_layer(trace, "layers.0")
+
+
 def test_written_code_runs_without_its_kernels():
     source = """
 import triton
