@@ -7,6 +7,7 @@ expanded in depth, then in microbatches and to each rank's own order of actions.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from converters.collector import collector_paused
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from titan_tools.memory.trace.capture import capture
@@ -132,6 +133,7 @@ def _capture_kind(job: Job, pp_ranks: Sequence[int]) -> _Kind | None:
     return _Kind(orders, captured, trace, shallow)
 
 
+@collector_paused()
 def _composed(job: Job, kind: _Kind, pp_rank: int) -> Trace | None:
     """This rank's trace; None where it has to be captured for itself."""
     stages = job.split.stages_of(pp_rank)
