@@ -6,6 +6,7 @@ import pytest
 
 import trainer.models.llama3.model as llama3_model
 from converters.families.registry import get_family
+from titan_tools.memory.trace import capture as capture_module
 from titan_tools.memory.trace import shallow, traced
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.depth import Depth
@@ -210,6 +211,22 @@ def test_moments_updated_in_batches_take_all_layers(monkeypatch):
     assert shallow_model(config, args, dims, rank=0) is None
     in_fp32, _, _ = job(2, 12, {**NO_AC, "optimizer.state_dtype": "float32"})
     assert shallow_model(in_fp32, args, dims, rank=0)
+
+
+def test_states_that_the_first_step_makes_are_seen(monkeypatch, depths_captured):
+    """They belong to no parameter that the recorder knows of, so nothing says how many a deeper model has."""
+    own = capture_module.build_optimizer
+
+    def without_states(*args):
+        optimizer = own(*args)
+        optimizer.state.clear()
+        return optimizer
+
+    monkeypatch.setattr(capture_module, "build_optimizer", without_states)
+    config, args, dims = job(2, 5, NO_AC)
+    expanded = trace_rank(config, args, dims, rank=0, kernels=KERNELS, num_steps=1)
+    assert depths_captured == [4, 5]
+    assert_same(expanded, capture(config, args, dims, rank=0, kernels=KERNELS, num_steps=1))
 
 
 def layered(*passes):

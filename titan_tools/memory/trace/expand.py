@@ -21,6 +21,7 @@ _REACH = 2  # layers: how far from its own a layer may free what moves along wit
 
 def expand_layers(trace: Trace, depths: Sequence[Depth]) -> Trace:
     """The trace of a rank whose stages have the wanted depths, from the captured ones. Raises Aperiodic."""
+    _check_states_are_owned(trace)
     pieces = cut(trace)
     depths = [depth if depth.surplus else replace(depth, is_whole=True) for depth in depths]
     if _expanded(pieces, [replace(depth, wanted=depth.captured) for depth in depths]) != trace:
@@ -113,6 +114,14 @@ def _check_all_are_there(
         for index, number in enumerate(depth.wanted):
             if wanted[number] != captured[depth.captured[depth.template(index)]]:
                 raise Aperiodic(f"something passes over layer {number} otherwise than over the one that it copies")
+
+
+def _check_states_are_owned(trace: Trace) -> None:
+    """What an optimizer keeps belongs to parameters: of what does not, nobody could say how much deeper models have."""
+    freed = {~event for _, event in trace.events() if event < 0}
+    for number, block in enumerate(trace.blocks):
+        if block.place.phase in ("states", "optimizer") and number not in freed and not block.owner:
+            raise Aperiodic(f"the optimizer keeps {block.num_bytes} bytes that belong to no parameter")
 
 
 def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:
