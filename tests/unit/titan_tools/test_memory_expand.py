@@ -6,7 +6,6 @@ import pytest
 
 import trainer.models.llama3.model as llama3_model
 from converters.families.registry import get_family
-from titan_tools.memory.trace import capture as capture_module
 from titan_tools.memory.trace import shallow, traced
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.depth import Depth
@@ -213,22 +212,6 @@ def test_moments_updated_in_batches_take_all_layers(monkeypatch):
     assert shallow_model(in_fp32, args, dims, rank=0)
 
 
-def test_states_that_the_first_step_makes_are_seen(monkeypatch, depths_captured):
-    """They belong to no parameter that the recorder knows of, so nothing says how many a deeper model has."""
-    own = capture_module.build_optimizer
-
-    def without_states(*args):
-        optimizer = own(*args)
-        optimizer.state.clear()
-        return optimizer
-
-    monkeypatch.setattr(capture_module, "build_optimizer", without_states)
-    config, args, dims = job(2, 5, NO_AC)
-    expanded = trace_rank(config, args, dims, rank=0, kernels=KERNELS, num_steps=1)
-    assert depths_captured == [4, 5]
-    assert_same(expanded, capture(config, args, dims, rank=0, kernels=KERNELS, num_steps=1))
-
-
 def layered(*passes):
     """A trace of 4 layers: each pass (phase, step of a layer's events) runs over all of them."""
     trace = Trace()
@@ -267,4 +250,16 @@ def test_backward_frees_what_the_same_layer_kept():
 def test_passes_that_do_not_repeat_are_refused(events_of):
     trace = layered(("forward", range(4), lambda number: [0]), ("backward", range(4), events_of))
     with pytest.raises(Aperiodic):
+        expand_layers(trace, [Depth(range(4), range(9))])
+
+
+def test_states_that_belong_to_no_parameter_are_refused():
+    """Nothing says how many of them a deeper model has."""
+    trace = layered(("forward", range(4), lambda number: [0, ~number]))
+    update = Place(1, "optimizer")
+    trace.blocks.append(Block(5000, "compute", "optimizer", update, owner="layers.0.attention.wq.weight"))
+    trace.segments.append(Segment(update, [4]))
+    assert expand_layers(trace, [Depth(range(4), range(9))]).blocks[-1].num_bytes == 5000
+    trace.blocks[4].owner = ""
+    with pytest.raises(Aperiodic, match="keeps 5000 bytes that belong to no parameter"):
         expand_layers(trace, [Depth(range(4), range(9))])
