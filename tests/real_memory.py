@@ -146,7 +146,7 @@ def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps
     """Build the rank in real memory, and take it through steps as trainer/train.py does."""
     training = config.training
     shape = samples_per_step(training, dims.batch) // dims.batch, training.seq_len
-    with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         with record_function(_MESHES):
             meshes = make_meshes(dims, "cpu")
         model = build(config, args, dims, meshes, torch.device("cpu"))
