@@ -29,7 +29,14 @@ def measured(config: Config, args: ModelArgs, world_size: int) -> Held:
     return held_by_step(config, args, resolve(config.parallelism, world_size))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.name for layout in LAYOUTS])
+# Collectives of every kind: context parallel ranks share parameters as FSDP ranks do
+QUICK = ("CP 2, operations kept", "TP 2 x PP 2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.slow] * (each.name not in QUICK)) for each in LAYOUTS],
+)
 def test_trace_of_a_rank_is_what_that_rank_asks_for(pools, layout):
     tiny = {"seq_len": 16, "local_batch_size": 2, "loss_chunks": 2}
     config, args = replace(layout, training=tiny | layout.training).config("debug_gqa"), args_of("debug_gqa")

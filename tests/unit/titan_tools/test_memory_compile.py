@@ -59,7 +59,7 @@ def _both(layout: Layout):
     return held_by_trace(capture(config, args, dims, rank=0, kernels=Kernels())), real
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_backends_that_run_operations_one_by_one_ask_for_the_same_in_a_trace(backend):
     fake, real = _both(_layout("", 2, backend=backend, **OPERATIONS))
     assert fake == real

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 GROUPED = replace(args_of("debug_gqa"), num_layers=1)
 LENGTH = 128
+CP = {"context_parallel_degree": 2}
 
 
 def made_from(parallelism: dict, args) -> tuple:
@@ -23,7 +24,10 @@ def made_from(parallelism: dict, args) -> tuple:
     return config, args, resolve(config.parallelism, 2)
 
 
-@pytest.mark.parametrize("parallelism", [{}, {"context_parallel_degree": 2}], ids=["whole", "context parallel"])
+@pytest.mark.parametrize(
+    "parallelism",
+    [pytest.param({}, id="whole", marks=pytest.mark.slow), pytest.param(CP, id="context parallel")],
+)
 def test_grouped_queries_keep_all_scores_as_real_ones_do(parallelism):
     case = made_from(parallelism, GROUPED)
     fake = held_by_trace(capture(*case, rank=0, kernels=Kernels(attention="flash")))
@@ -32,7 +36,7 @@ def test_grouped_queries_keep_all_scores_as_real_ones_do(parallelism):
     assert fake.peak_bytes == real.peak_bytes
 
 
-@pytest.mark.parametrize(("parallelism", "queries"), [({}, LENGTH), ({"context_parallel_degree": 2}, LENGTH // 4)])
+@pytest.mark.parametrize(("parallelism", "queries"), [({}, LENGTH), (CP, LENGTH // 4)])
 def test_other_queries_keep_a_number_each(parallelism, queries):
     heads = replace(GROUPED, num_kv_heads=GROUPED.num_heads)
     few, all_scores = (sizes_in_layer(made_from(parallelism, args)) for args in (heads, GROUPED))
@@ -41,5 +45,5 @@ def test_other_queries_keep_a_number_each(parallelism, queries):
 
 
 def sizes_in_layer(case: tuple) -> list[int]:
-    trace = capture(*case, rank=0, kernels=Kernels(attention="cudnn"))
+    trace = capture(*case, rank=0, kernels=Kernels(attention="cudnn"), num_steps=1)
     return [b.num_bytes for b in trace.blocks if b.place.phase == "forward" and b.place.module == "layers.0"]

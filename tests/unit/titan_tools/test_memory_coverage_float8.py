@@ -28,7 +28,13 @@ LAYER = 128 * 128 * 2 + 64 * 128 * 2 + 3 * 128 * 384  # elements of a layer's pr
 
 
 def captured(
-    settings: dict, *, tp: int = 1, is_float8: bool = True, keeps: str = "none", device: str = "cuda"
+    settings: dict,
+    *,
+    tp: int = 1,
+    is_float8: bool = True,
+    keeps: str = "none",
+    device: str = "cuda",
+    num_steps: int = 1,
 ) -> Trace:
     kept = {"mode": "none"} if keeps == "none" else {"mode": "selective", "selective_ac_option": keeps}
     converters = ("quantize.linear.float8",) if is_float8 else ()
@@ -44,7 +50,8 @@ def captured(
         },
     )
     config = layout.config("debug_gqa")
-    return capture(config, ARGS, resolve(config.parallelism, 2), rank=0, kernels=Kernels(device=device))
+    kernels = Kernels(device=device)
+    return capture(config, ARGS, resolve(config.parallelism, 2), rank=0, kernels=kernels, num_steps=num_steps)
 
 
 def cast(num_elements: int, itemsize: int = 2) -> list[int]:
@@ -73,7 +80,7 @@ def test_a_product_forward_and_back_takes_what_torchao_writes_down():
     assert backward == [2 * g, *cast(g), *cast(w), w, 2 * n, *cast(g), *cast(n), g, n, 2 * w]
 
 
-@pytest.mark.parametrize("keeps", ["none", "op"])
+@pytest.mark.parametrize("keeps", [pytest.param("none", marks=pytest.mark.slow), "op"])
 def test_a_layer_keeps_what_it_keeps_in_high_precision(keeps):
     """Also where recomputation keeps operations' results: no absolute values, no cast weights; of maxima numbers."""
     high = at_end_of_forward(captured({}, is_float8=False, keeps=keeps))
@@ -94,7 +101,7 @@ def at_end_of_forward(trace: Trace) -> list[int]:
 
 def test_fsdp_gathers_a_byte_of_each_weight():
     def gathered(**settings) -> list[int]:
-        trace = captured(settings)
+        trace = captured(settings, num_steps=2)
         return [b.num_bytes for b in trace.blocks if b.place.step == 2 and b.part == "all_gather"]
 
     norms = 2 * 2 * DIM
@@ -108,7 +115,10 @@ def test_fsdp_gathers_a_byte_of_each_weight():
     assert len(told) < len(low)
 
 
-@pytest.mark.parametrize(("device", "recipe", "num_low"), [("cuda", None, 2), ("cuda", "rowwise", 0), ("cpu", None, 0)])
+@pytest.mark.parametrize(
+    ("device", "recipe", "num_low"),
+    [("cuda", None, 2), ("cpu", None, 0), pytest.param("cuda", "rowwise", 0, marks=pytest.mark.slow)],
+)
 def test_tensor_parallel_ranks_gather_float8_on_a_gpu(device, recipe, num_low, monkeypatch):
     """Of hidden states, before attention and before the feed-forward."""
     gathered = []

@@ -62,13 +62,13 @@ def config_of(monkeypatch):
 
 QUICK = [
     ("wide", degrees(fsdp=8), NONE),
-    ("wide", degrees(fsdp=4, tp=2), FULL),
     ("wide", degrees(rep=4), OP),
-    ("tied", degrees(fsdp=4), FULL),
     ("vocabulary", degrees(fsdp=4, tp=8), "--training.seq_len=64", FULL),
     ("wide", degrees(fsdp=2), "--training.seq_len=32", FULL, BF16_MOMENTS),
 ]
 THOROUGH = [
+    ("wide", degrees(fsdp=4, tp=2), FULL),
+    ("tied", degrees(fsdp=4), FULL),
     ("wide", degrees(fsdp=8), OP),
     ("wide", degrees(fsdp=8), FULL, "--training.loss=plain"),
     ("wide", degrees(fsdp=8), FULL, ACCUMULATED.format(32)),

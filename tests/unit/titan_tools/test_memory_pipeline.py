@@ -67,7 +67,10 @@ def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
                 assert trace == whole, pp_rank
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("1F1B", "Interleaved1F1B, TP"))) for name in CONFIGS],
+)
 def test_a_rank_comes_out_of_few_microbatches_as_it_is(name, monkeypatch):
     schedule, words, pp_ranks = CONFIGS[name]
     shape = {"layers": 2, "batch": 3} if schedule in ("GPipe", "1F1B") else {"layers": 4, "batch": 4}
