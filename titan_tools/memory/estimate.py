@@ -32,12 +32,9 @@ class RankEstimate:
     pp_rank: int
     step1: Peak
     steady: Peak
+    worst: Peak  # over all steps
     nvidia_smi_gib: tuple[float, float]
     formula: Instant | None
-
-    @property
-    def worst(self) -> Peak:
-        return max(self.step1, self.steady, key=lambda peak: peak.allocated_bytes)
 
     @property
     def reserved_bytes(self) -> int:
@@ -100,6 +97,7 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
                 pp_rank,
                 replayed.step1,
                 replayed.steady,
+                replayed.worst(),
                 nvidia_smi_gib(reserved_bytes, num_communicators=num_communicators),
                 None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
             )

@@ -57,6 +57,20 @@ def test_reserved_by_hand():
     assert found.steady.fragmentation_bytes == 20 * MIB and found.steady.idle_pools_bytes == 0
 
 
+def test_the_worst_of_all_steps_is_told_where_step_1_allocates_the_most_and_a_later_one_reserves_the_most():
+    maker = TraceMaker()
+    maker.at(1, "forward", 0, 0, "layers.0")
+    maker.free(maker.allocate(100 * MIB, "activations"))
+    maker.at(2, "forward", 0, 0, "layers.0")
+    maker.free(maker.allocate(60 * MIB, "activations"), maker.allocate(30 * MIB, "gradients", stream="reduce_scatter"))
+    found = replay(maker.trace, allocator="classic")
+    worst = found.worst()
+    assert (found.step1.reserved_bytes, found.steady.reserved_bytes) == (100 * MIB, 130 * MIB)
+    assert (worst.allocated_bytes, worst.allocated_at) == (100 * MIB, found.step1.allocated_at)
+    assert worst.reserved_bytes == 130 * MIB
+    assert worst.unused_by_stream == {COMPUTE: 0, "reduce_scatter": 30 * MIB}
+
+
 def test_reserved_memory_of_earlier_steps_still_counts():
     maker = TraceMaker()
     maker.at(1, "forward")

@@ -24,6 +24,13 @@ class Replayed:
     steady: Peak | None = None  # of the steps from 2; None where the trace has none
     out_of_memory: Instant | None = None  # the request that did not fit, at which the replay ended
 
+    def worst(self) -> Peak:
+        """Over all steps. Step 1 may allocate the most, and a later one reserve the most."""
+        step1, steady = self.step1, self.steady or self.step1
+        if steady.allocated_bytes >= step1.allocated_bytes:
+            return steady
+        return step1 if step1.reserved_bytes >= steady.reserved_bytes else _peak(self, 0, len(self.allocated))
+
 
 def replay(trace: Trace, *, allocator: AllocatorName, capacity_bytes: int | None = None) -> Replayed:
     """Replay a trace. `capacity_bytes`: all that the allocator can get of the GPU, None for as much as it asks for.
