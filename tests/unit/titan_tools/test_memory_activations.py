@@ -209,6 +209,7 @@ OP = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selecti
 QWEN3 = ["--model.name=qwen3"]
 BF16 = ["--training.mixed_precision_param=bfloat16"]
 PLAIN_LOSS = ["--training.loss=plain"]
+RESHARDED = ["--parallelism.fsdp_reshard_after_forward=always"]
 LARGE_PIECES, SMALL_PIECES = ["--training.loss_chunks=2"], ["--training.loss_chunks=64"]
 
 
@@ -230,39 +231,39 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
     monkeypatch.setattr(torch.UntypedStorage, "resize_", counted)
 
 
+SHARDED = [
+    [*degrees(fsdp=2), *LONG],
+    [*degrees(fsdp=2, rep=2), *LONG, *OP],
+    [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
+    [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
+    [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
+    [*degrees(fsdp=4, tp=2), *LONG, *BF16, *LARGE_PIECES],
+    [*degrees(fsdp=4), *LONG, *BF16, *LARGE_PIECES, *RESHARDED],
+    [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
+    [*degrees(fsdp=2, cp=2), *LONG, *OP],
+    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
+    [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
+    [*degrees(tp=4), *LONG, *OP, *QWEN3],
+    [*degrees(fsdp=2, cp=2), *LONG, *BF16, *QWEN3],
+]
+# Of what these have together, one at a time
+MORE_SHARDED = [
+    [*degrees(fsdp=8), *LONG, *BF16],
+    [*degrees(tp=4), *LONG],
+    [*degrees(tp=4), *LONG, *OP],
+    [*degrees(tp=4), *LONG, *PLAIN_LOSS],
+    [*degrees(tp=4), *LONG, *PLAIN_LOSS, "--parallelism.disable_loss_parallel"],
+    [*degrees(fsdp=2, cp=2), *LONG],
+    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel", *RESHARDED],
+    [*degrees(fsdp=2), *LONG, *QWEN3],
+    [*degrees(tp=4), *LONG, *QWEN3],
+]
+
+
 @pytest.mark.parametrize(
     "words",
-    [
-        [*degrees(fsdp=2), *LONG],
-        [*degrees(fsdp=8), *LONG, *BF16],
-        [*degrees(fsdp=2, rep=2), *LONG, *OP],
-        [*degrees(tp=4), *LONG],
-        [*degrees(tp=4), *LONG, *OP],
-        [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
-        [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
-        [*degrees(tp=4), *LONG, *PLAIN_LOSS],
-        [*degrees(tp=4), *LONG, *PLAIN_LOSS, "--parallelism.disable_loss_parallel"],
-        [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
-        [*degrees(fsdp=4, tp=2), *LONG, *BF16, *LARGE_PIECES],
-        [*degrees(fsdp=4), *LONG, *BF16, *LARGE_PIECES, "--parallelism.fsdp_reshard_after_forward=always"],
-        [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
-        [*degrees(fsdp=2, cp=2), *LONG],
-        [*degrees(fsdp=2, cp=2), *LONG, *OP],
-        [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
-        [
-            *degrees(fsdp=4),
-            *SHORT,
-            *BF16,
-            "--model.flavor=debugmodel",
-            "--parallelism.fsdp_reshard_after_forward=always",
-        ],
-        [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
-        [*degrees(fsdp=2), *LONG, *QWEN3],
-        [*degrees(tp=4), *LONG, *QWEN3],
-        [*degrees(tp=4), *LONG, *OP, *QWEN3],
-        [*degrees(fsdp=2, cp=2), *LONG, *BF16, *QWEN3],
-    ],
-    ids=" ".join,
+    [pytest.param(words, id=" ".join(words)) for words in SHARDED]
+    + [pytest.param(words, id=" ".join(words), marks=pytest.mark.slow) for words in MORE_SHARDED],
 )
 def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
