@@ -4,6 +4,7 @@ torch never does so with fake tensors, which would count each such sum as memory
 the gradients of a block and of what goes past it meet, that is a gradient of the hidden states per layer.
 """
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-Holders = tuple[int, int]  # of a tensor, and of its memory
+Holders = tuple[int, int, int]  # of a tensor, of its memory, and of its object in Python
 
 
 def is_sum_in_place(func: Any, args: tuple, alone: Holders) -> bool:
@@ -25,13 +26,16 @@ def is_sum_in_place(func: Any, args: tuple, alone: Holders) -> bool:
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    first, second = args[:2]
-    return isinstance(second, Tensor) and _holders(first) == alone and is_dense(first)
+    return isinstance(args[1], Tensor) and _holders(args) == alone and is_dense(args[0])
 
 
-def _holders(tensor: Tensor) -> Holders:
-    """How many there are, with those on the way from autograd to here."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _holders(args: tuple) -> Holders:
+    """How many the first of an operation's tensors has, with those on the way from autograd to here.
+
+    Python's are counted too: what a compiler has written keeps tensors in names, of which torch 2.11 counts no trace.
+    """
+    first = args[0]
+    return first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata), sys.getrefcount(first)
 
 
 @cache
@@ -45,7 +49,7 @@ def holders_of_a_gradient() -> Holders:
     class Sums(FakeTensorMode):
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
             if func is torch.ops.aten.add.Tensor:
-                seen.append(_holders(args[0]))
+                seen.append(_holders(args))
             return super().dispatch(func, types, args, kwargs or {})
 
     with Sums(), torch.enable_grad():

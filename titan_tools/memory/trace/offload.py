@@ -90,9 +90,9 @@ class OffloadedTensors(RecordedTensors):
         recorder = self.recorder
         if recorder.is_settled:
             return super().dispatch(func, types, args, kwargs)
-        inputs = [each for each in tree_iter((args, kwargs or {})) if isinstance(each, FakeTensor)]
-        is_host = bool(inputs) and all(map(recorder.lies_on_host, inputs))
-        with recorder.beside(is_host=is_host, is_settled=False):
+        inputs = (each for each in tree_iter((args, kwargs or {})) if isinstance(each, FakeTensor))
+        sides = {recorder.lies_on_host(each) for each in inputs}  # no list of them: it would hold them, and be counted
+        with recorder.beside(is_host=sides == {True}, is_settled=False):
             return super().dispatch(func, types, args, kwargs)
 
     def _within_kernel(self, num_bytes: int, args: tuple) -> None:
