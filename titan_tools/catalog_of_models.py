@@ -8,11 +8,10 @@ from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import OUTPUTS
-from titan_tools.memory.formula.from_config import COVERED_FAMILIES
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
-MODEL_COMMANDS = ("seed", "train", "infer")  # these build the model, so the trainer must know it
+MODEL_COMMANDS = ("seed", "train", "infer", "estimate-memory")  # these build the model, so the trainer must know it
 
 
 def list_models() -> list[dict[str, Any]]:
@@ -50,8 +49,6 @@ def _commands(family: Family) -> Iterator[str]:
     yield from BYTES_COMMANDS
     if family.name in trained_families():
         yield from MODEL_COMMANDS
-    if family.name in COVERED_FAMILIES:
-        yield "estimate-memory"
 
 
 def _formats(family: Family) -> Iterator[str]:
