@@ -1,0 +1,184 @@
+"""Estimates against a real GPU: rank r of an N-GPU job on one device, its peers played by a fake process group.
+
+    python scripts/bench/estimate_gpu.py predict predictions.json --gpu h100-80      # anywhere, first
+    python scripts/bench/estimate_gpu.py measure predictions.json                    # on the GPU
+
+The predictions' SHA-256 is printed before anything is measured. Kernels, streams and the allocator are the GPU's own;
+only NCCL's buffers are missing. Models of 1B and 8B are cut in depth. Every case runs in a process of its own, for two
+steps. Limits: allocated 3 % eager and 5 % compiled, reserved 5 %.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from converters.families.base import ModelArgs
+from converters.families.registry import get_family
+from converters.layout import MeshShape
+from titan_tools.memory.constants import GIB, GPUS
+from titan_tools.memory.layout import resolved_layout
+from trainer.config.load import load_config
+from trainer.config.sections import Config
+
+MOST = {"allocated": 0.03, "allocated, compiled": 0.05, "reserved": 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    flavor: str
+    num_layers: int
+    world_size: int
+    words: str = ""
+    allocator: str = "expandable"
+
+    @property
+    def config(self) -> Config:
+        return load_config(f"llama3_{self.flavor.lower()}", [f"--{word}" for word in self.words.split()])
+
+    @property
+    def args(self) -> ModelArgs:
+        return replace(get_family("llama3").flavors[self.flavor], num_layers=self.num_layers)
+
+    @property
+    def dims(self) -> MeshShape:
+        return resolved_layout(self.config, world_size=self.world_size)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.config.compile.enable
+
+
+NO_AC, FULL = "activation_checkpoint.mode=none", "activation_checkpoint.mode=full"
+TP, CP = "parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"
+PLAIN, COMPILED = "training.loss=plain", "compile.enable"
+CASES = [
+    Case("1B, one rank's share of 8", "1B", 16, 8),
+    Case("1B, classic", "1B", 16, 8, allocator="classic"),
+    Case("1B, no checkpointing", "1B", 16, 8, NO_AC),
+    Case("1B, full checkpointing", "1B", 16, 8, FULL),
+    Case("1B, plain loss", "1B", 16, 8, PLAIN),
+    Case("1B, accumulation", "1B", 16, 8, "training.local_batch_size=1 training.global_batch_size=24"),
+    Case("1B, HSDP", "1B", 16, 8, "parallelism.data_parallel_replicate_degree=2"),
+    Case("1B, TP 2", "1B", 16, 8, f"{TP}=2"),
+    Case("1B, CP 2", "1B", 16, 8, f"{CP}=2"),
+    Case("1B, foreach", "1B", 16, 8, "optimizer.implementation=foreach"),
+    Case("1B, moments in bf16", "1B", 16, 8, "optimizer.state_dtype=bfloat16"),
+    Case("1B, CPU offload", "1B", 16, 8, "training.enable_cpu_offload"),
+    Case("1B, compiled", "1B", 16, 8, COMPILED),
+    Case("1B, compiled, no checkpointing", "1B", 16, 8, f"{COMPILED} {NO_AC}"),
+    Case("8B of 8 layers", "8B", 8, 8),
+    Case("8B of 8 layers, classic", "8B", 8, 8, allocator="classic"),
+    Case("8B of 8 layers, no checkpointing", "8B", 8, 8, NO_AC),
+    Case("8B of 8 layers, full checkpointing", "8B", 8, 64, FULL),
+    Case("8B of 8 layers, plain loss", "8B", 8, 8, PLAIN),
+    Case("8B of 8 layers, always resharded", "8B", 8, 8, "parallelism.fsdp_reshard_after_forward=always"),
+    Case("8B of 8 layers, FSDP 8 × TP 8", "8B", 8, 64, f"{TP}=8"),
+    Case("8B of 8 layers, compiled", "8B", 8, 8, COMPILED),
+    Case("8B of 8 layers, compiled, classic", "8B", 8, 8, COMPILED, "classic"),
+    Case("8B of 8 layers, float8 compiled", "8B", 8, 8, f"{COMPILED} model.converters=quantize.linear.float8"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("predict", "measure", "one"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--gpu", choices=GPUS, default="h100-80")
+    parser.add_argument("--case", help="one case alone, by its name")
+    chosen = parser.parse_args()
+    cases = [case for case in CASES if chosen.case in (None, case.name)]
+    if chosen.what == "predict":
+        found = {case.name: predict(case, chosen.gpu) for case in cases}
+        chosen.file.write_text(json.dumps(found, indent=2) + "\n")
+    elif chosen.what == "one":
+        print(json.dumps(measure(cases[0])))
+    else:
+        raise SystemExit(compare(chosen.file, cases))
+
+
+def predict(case: Case, gpu: str) -> dict[str, float]:
+    """Peaks of the steady step in GiB, as estimated."""
+    from titan_tools.memory.replay.replay import replay
+    from titan_tools.memory.trace.kernels import gpu_kernels
+    from titan_tools.memory.trace.traced import trace_rank
+
+    print(case.name, file=sys.stderr, flush=True)
+    trace = trace_rank(case.config, case.args, case.dims, rank=0, kernels=gpu_kernels(GPUS[gpu]))
+    peak = replay(trace, allocator=case.allocator).steady
+    return {"allocated": peak.allocated_bytes / GIB, "reserved": peak.reserved_bytes / GIB}
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The same, as the GPU's own allocator counts it over the second step of a real run."""
+    import torch
+
+    from trainer.build import build
+    from trainer.data.batch import Batch
+    from trainer.fake_ranks import fake_ranks
+    from trainer.mesh import make_meshes
+    from trainer.optim import build_optimizer
+    from trainer.parallel.attention_backend import attention_backends
+    from trainer.parallel_dims import samples_per_step
+    from trainer.step import TrainStep
+
+    config, dims, device = case.config, case.dims, torch.device("cuda", 0)
+    training = config.training
+    torch.cuda.set_device(device)
+    shape = (samples_per_step(training, dims.batch) // dims.batch, training.seq_len)
+    with fake_ranks(dims.world_size, rank=0), attention_backends(device):
+        meshes = make_meshes(dims, "cuda")
+        model = build(config, case.args, dims, meshes, device)
+        model.initialize(0)
+        optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+        model.follow(optimizer)
+        step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            ids = torch.zeros(shape, dtype=torch.int64)
+            step.compute_gradients(Batch(tokens=ids, targets=ids), stop_requested=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return {
+            "allocated": torch.cuda.max_memory_allocated() / GIB,
+            "reserved": torch.cuda.max_memory_reserved() / GIB,
+        }
+
+
+def compare(file: Path, cases: list[Case]) -> int:
+    """Print predicted, measured and the difference; 1 where a limit does not hold."""
+    predicted = json.loads(file.read_text())
+    print(f"{file.name}: SHA-256 {hashlib.sha256(file.read_bytes()).hexdigest()}", flush=True)
+    missed = 0
+    for case in cases:
+        setting = f"expandable_segments:{case.allocator == 'expandable'}"
+        words = [sys.executable, "-P", __file__, "one", str(file), "--case", case.name]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTORCH_CUDA_ALLOC_CONF": setting},
+        )
+        if done.returncode:
+            missed += 1
+            print(f"{case.name:40} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        said = [f"{case.name:40}"]
+        for name, size in found.items():
+            error = predicted[case.name][name] / size - 1
+            most = MOST["allocated, compiled" if name == "allocated" and case.is_compiled else name]
+            missed += abs(error) > most
+            said.append(f"{name} {predicted[case.name][name]:.3f} / {size:.3f} ({error:+.2%}, limit {most:.0%})")
+        print("  ".join(said), flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
