@@ -16,8 +16,8 @@ from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import gpu_kernels
-from titan_tools.memory.trace.pipeline import Job, kinds_of_ranks, traced_kind
+from titan_tools.memory.trace.kernels.kernels import gpu_kernels
+from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, traced_kind
 from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
 from trainer.config.sections import Config
 

@@ -11,10 +11,10 @@ from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.compile_code import run_without_kernels
-from titan_tools.memory.trace.compile_gpu import gpu_described
+from titan_tools.memory.trace.compile.code import run_without_kernels
+from titan_tools.memory.trace.compile.gpu import gpu_described
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
+from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel_dims import resolve
 

@@ -10,7 +10,7 @@ from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import FOLLOWED, GAPS, WITHOUT_EFFECT, trace_gaps
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.sections import Config
 from trainer.loss import registry as loss_registry

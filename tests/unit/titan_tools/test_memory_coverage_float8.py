@@ -14,8 +14,8 @@ from torchao.float8.float8_linear import Float8Linear
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.recorder import RecordedTensors, Recorder
+from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder
 from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

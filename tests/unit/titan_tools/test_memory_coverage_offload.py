@@ -8,8 +8,8 @@ import pytest
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.offload import HostMemory
+from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.record.offload import HostMemory
 from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,14 +6,15 @@ import pytest
 
 import trainer.models.llama3.model as llama3_model
 from converters.families.registry import get_family
-from titan_tools.memory.trace import shallow, traced
+from titan_tools.memory.trace import traced
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.depth import Depth
 from titan_tools.memory.trace.events import Block, Place, Segment, Trace
-from titan_tools.memory.trace.expand import expand_layers
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.shallow import shallow_model
-from titan_tools.memory.trace.templates import Aperiodic
+from titan_tools.memory.trace.expand import shallow
+from titan_tools.memory.trace.expand.depth import Depth
+from titan_tools.memory.trace.expand.expand import expand_layers
+from titan_tools.memory.trace.expand.shallow import shallow_model
+from titan_tools.memory.trace.expand.templates import Aperiodic
+from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.traced import trace_rank
 from trainer import moments
 from trainer.config.sections import Config

@@ -15,7 +15,7 @@ from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
+from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 

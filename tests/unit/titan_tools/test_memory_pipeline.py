@@ -6,11 +6,11 @@ import pytest
 
 from converters.families.registry import get_family
 from tests.real_memory import held_by_fake_rank, held_by_trace
-from titan_tools.memory.trace import pipeline
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.pipeline import Job, kinds_of_ranks, trace_ranks, traced_kind
-from titan_tools.memory.trace.pipeline_order import END, orders_of_ranks, shortest
+from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.pipeline import ranks as pipeline_ranks
+from titan_tools.memory.trace.pipeline.order import END, orders_of_ranks, shortest
+from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, trace_ranks, traced_kind
 from trainer.config.load import load_config
 from trainer.parallel_dims import resolve
 
@@ -59,7 +59,7 @@ def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
     def refuse(*unused, **others):
         raise AssertionError("captured in full")
 
-    monkeypatch.setattr(pipeline, "trace_rank", refuse)
+    monkeypatch.setattr(pipeline_ranks, "trace_rank", refuse)
     for kind in kinds_of_ranks(job):
         if wanted := [rank for rank in kind if rank in pp_ranks]:
             for pp_rank, trace in traced_kind(job, wanted):

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from converters.errors import UnsupportedError
-from titan_tools.memory.formula.schedules import actions_of_rank
+from titan_tools.memory.schedules import actions_of_rank
 
 KINDS = {FORWARD: "F", FULL_BACKWARD: "B"}
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

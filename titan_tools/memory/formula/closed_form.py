@@ -14,7 +14,7 @@ from titan_tools.memory.formula.holdings import Group, groups_of_stage
 from titan_tools.memory.formula.loss import LossBytes, loss_bytes, validation_loss_bytes
 from titan_tools.memory.formula.optimizer import step_bytes
 from titan_tools.memory.formula.run_shape import RunShape
-from titan_tools.memory.formula.schedules import Action, actions_of_rank
+from titan_tools.memory.schedules import Action, actions_of_rank
 
 PARTS = (
     "parameters",

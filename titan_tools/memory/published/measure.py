@@ -20,7 +20,7 @@ from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels import gpu_kernels
+from titan_tools.memory.trace.kernels.kernels import gpu_kernels
 from titan_tools.memory.verdict import judge
 from trainer.config.load import load_config
 from trainer.config.sections import Config

@@ -14,13 +14,13 @@ from converters.collector import collector_paused
 from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
-from titan_tools.memory.trace.compile import compile_traced
+from titan_tools.memory.trace.compile.plan import compile_traced
 from titan_tools.memory.trace.events import Place, Trace
-from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, kernels_used
-from titan_tools.memory.trace.offload import HostMemory, OffloadedTensors, OffloadRecorder, offload_seen
-from titan_tools.memory.trace.owners import owner_of_many
-from titan_tools.memory.trace.places import places_told, watch_modules
-from titan_tools.memory.trace.recorder import RecordedTensors, Recorder, resizes_recorded
+from titan_tools.memory.trace.kernels.kernels import Kernels, cublas_bytes, kernels_used
+from titan_tools.memory.trace.record.offload import HostMemory, OffloadedTensors, OffloadRecorder, offload_seen
+from titan_tools.memory.trace.record.owners import owner_of_many
+from titan_tools.memory.trace.record.places import places_told, watch_modules
+from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder, resizes_recorded
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch

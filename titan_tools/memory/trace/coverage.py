@@ -61,7 +61,7 @@ FOLLOWED: dict[str, tuple[str, ...]] = {
         "validation.local_batch_size",
         "validation.seq_len",
     ),
-    "the compiler's own plan of its buffers is followed, trace/compile.py": (
+    "the compiler's own plan of its buffers is followed, trace/compile/plan.py": (
         "compile.enable",
         "compile.components",
         "compile.backend",

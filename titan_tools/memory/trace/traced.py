@@ -4,10 +4,10 @@ from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.expand import expand_layers
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.shallow import shallow_model
-from titan_tools.memory.trace.templates import Aperiodic
+from titan_tools.memory.trace.expand.expand import expand_layers
+from titan_tools.memory.trace.expand.shallow import shallow_model
+from titan_tools.memory.trace.expand.templates import Aperiodic
+from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.sections import Config
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from titan_tools.memory.trace.events import Block
-from titan_tools.memory.trace.templates import NO_LAYER, PER_PARAMETER, layer_of
+from titan_tools.memory.trace.expand.templates import NO_LAYER, PER_PARAMETER, layer_of
 
 if TYPE_CHECKING:
-    from titan_tools.memory.trace.recorder import Recorder
+    from titan_tools.memory.trace.record.recorder import Recorder
 
 PHASES = ("clip", "optimizer")  # in which tensors are made of parameters', gradients' and states'
 

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import stage as stages
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
 
-from titan_tools.memory.trace.recorder import Recorder
+from titan_tools.memory.trace.record.recorder import Recorder
 
 PHASES = {
     **dict.fromkeys(("F", "SEND_F", "RECV_F", "UNSHARD"), "forward"),

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titan_tools.memory.trace.pipeline_order import Order
+from titan_tools.memory.trace.pipeline.order import Order
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from itertools import islice
 import numpy as np
 
 from titan_tools.memory.trace.events import Block, Place, Segment, Trace
-from titan_tools.memory.trace.pipeline_order import NO_MICROBATCH, Order
-from titan_tools.memory.trace.pipeline_templates import (
+from titan_tools.memory.trace.pipeline.order import NO_MICROBATCH, Order
+from titan_tools.memory.trace.pipeline.templates import (
     Captured,
     History,
     Key,

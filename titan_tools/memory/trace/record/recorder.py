@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
-from titan_tools.memory.trace import owners
-from titan_tools.memory.trace.answers import note_question, number_in
 from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
-from titan_tools.memory.trace.gradient_sums import holders_of_a_gradient, is_sum_in_place
+from titan_tools.memory.trace.record import owners
+from titan_tools.memory.trace.record.answers import note_question, number_in
+from titan_tools.memory.trace.record.gradient_sums import holders_of_a_gradient, is_sum_in_place
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 

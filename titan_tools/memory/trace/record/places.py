@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
-from titan_tools.memory.trace.pipeline_places import PIPELINE_WRAPS, Wrap
-from titan_tools.memory.trace.recorder import Recorder
+from titan_tools.memory.trace.record.pipeline_places import PIPELINE_WRAPS, Wrap
+from titan_tools.memory.trace.record.recorder import Recorder
 
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
 

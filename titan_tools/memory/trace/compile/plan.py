@@ -18,8 +18,8 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.recorder import Recorder
+from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.record.recorder import Recorder
 from trainer.config.sections import Config
 
 
@@ -84,7 +84,7 @@ def _planned_by_inductor(kernels: Kernels) -> Iterator[None]:
     import torch._inductor.compile_fx as inductor
     from torch._inductor.graph import GraphLowering
 
-    from titan_tools.memory.trace.compile_gpu import gpu_described
+    from titan_tools.memory.trace.compile.gpu import gpu_described
 
     with ExitStack() as stack:
         if kernels.device == "cuda":
@@ -125,7 +125,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _module(graph: Any) -> SimpleNamespace:
     """In place of Inductor's: its code is not written to disk, nor are its kernels compiled."""
-    from titan_tools.memory.trace.compile_code import run_without_kernels
+    from titan_tools.memory.trace.compile.code import run_without_kernels
 
     code, _ = graph.codegen()
     return run_without_kernels(code.value, {**graph.constants, **graph.torchbind_constants})

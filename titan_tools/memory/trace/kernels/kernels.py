@@ -14,11 +14,11 @@ from torch import Tensor
 import trainer.optim
 import trainer.parallel.context
 from titan_tools.memory.constants import HOPPER, MIB, Gpu
-from titan_tools.memory.trace.cuda_buffers import CUDA_BUFFERS
-from titan_tools.memory.trace.float8 import float8_as_on_gpu
-from titan_tools.memory.trace.fp32_attention import causal_in_fp32, for_any_dtype, prefix_in_fp32
-from titan_tools.memory.trace.fused_norm import fused_norm
-from titan_tools.memory.trace.recorder import Workspace
+from titan_tools.memory.trace.kernels.cuda_buffers import CUDA_BUFFERS
+from titan_tools.memory.trace.kernels.float8 import float8_as_on_gpu
+from titan_tools.memory.trace.kernels.fp32_attention import causal_in_fp32, for_any_dtype, prefix_in_fp32
+from titan_tools.memory.trace.kernels.fused_norm import fused_norm
+from titan_tools.memory.trace.record.recorder import Workspace
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from titan_tools.memory.formula.schedules import actions_of_rank
-from titan_tools.memory.trace.pipeline_places import PHASES
+from titan_tools.memory.schedules import actions_of_rank
+from titan_tools.memory.trace.record.pipeline_places import PHASES
 from trainer.stages import StageSplit
 
 NO_MICROBATCH = -1

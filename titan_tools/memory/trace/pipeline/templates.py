@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from titan_tools.memory.trace.events import Place, Segment, Trace
-from titan_tools.memory.trace.pipeline_order import END, NO_MICROBATCH, Action, Order
-from titan_tools.memory.trace.pipeline_places import NO_STAGE
+from titan_tools.memory.trace.pipeline.order import END, NO_MICROBATCH, Action, Order
+from titan_tools.memory.trace.record.pipeline_places import NO_STAGE
 
 _AFTER = ("clip", "optimizer", "zero_grad", "validation")
 _LONGEST_PERIOD = 8  # frees that come again for each microbatch, where all are let go in turn

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_iter
 
 import trainer.build
-from titan_tools.memory.trace.recorder import RecordedTensors, Recorder
+from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder
 
 
 @dataclass(slots=True)
