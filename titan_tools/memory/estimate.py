@@ -1,7 +1,8 @@
 """The estimate of a run: every pipeline rank's peaks by two engines, the worst of them, and verdicts per GPU type."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from converters.layout import MeshShape
 from titan_tools.memory.assumptions import assumptions_of
@@ -15,9 +16,9 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
-from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import gpu_kernels
 from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, traced_kind
+from titan_tools.memory.two_processes import beside
 from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
 from trainer.config.sections import Config
 
@@ -74,7 +75,7 @@ class Estimate:
     @property
     def fullest_rank(self) -> RankEstimate:
         """The rank that reserves the most, which decides whether the run fits."""
-        return max(self.ranks, key=lambda rank: rank.reserved_bytes)
+        return max(self.ranks, key=_fullness)
 
     @property
     def disagreeing(self) -> tuple[RankEstimate, ...]:
@@ -87,23 +88,19 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
     run, counted = run_shape(config, world_size=dims.world_size), gpu or DEFAULT
     gaps = formula_gaps(config, dims)
     num_communicators = sum(degree > 1 for degree in (dims.pp, dims.dp_replicate, dims.fsdp, dims.tp, dims.cp))
-    ranks: list[RankEstimate] = []
-    fullest: Replayed | None = None  # of all others only the peaks are kept: traces are large
-    for pp_rank, trace in _traces(Job(config, run.args, dims, gpu_kernels(counted))):
-        replayed = replay(trace, allocator=allocator)
-        reserved_bytes = _reserved_bytes(replayed)
-        ranks.append(
-            RankEstimate(
-                pp_rank,
-                replayed.step1,
-                replayed.steady,
-                replayed.worst(),
-                nvidia_smi_gib(reserved_bytes, num_communicators=num_communicators),
-                None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
-            )
+
+    def estimated(pp_rank: int, replayed: Replayed) -> RankEstimate:
+        return RankEstimate(
+            pp_rank,
+            replayed.step1,
+            replayed.steady,
+            replayed.worst(),
+            nvidia_smi_gib(_reserved_bytes(replayed), num_communicators=num_communicators),
+            None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
         )
-        if fullest is None or reserved_bytes > _reserved_bytes(fullest):
-            fullest = replayed
+
+    job = Job(config, run.args, dims, gpu_kernels(counted))
+    ranks, fullest = _all_ranks(job, allocator, estimated)
     judged = [gpu] if gpu else GPUS.values()
     return Estimate(
         run,
@@ -127,10 +124,51 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
     )
 
 
-def _traces(job: Job) -> Iterator[tuple[int, Trace]]:
-    """Pipeline ranks with their traces, one after the other, in the order in which they are made."""
-    for pp_ranks in kinds_of_ranks(job):
-        yield from traced_kind(job, pp_ranks)
+Estimated = Callable[[int, Replayed], RankEstimate]
+
+
+def _all_ranks(job: Job, allocator: AllocatorName, estimated: Estimated) -> tuple[list[RankEstimate], Replayed]:
+    """All pipeline ranks, in two processes where they are of several kinds, and the trace of the fullest of them."""
+    mine, others = _two_shares(kinds_of_ranks(job))
+    if not others:
+        ranks, fullest = _share(job, mine, allocator, estimated)
+        return ranks, fullest
+    with beside(lambda: _share(job, others, allocator, estimated)) as beside_this:
+        own = _share(job, mine, allocator, estimated)
+        ranks, more = next(own), next(beside_this)
+        fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else beside_this)
+        return ranks + more, fullest
+
+
+def _share(
+    job: Job, kinds: Sequence[Sequence[int]], allocator: AllocatorName, estimated: Estimated
+) -> Iterator[Any]:  # a list of RankEstimate, and a Replayed
+    """Pipeline ranks of some kinds, then the trace of the fullest; of all others only the peaks are kept."""
+    ranks: list[RankEstimate] = []
+    fullest: Replayed | None = None
+    for pp_rank, trace in (found for kind in kinds for found in traced_kind(job, kind)):
+        replayed = replay(trace, allocator=allocator)
+        ranks.append(estimated(pp_rank, replayed))
+        if ranks[-1] is max(ranks, key=_fullness):
+            fullest = replayed
+    yield ranks
+    yield fullest
+
+
+def _two_shares(kinds: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Kinds of ranks with about the same work on both sides, and the first kind, often the fullest, on the first side.
+
+    A kind is captured once, which takes as long as to compose and replay about four ranks.
+    """
+    sides: tuple[list[Sequence[int]], list[Sequence[int]]] = [], []
+    for kind in sorted(kinds, key=len, reverse=True):
+        min(sides, key=lambda side: sum(len(other) + 4 for other in side)).append(kind)
+    mine, others = sorted(sides, key=lambda side: kinds[0] not in side)
+    return mine, others
+
+
+def _fullness(rank: RankEstimate) -> tuple[int, int]:
+    return rank.reserved_bytes, -rank.pp_rank
 
 
 def _reserved_bytes(replayed: Replayed) -> int:
