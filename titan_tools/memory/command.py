@@ -1,5 +1,6 @@
 """What `titan estimate-memory` does: check everything, estimate, print, draw, and give the exit code."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from trainer.config.sections import Config
 from trainer.parallel.float8 import capability_needed, is_float8
 
 ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def estimate_from_command_line(
@@ -100,12 +102,20 @@ def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
     return [f"float8 needs a GPU of compute capability {major}.{minor} or higher, and {gpu.name} has {gpu.sm / 10}"]
 
 
-def _output_problems(*paths: Path | None) -> list[str]:
+def _output_problems(timeline: Path | None, snapshot: Path | None) -> list[str]:
     """Files that cannot be written, told before the work."""
     problems = []
-    for path in filter(None, paths):
+    if timeline and not timeline.is_dir() and timeline.suffix.lower() not in PICTURES:
+        problems.append(f"--timeline {timeline}: a picture's name ends in {' or '.join(PICTURES)}")
+    if timeline and snapshot and timeline.absolute() == snapshot.absolute():
+        problems.append(f"--timeline and --snapshot name the same file, {timeline}")
+    for path in filter(None, (timeline, snapshot)):
         if path.is_dir():
             problems.append(f"{path} is a folder, and a file is to be written there")
+        elif path.exists() and not path.is_file():  # it would be replaced by a file, where one may do that
+            problems.append(f"{path} is a device or a pipe, and a file is to be written there")
         elif not path.absolute().parent.is_dir():
             problems.append(f"{path.absolute().parent} is no folder, so {path.name} cannot be written there")
+        elif not os.access(path.absolute().parent, os.W_OK):
+            problems.append(f"{path.absolute().parent} is not yours to write to, so {path.name} cannot be put there")
     return problems

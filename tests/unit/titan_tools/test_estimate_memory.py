@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from titan_tools.memory.formula.closed_form import Instant, instants, peak_insta
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.layout import resolved_layout
+from titan_tools.memory.parts import PARTS
 from titan_tools.memory.suggestions import changes
-from titan_tools.memory.trace.events import PARTS
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry
 
@@ -179,6 +180,30 @@ def test_a_place_that_cannot_be_written_is_told_with_all_else(tmp_path):
         )
     for wanted in ("h101", "is a folder", "missing is no folder", "--allocator 'greedy' is none; possible: classic"):
         assert wanted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("timeline", "snapshot", "wanted"),
+    [
+        ("step.foo", None, "ends in .png or .svg or .pdf"),
+        ("step", None, "ends in .png or .svg or .pdf"),
+        ("step.png", "step.png", "name the same file"),
+        (None, "pipe", "is a device or a pipe"),
+    ],
+)
+def test_files_that_could_not_be_put_there_are_told_before_the_work(tmp_path, timeline, snapshot, wanted):
+    os.mkfifo(tmp_path / "pipe")
+    settings = {"world_size": 2, "gpu_text": None, "as_json": False}
+    paths = {"timeline": timeline and tmp_path / timeline, "snapshot": snapshot and tmp_path / snapshot}
+    with pytest.raises(ConfigError, match=wanted):
+        estimate_from_command_line("debug", TINY, **settings, **paths)
+
+
+@pytest.mark.slow
+def test_what_libraries_say_at_import_is_not_shown():
+    done = in_a_process("debug", "--world-size=2", *TINY, "--model.converters=quantize.linear.float8")
+    assert done.returncode == 0
+    assert not done.stderr
 
 
 @pytest.fixture(scope="module")
