@@ -145,8 +145,8 @@ def apply_float8(model: nn.Module, config: Config, parameters: Sequence[Paramete
     not multiples of 16, and an output that is tied, because its weight is the embedding's. An output of its own is
     converted unless it is named, as in torchtitan.
     """
-    # It tells of C++ parts that training does not use
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    for talks in ("torchao", "torch.utils._pytree"):  # of C++ parts and registrations that training does not use
+        logging.getLogger(talks).setLevel(logging.ERROR)
     from torchao.float8 import convert_to_float8_training
 
     settings = config.float8
