@@ -34,6 +34,22 @@ INFER_BELOW = {
     "decoding": {"text", "model"},
     "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
 }
+# The same of the memory estimate: its two engines, formula and trace, know nothing of each other
+MEMORY_BELOW = {
+    "formula": {"constants", "layout", "parts", "schedules"},
+    "trace": {"constants", "parts", "schedules"},
+    "replay": {"trace"},
+    "published": {"formula", "trace", "replay", "constants", "verdict"},
+}
+TRACE_BELOW = {
+    "kernels": set(),
+    "record": {"kernels", "events"},
+    "compile": {"kernels", "record"},
+    "expand": {"events"},
+    "pipeline": {"kernels", "record", "expand", "capture", "traced", "events"},
+}
+# What works on a trace once it is made, and the formula once its numbers are read: quick, and without torch
+MEMORY_WITHOUT_TORCH = ("formula.closed_form", "trace.expand.expand", "trace.expand.shallow", "replay.replay")
 
 
 def imported_names(file: Path) -> set[str]:
@@ -71,14 +87,20 @@ def test_packages_in_converters_point_one_way():
     assert {file: packages for file, packages in wrong.items() if packages} == {}
 
 
-def test_packages_of_inference_point_one_way():
-    folder = ROOT / "titan_tools" / "infer"
-    assert {file.parent.name for file in folder.glob("*/__init__.py")} == set(INFER_BELOW)
+@pytest.mark.parametrize(
+    ("folder", "all_below"),
+    [("infer", INFER_BELOW), ("memory", MEMORY_BELOW), ("memory/trace", TRACE_BELOW)],
+)
+def test_packages_of_a_tool_point_one_way(folder, all_below):
+    path = ROOT / "titan_tools" / folder
+    assert {file.parent.name for file in path.glob("*/__init__.py")} == set(all_below)
+    parent = ("titan_tools", *folder.split("/"))
     wrong = {}
-    for package, below in INFER_BELOW.items():
-        for file in (folder / package).glob("*.py"):
-            used = {name.split(".")[2] for name in imported_names(file) if name.startswith("titan_tools.infer.")}
-            wrong[f"{package}/{file.name}"] = sorted(used - below - {package})
+    for package, below in all_below.items():
+        for file in (path / package).rglob("*.py"):
+            names = [name.split(".") for name in imported_names(file)]
+            used = {name[len(parent)] for name in names if tuple(name[: len(parent)]) == parent}
+            wrong[str(file.relative_to(path))] = sorted(used - below - {package})
     assert {file: packages for file, packages in wrong.items() if packages} == {}
 
 
@@ -135,3 +157,9 @@ def test_only_download_loads_the_hubs_client():
 
 def test_models_loads_no_torch():
     assert "torch" not in modules_loaded_by("models")
+
+
+def test_traces_are_expanded_and_replayed_without_torch():
+    wanted = ", ".join(f"titan_tools.memory.{name}" for name in MEMORY_WITHOUT_TORCH)
+    code = f"import sys, {wanted}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -7,9 +7,9 @@ from titan_tools.console import count, table
 from titan_tools.memory.constants import ENGINES_AGREE, GIB
 from titan_tools.memory.estimate import Estimate, RankEstimate
 from titan_tools.memory.instants import in_words
+from titan_tools.memory.parts import PARTS
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
-from titan_tools.memory.trace.events import PARTS
 from titan_tools.memory.verdict import Verdict
 
 LABELS = {

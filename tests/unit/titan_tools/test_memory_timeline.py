@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from tests.memory_traces import MIB, TraceMaker, make_step_trace
+from titan_tools.memory.parts import PARTS
 from titan_tools.memory.replay.columns import tell_columns
 from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.replay.timeline import STACK, draw_timeline
-from titan_tools.memory.trace.events import PARTS
 
 GIB = 1 << 30
 

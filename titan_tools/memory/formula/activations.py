@@ -7,6 +7,7 @@ dropout in fp16. A test counts what torch keeps on CPU.
 
 from dataclasses import dataclass
 
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from titan_tools.memory.formula.run_shape import RunShape
 
 FP32 = 4
@@ -121,8 +122,7 @@ def kept_block(run: RunShape, layer: int) -> int:
         return kept_whole_block(run)
     if run.recompute.mode == "full":
         return t.stream
-    kept = _reused_by_recompute(t, run)
-    kept += t.whole if run.traits.stored_w2_output else 0
+    kept = _reused_by_recompute(t, run) + t.whole  # w2's result, which backward never reads
     return kept + (2 * t.stream if run.mesh.tp > 1 else 0)  # both reduce-scatters
 
 
@@ -172,6 +172,16 @@ def added_by_moves(run: RunShape, layer: int) -> int:
     return rest + came_in + 2 * t.whole + 2 * t.stream
 
 
+def embedding_backward_bytes(run: RunShape) -> int:
+    """Inside of the embedding's backward on a GPU: tokens sorted, with places of eight bytes; sums of rows in fp32."""
+    tokens = run.num_tokens
+    if tokens <= EMBEDDING_UNSORTED_TOKENS:
+        return 0
+    rows = min(tokens, run.args.vocab_size)
+    sums = rows + tokens // EMBEDDING_ROWS_PER_THREAD
+    return 8 * (3 * tokens + 2 * rows + sums) + sums * run.args.dim * FP32
+
+
 def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:
     """What was kept and is gone by then: w2's result, or under TP the two sums, unless recomputation stops before them.
 
@@ -179,4 +189,4 @@ def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:
     """
     if run.mesh.tp > 1:
         return t.stream if run.recompute.stops_early else 2 * t.stream
-    return t.whole if run.traits.stored_w2_output and not run.recompute.stops_early else 0
+    return 0 if run.recompute.stops_early else t.whole

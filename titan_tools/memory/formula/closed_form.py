@@ -9,25 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
-from titan_tools.memory.formula.activations import FP32, Activations, activations_of, keeps_whole_block
+from titan_tools.memory.formula.activations import (
+    FP32,
+    Activations,
+    activations_of,
+    embedding_backward_bytes,
+    keeps_whole_block,
+)
 from titan_tools.memory.formula.holdings import Group, groups_of_stage
 from titan_tools.memory.formula.loss import LossBytes, loss_bytes, validation_loss_bytes
 from titan_tools.memory.formula.optimizer import step_bytes
 from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.parts import PARTS
 from titan_tools.memory.schedules import Action, actions_of_rank
-
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "recompute",
-    "logits_and_loss",
-    "all_gather",
-    "reduce_scatter",
-    "pipeline_buffers",
-    "workspaces",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +237,12 @@ class _Rank:
             yield self.instant(f"gradients of {what}", gradients=made)
         elif run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: till then whole fp32 gradients
             elements = self._gradient_elements(group)
+            is_embedding = group.name == "tok_embeddings" and group.name in self.accumulated
+            made_within = embedding_backward_bytes(run) if is_embedding else 0  # a first sum comes after the kernel
             self.accumulated[group.name] = elements * FP32
             self.gathered[group.name] = whole
-            yield self.instant(f"gradients of {what} added up", gradients=elements * run.compute_bytes)
+            made = elements * run.compute_bytes
+            yield self.instant(f"gradients of {what} added up", gradients=made, workspaces=made_within)
         else:
             yield from self._reduce_scatter(group, what, whole=whole)
 

@@ -19,7 +19,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTraits:
-    """How the train step is built, where that moves memory. Defaults are titan's; tests set those of published runs."""
+    """How the train step is built, where that moves memory. Defaults are titan's; published/measure.py sets others."""
 
     # fused keeps one fp32 number per token; composite an fp32 copy of input and result; python of the input and, in the
     # compute dtype, of the result before its weight
@@ -30,7 +30,6 @@ class BuildTraits:
     loss_in_forward: bool = True  # the loss ends the model's forward, within which FSDP keeps what it gathered last
     mask_tensors: bool = False  # context parallel's attention takes masks, as on a CPU; a GPU's is told what they are
     stored_gathers: bool = True  # and the results of all-gathers under TP
-    stored_w2_output: bool = True  # op-level checkpointing stores w2's result, which backward never reads (eager)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

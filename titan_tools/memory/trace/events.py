@@ -8,20 +8,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 COMPUTE = "compute"  # the default stream
+NO_LAYER = -1
+PER_PARAMETER = "*"  # how the owner of a block begins that holds one number for each parameter of the rank
+_LAYERS = "layers."
 
-PARTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "recompute",
-    "logits_and_loss",
-    "all_gather",
-    "reduce_scatter",
-    "pipeline_buffers",
-    "workspaces",
-    "other",
-)
+
+def layer_of(fqn: str) -> int:
+    """The layer that an FQN lies in, NO_LAYER if none."""
+    if not fqn.startswith(_LAYERS):
+        return NO_LAYER
+    return int(fqn[len(_LAYERS) :].partition(".")[0])
 
 
 class Place(NamedTuple):
@@ -40,7 +36,7 @@ class Block:
 
     num_bytes: int  # as asked for; the allocator rounds
     stream: str  # whose pool it comes from
-    part: str  # one of PARTS
+    part: str  # one of parts.py's
     place: Place  # at which it was allocated
     owner: str = ""  # FQN of the parameter, or module, that it belongs to, where that is known
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace
 from titan_tools.memory.trace.expand.depth import Depth
-from titan_tools.memory.trace.events import Block, Trace
-from titan_tools.memory.trace.expand.templates import NO_LAYER, PER_PARAMETER, Aperiodic, Key, Piece, cut, play
+from titan_tools.memory.trace.expand.templates import Aperiodic, Key, Piece, cut, play
 
 _REACH = 2  # layers: how far from its own a layer may free what moves along with it
 

@@ -7,8 +7,8 @@ from math import prod
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import MeshShape, local_box, module_of
+from titan_tools.memory.trace.events import NO_LAYER, layer_of
 from titan_tools.memory.trace.expand.depth import Depth, captured_layers
-from titan_tools.memory.trace.expand.templates import NO_LAYER, layer_of
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.stages import StageSplit, split_model
 

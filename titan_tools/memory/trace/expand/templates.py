@@ -19,11 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from titan_tools.memory.trace.events import Block, Place, Segment, Trace
+from titan_tools.memory.trace.events import NO_LAYER, Block, Place, Segment, Trace, layer_of
 
-NO_LAYER = -1
-PER_PARAMETER = "*"  # the owner of a block that holds one number for each parameter of the rank
-_LAYERS = "layers."
 _ANY_LAYER = "layers.*"
 
 
@@ -52,7 +49,7 @@ class Key(NamedTuple):
 
     @property
     def place(self) -> Place:
-        module = f"{_LAYERS}{self.layer}" if self.module == _ANY_LAYER else self.module
+        module = f"layers.{self.layer}" if self.module == _ANY_LAYER else self.module
         return Place(self.step, self.phase, self.stage, self.microbatch, module)
 
 
@@ -73,13 +70,6 @@ class Piece:
     freed: list[Block] = field(default_factory=list)  # by each event that frees, in turn
     outlive: dict[Name, int] = field(default_factory=dict)  # name → index
     kept: set[int] = field(default_factory=set)  # indices of the blocks that are never freed
-
-
-def layer_of(fqn: str) -> int:
-    """The layer that an FQN lies in, NO_LAYER if none."""
-    if not fqn.startswith(_LAYERS):
-        return NO_LAYER
-    return int(fqn[len(_LAYERS) :].partition(".")[0])
 
 
 def cut(trace: Trace) -> list[Piece]:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
+
 aten = torch.ops.aten
 
-_ATOMIC_UP_TO = 3072  # indices, of an embedding's backward that needs no sorting
-_ROWS_PER_THREAD = 10
+OwnBuffers = Callable[[tuple], int]  # an operation's inputs → bytes
+
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
 
@@ -26,10 +28,10 @@ def embedding_backward_bytes(args: tuple) -> int:
     """
     gradient, indices, num_weights = args[:3]
     count = indices.numel()
-    if count <= _ATOMIC_UP_TO:
+    if count <= EMBEDDING_UNSORTED_TOKENS:
         return 0
     num_segments = min(count, num_weights)
-    num_partial = count // _ROWS_PER_THREAD + num_segments
+    num_partial = count // EMBEDDING_ROWS_PER_THREAD + num_segments
     index_bytes = indices.element_size() * (3 * count + 2 * num_segments + num_partial)
     return index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
 
@@ -44,7 +46,7 @@ def foreach_norm_bytes(args: tuple) -> int:
     return len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
 
 
-CUDA_BUFFERS: dict[Any, Callable[[tuple], int]] = {
+CUDA_BUFFERS: dict[Any, OwnBuffers] = {
     aten.embedding_dense_backward.default: embedding_backward_bytes,
     aten._foreach_norm.Scalar: foreach_norm_bytes,
 }

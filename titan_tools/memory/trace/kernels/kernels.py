@@ -14,11 +14,10 @@ from torch import Tensor
 import trainer.optim
 import trainer.parallel.context
 from titan_tools.memory.constants import HOPPER, MIB, Gpu
-from titan_tools.memory.trace.kernels.cuda_buffers import CUDA_BUFFERS
+from titan_tools.memory.trace.kernels.cuda_buffers import CUDA_BUFFERS, OwnBuffers
 from titan_tools.memory.trace.kernels.float8 import float8_as_on_gpu
 from titan_tools.memory.trace.kernels.fp32_attention import causal_in_fp32, for_any_dtype, prefix_in_fp32
 from titan_tools.memory.trace.kernels.fused_norm import fused_norm
-from titan_tools.memory.trace.record.recorder import Workspace
 
 aten = torch.ops.aten
 
@@ -35,7 +34,7 @@ class Kernels:
     attention: Literal["own", "flash", "cudnn"] = "own"
     norm: Literal["own", "fused"] = "own"
     cublas_mib: float = 0.0
-    workspaces: Mapping[Any, Workspace] = field(default_factory=dict)
+    workspaces: Mapping[Any, OwnBuffers] = field(default_factory=dict)
 
 
 def gpu_kernels(gpu: Gpu) -> Kernels:

@@ -11,15 +11,15 @@ from converters.collector import collector_paused
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.events import Trace
+from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.expand.expand import expand_layers
+from titan_tools.memory.trace.expand.shallow import Shallow, layer_period, shallow_model
+from titan_tools.memory.trace.expand.templates import Aperiodic
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.pipeline.compose import compose
 from titan_tools.memory.trace.pipeline.order import Order, of_one_microbatch, orders_of_ranks, shortest
 from titan_tools.memory.trace.pipeline.short import shortened
 from titan_tools.memory.trace.pipeline.templates import Captured, NotComposable, Templates, read_templates
-from titan_tools.memory.trace.expand.shallow import Shallow, layer_period, shallow_model
-from titan_tools.memory.trace.expand.templates import NO_LAYER, Aperiodic, layer_of
 from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.sections import Config
 from trainer.parallel_dims import samples_per_step

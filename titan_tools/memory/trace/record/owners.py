@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from titan_tools.memory.trace.events import Block
-from titan_tools.memory.trace.expand.templates import NO_LAYER, PER_PARAMETER, layer_of
+from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, layer_of
 
 if TYPE_CHECKING:
     from titan_tools.memory.trace.record.recorder import Recorder

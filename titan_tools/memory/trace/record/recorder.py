@@ -1,16 +1,18 @@
 """Fake tensors whose allocations are written down: each storage that comes and goes, and where the step stands."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
+from titan_tools.memory.trace.kernels.cuda_buffers import OwnBuffers
 from titan_tools.memory.trace.record import owners
 from titan_tools.memory.trace.record.answers import note_question, number_in
 from titan_tools.memory.trace.record.gradient_sums import holders_of_a_gradient, is_sum_in_place
@@ -156,24 +158,26 @@ class Recorder:
         self._segment.events.append(event)
 
 
-# (operation's inputs, what it makes) → bytes of the kernel's own buffers, which no dispatch shows
-Workspace = Callable[[tuple, Any], int]
-
-
 class RecordedTensors(FakeTensorMode):
     """Fake tensors that a recorder watches; answers.py says what number is in one.
 
     `workspaces`: what kernels allocate inside of themselves, by operation.
     """
 
-    def __init__(self, recorder: Recorder, workspaces: Mapping[Any, Workspace]):
+    def __init__(self, recorder: Recorder, workspaces: Mapping[Any, OwnBuffers]):
         self._alone = holders_of_a_gradient()
         # An operation without a fake kernel is refused, and not run on real memory to see what comes out
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.recorder, self.workspaces = recorder, workspaces
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        is_plain = all(kind in _PLAIN for kind in types)  # a DTensor comes again, as what it wraps
+        if (
+            DTensor in types
+        ):  # it comes again, as what it wraps; super() says so too, after it has described all tensors
+            return NotImplemented
+        if func is torch.ops.prim.device.default:  # half of all that is asked
+            return super().dispatch(func, types, args, kwargs)
+        is_plain = all(kind in _PLAIN for kind in types)
         if is_plain and func is torch.ops.aten._local_scalar_dense.default:
             return number_in(args[0])
         if is_plain and (
