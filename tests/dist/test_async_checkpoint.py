@@ -11,7 +11,6 @@ from converters.names import RUN_LOCK
 from tests.dist import runs
 
 FSDP2 = runs.FSDP2
-MODES = ("async", "async_with_pinned_mem")
 
 
 def _config(data, dump, mode, *, steps=4, interval=2, **checkpoint):
@@ -29,7 +28,7 @@ def _differing_files(a, b):
     return [*different, *odd, *found.left_only, *found.right_only]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.slow), "async_with_pinned_mem"])
 def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tmp_path, tmp_path_factory, mode):
     """A save takes longer than the steps until the next: it writes what its step left, not what is there now."""
     case = runs.run_beside_with_numbers_from_outside  # a family's that titan does not have: the process must find it
@@ -47,7 +46,7 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tm
     assert talk.index("for step 2 to be written") < talk.index("step-4")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])
 def test_a_failure_of_one_rank_ends_the_run_on_all_at_the_next_step(pools, data, tmp_path, mode):
     # no other save is due that could tell: without being asked for at each step, this would not end
     rarely = {"interval": 100_000, "enable_first_step_checkpoint": True, "max_failed_saves": 0}

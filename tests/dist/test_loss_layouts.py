@@ -48,21 +48,27 @@ def with_loss(layout: Layout, **training) -> Layout:
     return replace(layout, training=layout.training | training)
 
 
+CASES = [
+    (Layout("replicas", 2, {"data_parallel_replicate_degree": 2}), "debug_tied"),
+    (Layout("tp", 2, {TP: 2}), "debug_tied"),
+    (Layout("tp, whole logits", 2, {TP: 2, "disable_loss_parallel": True}), "debug_gqa"),
+    (Layout("cp", 2, {CP: 2}), "debug_gqa"),
+    (Layout("1F1B", 2, {PP: 2}), "debug_tied"),
+    (Layout("zero bubble, tp", 4, ZB | {TP: 2}), "debug_gqa"),
+    (Layout("hsdp", 4, {"data_parallel_replicate_degree": 2}), "qwen3/debug_tied"),
+    (Layout("always resharded", 2, {"fsdp_reshard_after_forward": "always"}), "debug_gqa"),
+]
+# Nothing that these do not have
+SLOW_CASES = [
+    (Layout("one"), "debug_tied"),
+    (Layout("fsdp", 2), "debug_gqa"),
+    (Layout("GPipe", 2, {PP: 2, "pipeline_parallel_schedule": "GPipe"}), "debug_tied"),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "flavor"),
-    [
-        (Layout("one"), "debug_tied"),
-        (Layout("fsdp", 2), "debug_gqa"),
-        (Layout("replicas", 2, {"data_parallel_replicate_degree": 2}), "debug_tied"),
-        (Layout("tp", 2, {TP: 2}), "debug_tied"),
-        (Layout("tp, whole logits", 2, {TP: 2, "disable_loss_parallel": True}), "debug_gqa"),
-        (Layout("cp", 2, {CP: 2}), "debug_gqa"),
-        (Layout("1F1B", 2, {PP: 2}), "debug_tied"),
-        (Layout("GPipe", 2, {PP: 2, "pipeline_parallel_schedule": "GPipe"}), "debug_tied"),
-        (Layout("zero bubble, tp", 4, ZB | {TP: 2}), "debug_gqa"),
-        (Layout("hsdp", 4, {"data_parallel_replicate_degree": 2}), "qwen3/debug_tied"),
-        (Layout("always resharded", 2, {"fsdp_reshard_after_forward": "always"}), "debug_gqa"),
-    ],
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_gradients_in_pieces_are_those_of_whole_logits(pools, layout, flavor):
@@ -76,8 +82,15 @@ def test_in_bf16_they_differ_by_its_rounding(pools):
     assert_alike(pools[4].run(losses_and_gradients, layouts, "debug_gqa"), bound=2e-2)
 
 
-@pytest.mark.parametrize("parallelism", [{TP: 2}, {PP: 2}], ids=["tp", "pp"])
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize(
+    ("parallelism", "loss"),
+    [
+        pytest.param({TP: 2}, "plain", id="tp, plain"),
+        pytest.param({PP: 2}, "chunked", id="pp, chunked"),
+        pytest.param({TP: 2}, "chunked", id="tp, chunked", marks=pytest.mark.slow),
+        pytest.param({PP: 2}, "plain", id="pp, plain", marks=pytest.mark.slow),
+    ],
+)
 def test_a_compiled_loss_changes_nothing(pools, parallelism, loss):
     eager = Layout("eager", 2, parallelism, {"loss": loss})
     layouts = [eager, replace(eager, sections=COMPILED)]

@@ -24,7 +24,11 @@ CP2 = {"parallelism": {"context_parallel_degree": 2}}
 # rank 0 holds the embedding and its copy, the output
 V2 = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}}
 LAYOUTS = {"fsdp2": FSDP2, "tp2": TP2, "pp2": PP2, "v2": V2, "cp2": CP2}
-SAME = [("debug_gqa", "fsdp2"), ("debug_gqa", "tp2"), ("debug_tied", "pp2"), ("debug_tied", "v2")]
+SAME = [
+    ("debug_gqa", "fsdp2"),
+    ("debug_tied", "v2"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("debug_gqa", "tp2"), ("debug_tied", "pp2"))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor
     }
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "v2", "cp2"])
+@pytest.mark.parametrize("name", ["tp2", pytest.param("pp2", marks=pytest.mark.slow), "v2", "cp2"])
 def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs, tmp_path, name):
     whole = whole_runs("debug_tied", "fsdp2")
     config = runs.make_config(data, tmp_path, flavor="debug_tied", **LAYOUTS[name])
