@@ -171,9 +171,8 @@ class RecordedTensors(FakeTensorMode):
         self.recorder, self.workspaces = recorder, workspaces
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if (
-            DTensor in types
-        ):  # it comes again, as what it wraps; super() says so too, after it has described all tensors
+        # A DTensor comes again, as what it wraps; super() says so too, after it has described all tensors
+        if DTensor in types:
             return NotImplemented
         if func is torch.ops.prim.device.default:  # half of all that is asked
             return super().dispatch(func, types, args, kwargs)
