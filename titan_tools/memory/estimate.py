@@ -7,9 +7,10 @@ from typing import Any
 from converters.layout import MeshShape
 from titan_tools.memory.assumptions import assumptions_of
 from titan_tools.memory.constants import ENGINES_AGREE, GPUS, Gpu
-from titan_tools.memory.formula.closed_form import Instant, peak_instant
+from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import RunShape
 from titan_tools.memory.gpus import DEFAULT
 from titan_tools.memory.replay.allocator import AllocatorName

@@ -20,9 +20,10 @@ from titan_tools.memory.allocator_settings import allocator_of_environment, unmo
 from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
-from titan_tools.memory.formula.closed_form import Instant, instants, peak_instant
+from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.parts import PARTS
 from titan_tools.memory.suggestions import changes

@@ -17,8 +17,9 @@ from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
-from titan_tools.memory.formula.closed_form import Instant, instants
+from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
 from trainer.build import build
 from trainer.config.load import load_config

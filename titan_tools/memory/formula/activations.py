@@ -59,9 +59,7 @@ class BlockTensors:
     logsumexp: int  # fp32, per head and token
     norm: int  # what a norm keeps besides the stream that it reads
     head_norms: int  # what the norms of q and k keep, the results of wq and wk included; 0 without such norms
-    masks: (
-        int  # context parallel: masks of the two chunks of a rank's queries, which SDPA turns from booleans to floats
-    )
+    masks: int  # context parallel: of both chunks of a rank's queries; SDPA turns them from booleans to floats
 
 
 def block_tensors(run: RunShape) -> BlockTensors:

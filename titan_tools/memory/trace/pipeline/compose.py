@@ -12,7 +12,7 @@ import numpy as np
 
 from titan_tools.memory.trace.events import Block, Place, Segment, Trace
 from titan_tools.memory.trace.pipeline.order import NO_MICROBATCH, Order
-from titan_tools.memory.trace.pipeline.templates import (
+from titan_tools.memory.trace.pipeline.spans import (
     Captured,
     History,
     Key,

@@ -19,7 +19,8 @@ from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.pipeline.compose import compose
 from titan_tools.memory.trace.pipeline.order import Order, of_one_microbatch, orders_of_ranks, shortest
 from titan_tools.memory.trace.pipeline.short import shortened
-from titan_tools.memory.trace.pipeline.templates import Captured, NotComposable, Templates, read_templates
+from titan_tools.memory.trace.pipeline.spans import Captured, NotComposable, Templates
+from titan_tools.memory.trace.pipeline.templates import read_templates
 from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.sections import Config
 from trainer.parallel_dims import samples_per_step
