@@ -10,6 +10,7 @@ from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.trace.kernels import cuda_buffers
+from titan_tools.memory.trace.kernels.kernels import gpu_kernels
 from trainer.config.load import load_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,3 +95,16 @@ def test_a_pipelines_embedding_adds_up_gradients_while_its_kernel_holds_sums():
     found = [i for i in instants(run, pp_rank=0, gpu=GPUS["h100-80"], steady=True) if "embedding added up" in i.when]
     workspaces = [instant.parts["workspaces"] - 2 * 32 * 2**20 for instant in found]
     assert workspaces == [0, *[embedding_backward_bytes(run)] * 3]
+
+
+def test_attentions_backward_takes_padded_rows_and_gradients_per_query_head():
+    """flash_api.cpp, mha_bwd: 200 queries of 40 as 256 of 64 in fp32, a row sum each; dk and dv in bf16 if grouped."""
+    queries = torch.empty(2, 4, 200, 40, dtype=torch.bfloat16, device="meta")
+    grouped = queries[:, :2]
+    flash, cudnn = (gpu_kernels(GPUS[name]).workspaces for name in ("a100-80", "h100-80"))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    rows = 2 * 4 * 256 * (64 + 1) * 4
+    assert flash[backward]((queries, queries, queries, queries)) == rows
+    assert flash[backward]((queries, queries, grouped, grouped)) == rows + 2 * 2 * 200 * 4 * 40 * 2
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    assert cudnn[backward]((queries, queries, grouped, grouped)) == 2 * 4 * 200 * (40 + 1) * 4
