@@ -101,6 +101,7 @@ def _fitting(config: Config, world_size: int) -> MeshShape | None:
 
 
 def _allocated_bytes(config: Config, dims: MeshShape, gpu: Gpu) -> int:
+    """Of the fullest rank: in a pipeline the first has the most microbatches in flight, the last has the loss."""
     run = run_shape(config, world_size=dims.world_size)
-    ranks = (peak_instant(run, pp_rank=rank, gpu=gpu, steady=True) for rank in range(dims.pp))
+    ranks = (peak_instant(run, pp_rank=rank, gpu=gpu, steady=True) for rank in {0, dims.pp - 1})
     return max(instant.total_bytes for instant in ranks)
