@@ -97,6 +97,7 @@ def test_the_commands_of_the_page_run(folder):
     assert losses.keys() == set(range(1, 7)) and losses[6] < losses[1] - 0.03
 
 
+@pytest.mark.slow
 def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
     layouts = {
         "one": {},
