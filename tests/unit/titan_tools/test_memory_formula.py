@@ -91,7 +91,6 @@ THOROUGH = [
     ("wide", pipeline("GPipe", fsdp=2), FULL),
     ("wide", pipeline("1F1B", fsdp=2, tp=2), OP),
     ("wide", pipeline("Interleaved1F1B", tp=2), NONE),
-    ("wide", pipeline("LoopedBFS", fsdp=2), OP),
     *(("wide", degrees(fsdp=2), "--training.seq_len=32", FULL, f"--optimizer.implementation={kind}", moments)
       for kind in ("for-loop", "foreach", "fused")
       for moments in ("", BF16_MOMENTS)),
