@@ -140,6 +140,7 @@ def test_offload_leaves_on_the_gpu_what_a_step_moves_there(config_of):
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
+        (pipeline("LoopedBFS", fsdp=2), "up to 5 % above what is traced"),
         (f"{degrees()} --compile.enable", "the compiler fuses operations"),
         (f"{degrees()} --compile.enable --activation_checkpoint.mode=memory_budget", "chooses what is recomputed"),
         (f"{degrees()} {FP32}", "attention in fp32"),
