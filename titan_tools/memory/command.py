@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
-from converters.families.registry import get_family
-from converters.layout import MeshShape
 from titan_tools.console import print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.replay.allocator import AllocatorName
+from titan_tools.memory.same_command import same_command
 from titan_tools.memory.trace.coverage import trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
@@ -44,7 +43,15 @@ def estimate_from_command_line(
     settings = load_config(config, overrides)
     problems += _gpu_problems(settings, gpu)
     dims = resolved_layout(settings, world_size=world_size, problems=problems)
-    _refuse_gaps(settings, dims)
+    if gaps := trace_gaps(settings, dims):
+        flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
+        flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
+        nearest = {gap.keys[0]: gap.nearest for gap in gaps}
+        raise UnsupportedError(
+            "no estimate is given for what is not covered:" + list_offenders([gap.reason for gap in gaps], most=50),
+            hint="a guess would be worse than none",
+            tries=[same_command(config, overrides, flags=flags, changed=nearest)],
+        )
 
     from titan_tools.memory import report
     from titan_tools.memory.estimate import estimate
@@ -61,14 +68,6 @@ def estimate_from_command_line(
     else:
         report.show(found)
     return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
-
-
-def _refuse_gaps(config: Config, dims: MeshShape) -> None:
-    if gaps := trace_gaps(config, dims, get_family(config.model.name).flavors[config.model.flavor]):
-        raise UnsupportedError(
-            "no estimate is given for what is not covered:" + list_offenders(gaps, most=50),
-            hint="a guess would be worse than none",
-        )
 
 
 def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -415,13 +416,19 @@ def test_what_the_closed_form_does_not_describe_is_told_beside_the_trace(capsys,
     assert "traced only; the closed form does not describe model.converters" in capsys.readouterr().out
 
 
-def test_a_refusal_is_told_and_nothing_else(titan):
-    words = ["--parallelism.tensor_parallel_degree=2", "--parallelism.enable_async_tensor_parallel", "--compile.enable"]
-    code, out, told = titan("estimate-memory", "llama3_8b", "--world-size", "8", *words, "--debug.deterministic")
+def test_a_refusal_says_what_to_try_and_that_works(titan):
+    words = [*TINY, "--world-size", "2", "--debug.no_deterministic", "--debug.deterministic", "true"]
+    code, out, told = titan("estimate-memory", "debug", *words, "--gpu", "0.5", "--json")
     assert code == 2
-    assert told.startswith("error:")
-    assert "enable_async_tensor_parallel" in told and "debug.deterministic" in told
     assert out == ""
+    error, reason, hint, line = told.splitlines()
+    assert error.startswith("error:") and "debug.deterministic" in reason and hint.startswith("hint:")
+    tried = shlex.split(line.removeprefix("try: titan "))
+    assert tried[:2] == ["estimate-memory", "debug"]
+    assert [word for word in tried if "deterministic" in word] == ["--debug.deterministic=false"]
+    code, out, _ = titan(*tried)
+    assert code in (0, 1, 5)
+    assert json.loads(out)["verdicts"].keys() == {"0.5 GiB"}
 
 
 def test_a_file_that_is_no_config_is_an_error(titan, tmp_path):

@@ -96,18 +96,18 @@ def test_gaps_are_told_with_their_reasons_and_presets_have_few():
         + ["--parallelism.enable_async_tensor_parallel"],
     )
     dims = resolve(config.parallelism, 8)
-    told = trace_gaps(config, dims, ONE_LAYER)
-    assert [reason.split(":")[0] for reason in told] == [
+    told = trace_gaps(config, dims)
+    assert [gap.keys[0] for gap in told] == [
         "parallelism.enable_async_tensor_parallel",
         "debug.deterministic",
         "compile.backend",
     ]
-    assert all("nearest" in reason for reason in told)
+    assert all(gap.reason.startswith(gap.keys[0]) and f"nearest: {gap.nearest}" in gap.reason for gap in told)
     for preset, world_size in (("debug", 8), ("llama3_8b", 8), ("llama3_8b_float8", 8), ("llama3_405b_512", 512)):
         config = load_config(preset)
-        assert not trace_gaps(config, resolve(config.parallelism, world_size), ONE_LAYER)
+        assert not trace_gaps(config, resolve(config.parallelism, world_size))
     config = load_config("llama3_70b_256")
-    assert len(trace_gaps(config, resolve(config.parallelism, 256), ONE_LAYER)) == 1
+    assert len(trace_gaps(config, resolve(config.parallelism, 256))) == 1
 
 
 def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_is(monkeypatch):

@@ -107,7 +107,7 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) ->
     # flash attention, also on Hopper: torchtitan put cuDNN's first on Blackwell only
     kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if then.norm == "fused" else "own")
     args = get_family(config.model.name).flavors[config.model.flavor]
-    if gaps := trace_gaps(config, dims, args):
+    if gaps := [gap.reason for gap in trace_gaps(config, dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     ranks = range(0, dims.world_size, dims.world_size // dims.pp)
     with as_built_then(then, tp=dims.tp):

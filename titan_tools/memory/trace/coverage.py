@@ -6,7 +6,6 @@ A key that nobody has decided on fails tests/unit/titan_tools/test_memory_covera
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from converters.families.base import ModelArgs
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 
@@ -168,11 +167,12 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What cannot be traced truly: the keys that ask for it, when they do, and the reason."""
+    """What cannot be traced truly: the keys that ask for it, when they do, the reason, and the nearest that can be."""
 
     keys: tuple[str, ...]
     is_asked_for: Callable[[Config, MeshShape], bool]
     reason: str
+    nearest: str  # value of the first key
 
 
 GAPS = (
@@ -181,12 +181,14 @@ GAPS = (
         lambda config, dims: config.parallelism.enable_async_tensor_parallel and dims.tp > 1,
         "parallelism.enable_async_tensor_parallel: its buffers lie in symmetric memory, whose sizes are not known here;"
         " nearest: false, which holds what is gathered in torch's allocator instead",
+        "false",
     ),
     Gap(
         ("debug.deterministic", "debug.deterministic_warn_only"),
         lambda config, dims: config.debug.deterministic,
         "debug.deterministic: kernels that add up in a fixed order take other buffers (attention's backward one for"
         " every few multiprocessors), which are not known here; nearest: false",
+        "false",
     ),
     Gap(
         ("compile.backend",),
@@ -195,10 +197,11 @@ GAPS = (
         ),
         f"compile.backend: what another compiler than {', '.join(TRACED_BACKENDS)} keeps and fuses is not known;"
         " nearest: inductor",
+        "inductor",
     ),
 )
 
 
-def trace_gaps(config: Config, dims: MeshShape, args: ModelArgs) -> list[str]:
-    """What the config asks for and no trace follows, each with the reason; empty where a trace can be believed."""
-    return [gap.reason for gap in GAPS if gap.is_asked_for(config, dims)]
+def trace_gaps(config: Config, dims: MeshShape) -> list[Gap]:
+    """What the config asks for and no trace follows; empty where a trace can be believed."""
+    return [gap for gap in GAPS if gap.is_asked_for(config, dims)]
