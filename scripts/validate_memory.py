@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Published peaks of torchtitan runs against the estimate: prints the table, writes it, exits 1 where it is not good.
 
+Rows whose runs are not covered are told apart with the reason; rows that cannot be read fail alone.
+
     python scripts/validate_memory.py ../shared/data/memory_published.csv --write docs/memory_validation.md
 
 How it works: titan_tools/memory/published.
@@ -12,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from converters.errors import TitanError
+from converters.errors import TitanError, UnsupportedError
 from titan_tools.memory.published.measure import estimate
-from titan_tools.memory.published.rows import read_rows
+from titan_tools.memory.published.rows import Refusal, read_rows
 from titan_tools.memory.published.table import document, markdown, score
 
 
@@ -24,17 +26,24 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file to write the comparison to")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to look at; all if left out")
     given = parser.parse_args()
-    rows = read_rows(given.table.read_text())
-    estimates, refused = [], []
+    try:
+        rows, refused = read_rows(given.table.read_text())
+    except (OSError, UnicodeDecodeError, TitanError) as error:
+        parser.error(f"{given.table}: {error}")
+    if unknown := set(given.only or ()) - {each.id for each in (*rows, *refused)}:
+        parser.error(f"no such row: {', '.join(sorted(unknown))}")
+    rows, refused = ([each for each in some if not given.only or each.id in given.only] for some in (rows, refused))
+    for each in refused:
+        print(f"{each.id}: {each.run}: {each.why}", file=sys.stderr)
+    estimates = []
     for row in rows:
-        if given.only and row.id not in given.only:
-            continue
         try:
             estimates.append(estimate(row))
-            print(f"{row.id}: {row.run}: {estimates[-1].high_gib:.2f} GiB", file=sys.stderr)
-        except TitanError as error:
-            refused.append((row, error.message))
-            print(f"{row.id}: {row.run}: {error.message}", file=sys.stderr)
+            said = f"{estimates[-1].high_gib:.2f} GiB"
+        except Exception as error:  # the other rows are asked all the same; what is not covered is no failure of ours
+            said = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
+            refused.append(Refusal(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
+        print(f"{row.id}: {row.run}: {said}", file=sys.stderr, flush=True)
     print(markdown(estimates, refused), end="")
     if given.write:
         given.write.write_text(document(estimates, refused))

@@ -1,5 +1,8 @@
 """What is rebuilt of torchtitan for published runs: it computes what our modules do, and reads rows of any layout."""
 
+import csv
+import io
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +14,10 @@ from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import ModelArgs
 from titan_tools.memory.published import modules_then as rebuilt
+from titan_tools.memory.published.cells import Loss
 from titan_tools.memory.published.measure import _variants, estimate
 from titan_tools.memory.published.rows import read_rows
+from titan_tools.memory.published.table import markdown, score
 from titan_tools.memory.published.then import settings_of, then_of
 from trainer.config.load import load_config
 from trainer.loss.cross_entropy import cross_entropy_sum
@@ -29,6 +34,22 @@ float8,loss,fsdp_reshard,norm,metric,value_gib,step,source,notes,allocator,flags
 X1,A,2024-12-26,,H100-96GB HBM2e,95.04,Llama3.1-8B,256,8,16,2,1,2,4,Interleaved 1F1B,1,full,1,rowwise,CE fp32 cast,\
 default,python RMSNorm,reserved,70.0,>=2,,,classic,no
 """
+
+
+def row_of(text, **cells):
+    """The one row of a table, with other cells."""
+    lines = list(csv.DictReader(io.StringIO(text)))
+    (row,), refused = read_rows(table_of([lines[0] | cells]))
+    assert not refused
+    return row
+
+
+def table_of(lines):
+    out = io.StringIO()
+    writer = csv.DictWriter(out, lines[0])
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +82,7 @@ def test_norms_compute_what_torch_does(rms_norm):
 @pytest.mark.parametrize("num_kept", [0, 1, 2])
 def test_the_loss_computes_what_ours_does_and_keeps_the_logits_of_a_step(chunks, num_kept):
     torch.manual_seed(0)
-    (row,) = read_rows(PIPELINED)
+    row = row_of(PIPELINED)
     then = replace(then_of(row), loss_chunks=chunks, num_logits_kept=num_kept)
     made = []
 
@@ -79,7 +100,7 @@ def test_the_loss_computes_what_ours_does_and_keeps_the_logits_of_a_step(chunks,
 
 
 def test_a_row_says_its_layout_in_keys_of_ours():
-    (row,) = read_rows(PIPELINED)
+    row = row_of(PIPELINED)
     preset, *overrides = settings_of(row)
     config = load_config(preset, overrides)
     assert (config.model.name, config.model.flavor) == ("llama3", "8B")
@@ -91,25 +112,113 @@ def test_a_row_says_its_layout_in_keys_of_ours():
     assert config.compile.components == ("model",)
 
 
-def test_a_model_of_no_family_of_ours_is_refused():
-    (row,) = read_rows(PIPELINED)
-    with pytest.raises(ConfigError, match="X1.*Mixtral"):
-        settings_of(replace(row, model="Mixtral-8x7B"))
+def test_the_output_layer_of_a_float8_run_stays_in_bf16():
+    preset, *overrides = settings_of(row_of(PIPELINED, float8="tensorwise dynamic + fp8 all-gather"))
+    float8 = load_config(preset, overrides).float8
+    assert float8.filter_fqns == ("output",)
+    assert (float8.recipe_name, float8.enable_fsdp_float8_all_gather) == (None, True)
 
 
-def test_ring_attention_is_refused():
-    (row,) = read_rows(PIPELINED)
-    with pytest.raises(UnsupportedError, match="ring attention"):
-        settings_of(replace(row, cp=2))
+def test_asynchronous_tensor_parallelism_is_refused_with_the_command_s_own_reason():
+    row = row_of(PIPELINED, notes="3D + AsyncTP")
+    with pytest.raises(UnsupportedError, match="enable_async_tensor_parallel"):
+        estimate(row)
+    assert not row_of(PIPELINED, notes="no async TP").has_async_tp
 
 
-def test_unknown_hardware_is_refused():
-    with pytest.raises(ConfigError, match="MI300X.*A100, H100"):
-        read_rows(PIPELINED.replace("H100-96GB HBM2e", "MI300X"))
+def test_a_compiled_run_compiles_its_loss_since_1033():
+    compiled = {date: then_of(row_of(PIPELINED, date=date)).is_loss_compiled for date in ("2025-03-31", "2025-04-01")}
+    assert compiled == {"2025-03-31": False, "2025-04-01": True}
+    assert not then_of(row_of(PIPELINED, date="2025-06-13", compile="0")).is_loss_compiled
+    assert then_of(row_of(PIPELINED, loss="CE, compiled")).is_loss_compiled
+
+
+@pytest.mark.parametrize(
+    ("column", "spellings", "field", "value"),
+    [
+        ("model", ["Llama3-8B", "Llama 3 8B", "Llama-3.1-8B (128k)", "llama3.1_8b"], "flavor", "8B"),
+        ("model", ["Qwen3-0.6B (tied)", "Qwen 3 0.6B"], "flavor", "0.6B"),
+        ("pp_sched", ["", "1F1B", "1f1b", "Schedule1F1B"], "schedule", "1F1B"),
+        ("pp_sched", ["Interleaved 1F1B", "interleaved_1f1b", "Interleaved1F1B"], "schedule", "Interleaved1F1B"),
+        ("ac", ["selective-op", "selective op", "op", "Selective_Op"], "checkpointing", ("selective", "op")),
+        ("ac", ["selective-layer", "selective-2", "selective layer 2"], "checkpointing", ("selective", "2")),
+        ("ac", ["none", "", "no"], "checkpointing", ("none", "op")),
+        ("float8", ["", "none", "0", "bf16"], "float8", ""),
+        ("float8", ["1", "tensorwise", "tensorwise dynamic", "tensorwise, bf16 all-gather"], "float8", "tensorwise"),
+        (
+            "float8",
+            ["tensorwise+fsdp", "fp8 all-gather", "tensorwise with float8 all-gather"],
+            "float8",
+            "tensorwise, float8 all-gather",
+        ),
+        ("float8", ["rowwise", "row-wise", "rowwise with bfloat16 all-gather"], "float8", "rowwise"),
+        ("float8", ["rowwise_with_gw_hp"], "float8", "rowwise_with_gw_hp"),
+        ("norm", ["python RMSNorm", "rmsnorm (python)"], "norm", "python"),
+        ("norm", ["fused_rmsnorm", "compiled RMSNorm"], "norm", "fused"),
+        ("loss", ["", "CE", "CE fp32 cast, loss parallel", "cross-entropy"], "loss", Loss()),
+        ("loss", ["chunked CE", "chunked CE (8 chunks on logits)", "chunked 8"], "loss", Loss(num_chunks=8)),
+        ("loss", ["chunked (16 chunks)"], "loss", Loss(num_chunks=16)),
+        ("loss", ["compiled", "CE fp32 cast, compiled"], "loss", Loss(is_compiled=True)),
+        ("world", ["16", ""], "world_size", 16),
+        ("dp_shard", ["2", "", "-1"], "dp_shard", 2),
+        ("dp_rep", ["1", ""], "dp_replicate", 1),
+        ("gpu_total_gib", ["95.04", ""], "total_gib", 95.04),
+        ("value_gib", ["OOM", "oom", "out of memory"], "gib", None),
+        ("allocator", ["expandable", "expandable_segments:True"], "allocator", "expandable"),
+        ("allocator", ["classic", "default"], "allocator", "classic"),
+    ],
+)
+def test_spellings_of_a_cell(column, spellings, field, value):
+    assert {text: getattr(row_of(PIPELINED, **{column: text}), field) for text in spellings} == dict.fromkeys(
+        spellings, value
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "why", "is_by_design"),
+    [
+        ("model", "Mixtral-8x7B", "Mixtral.*llama3, qwen3", False),
+        ("model", "Llama3-9B", "no size 9B: .*8B", False),
+        ("hardware", "MI300X", "MI300X.*A100, H100", False),
+        ("value_gib", "", "no number of GiB", False),
+        ("seq_len", "", "no whole number", False),
+        ("tp", "eight", "'eight' is no whole number", False),
+        ("dp_shard", "x", "dp_shard: 'x'", False),
+        ("date", "", "begins with no year", False),
+        ("ac", "budget 0.5", "none, full, selective-op", False),
+        ("compile", "maybe", "neither 0 nor 1", False),
+        ("float8", "half", "tensorwise", False),
+        ("float8", "mxfp8", "not ours", True),
+        ("loss", "focal", "plain|CE", False),
+        ("norm", "layernorm", "python RMSNorm", False),
+        ("metric", "nvidia-smi", "interval", True),
+        ("metric", "peak", "allocated, active, reserved", False),
+        ("pp_sched", "PipeDream", "PipeDream.*1F1B", True),
+        ("allocator", "jemalloc", "classic, expandable", False),
+    ],
+)
+def test_a_cell_that_cannot_be_read_fails_its_row_alone(column, text, why, is_by_design):
+    good = next(csv.DictReader(io.StringIO(PIPELINED)))
+    rows, (refused,) = read_rows(table_of([good, good | {"id": "X2", "flags_known": "yes", column: text}]))
+    assert [row.id for row in rows] == ["X1"]
+    assert re.search(why, refused.why)
+    assert refused.why.startswith(f"column {column}: ")
+    assert (refused.id, refused.is_scored, refused.is_by_design) == ("X2", True, is_by_design)
+    assert score([], [refused]).is_good == is_by_design
+    assert "X2" in markdown([], [refused])
+
+
+def test_a_row_without_a_word_on_the_allocator_is_not_scored():
+    assert not row_of(PIPELINED, allocator="", flags_known="yes").is_scored
+
+
+def test_a_table_of_something_else_is_refused():
+    with pytest.raises(ConfigError, match="no column id, model, value_gib"):
+        read_rows("a,b\n1,2\n")
 
 
 def test_what_is_not_known_of_a_row_widens_its_interval():
-    (row,) = read_rows(PIPELINED)
+    row = row_of(PIPELINED)
     ways = {(each.is_compiled, each.is_first_step, each.allocator) for each in _variants(replace(row, has_step=False))}
     assert ways == {(True, first, name) for first in (True, False) for name in ("classic", "expandable")}
     row = replace(row, is_compiled=False, has_flags=False)
@@ -119,8 +228,8 @@ def test_what_is_not_known_of_a_row_widens_its_interval():
 
 def test_a_pipeline_is_estimated_by_its_fullest_rank(monkeypatch):
     monkeypatch.setitem(llama3.FLAVORS, "8B", replace(ARGS, num_layers=2, vocab_size=2**16))
-    (row,) = read_rows(PIPELINED)
-    row = replace(row, pp=2, tp=1, world_size=4, schedule="1F1B", local_batch_size=4, is_compiled=False, float8="none")
+    row = row_of(PIPELINED)
+    row = replace(row, pp=2, tp=1, world_size=4, schedule="1F1B", local_batch_size=4, is_compiled=False, float8="")
     made = estimate(row)
     assert made.closed_gib is None
     assert then_of(row).num_logits_kept == 2

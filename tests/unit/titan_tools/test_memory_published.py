@@ -31,7 +31,7 @@ A08,A,2025-02-05,,H100-96GB HBM2e,95.04,Llama3-8B,8192,1,8,8,1,1,1,,1,selective-
 A16,A,2025-08-22,,H100-96GB HBM2e,95.04,Llama3-8B,8192,1,8,8,1,1,1,,1,selective-op,0,none,CE fp32 cast,default,native RMSNorm,reserved,47.38,>=2,,,expandable,yes
 A53,A,2025-09-05..11,,H100-96GB HBM2e,95.04,Qwen3-32B,4096,8,16,16,1,1,1,,1,full,0,none,CE fp32 cast,default,native RMSNorm,reserved,OOM,step 10-90,,,expandable,yes
 """  # noqa: E501
-ROWS = read_rows(TABLE.read_text() if TABLE.is_file() else COPIED)
+ROWS, UNREAD = read_rows(TABLE.read_text() if TABLE.is_file() else COPIED)
 QUICK = ("A01", "A02", "A03", "A04")  # one run
 
 
@@ -87,6 +87,10 @@ def test_the_score_names_what_was_misjudged_and_the_worst_row(estimates):
     made = score([*good, off, died, lived])
     assert (made.worst_id, made.misjudged, made.is_good) == ("off", ("died", "lived"), False)
     assert "| died |" in document([*good, died])
+
+
+def test_every_row_can_be_read():
+    assert not UNREAD
 
 
 def test_what_was_built_is_told_by_columns_alone():

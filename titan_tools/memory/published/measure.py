@@ -82,7 +82,7 @@ def _variants(row: Row) -> Iterator[Row]:
     yield row
     if row.is_scored:
         return
-    compiled = replace(row, is_compiled=True, loss=f"{row.loss}, compiled")
+    compiled = replace(row, is_compiled=True, loss=replace(row.loss, is_compiled=True))
     for each in [row] if row.has_flags else [row, compiled]:
         for is_first_step in [row.is_first_step] if row.has_step else [True, False]:
             for allocator in get_args(AllocatorName):
@@ -96,7 +96,7 @@ def _fullest(row: Row, traces: Sequence[Trace]) -> Peak:
 
 
 def _in_metric(row: Row, peak: Peak) -> int:
-    return peak.active_bytes if row.metric == "active" else peak.reserved_bytes
+    return getattr(peak, f"{row.metric}_bytes")
 
 
 @lru_cache(maxsize=2)  # rows of one run follow each other
@@ -125,7 +125,8 @@ def _closed_form_gib(row: Row, then: Then) -> float | None:
     not repeated for every query head, which makes no difference where attention's inputs are computed again.
     """
     is_other_loss = then.loss_chunks or then.num_logits_kept or then.has_wide_logits or row.tp > 1
-    if row.is_compiled or row.is_float8 or is_other_loss or row.checkpointing not in ("full", "selective-op"):
+    is_kept_otherwise = row.checkpointing not in (("full", "op"), ("selective", "op"))
+    if row.is_compiled or row.float8 or is_other_loss or is_kept_otherwise:
         return None
     traits = BuildTraits(
         norm=then.norm,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from titan_tools.memory.published.rows import Row
+from titan_tools.memory.published.rows import Refusal
 from titan_tools.memory.verdict import DOES_NOT_FIT
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ class Score:
     worst_id: str
     num_rows: int
     misjudged: tuple[str, ...]  # rows that ran out of memory, or did not, and whose verdict says otherwise
-    refused: tuple[str, ...]  # rows without an estimate
+    missing: tuple[str, ...]  # rows that ought to have an estimate
 
     @property
     def is_good(self) -> bool:
-        return self.median <= MOST_MEDIAN and self.worst <= MOST_WORST and not self.misjudged and not self.refused
+        return self.median <= MOST_MEDIAN and self.worst <= MOST_WORST and not self.misjudged and not self.missing
 
 
-def score(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]] = ()) -> Score:
-    """`refused`: rows that got no estimate, and why. No errors are no error."""
+def score(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> Score:
+    """What is not covered by design does not count. No errors are no error."""
     errors = {e.row.id: abs(e.error) for e in estimates if e.error is not None}
     worst_id = max(errors, key=errors.__getitem__, default="")
     misjudged = [e.row.id for e in estimates if e.row.is_scored and (e.row.gib is None) != (e.verdict == DOES_NOT_FIT)]
@@ -41,11 +41,11 @@ def score(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]] = 
         worst_id=worst_id,
         num_rows=len(errors),
         misjudged=tuple(misjudged),
-        refused=tuple(row.id for row, _ in refused if row.is_scored),
+        missing=tuple(each.id for each in refused if each.is_scored and not each.is_by_design),
     )
 
 
-def markdown(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]] = ()) -> str:
+def markdown(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> str:
     """Scored rows, the others, those without an estimate, and the score."""
     made = score(estimates, refused)
     scored, others = ([e for e in estimates if e.row.is_scored == is_scored] for is_scored in (True, False))
@@ -55,6 +55,7 @@ def markdown(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]]
         f"Over {made.num_rows} rows: median |error| {made.median:.2%} (at most {MOST_MEDIAN:.0%}), worst"
         f" {made.worst:.2%} ({made.worst_id}; at most {MOST_WORST:.0%}).",
         f"Misjudged: {', '.join(made.misjudged) or 'none'}.",
+        *([f"Without the estimate that they ought to have: {', '.join(made.missing)}."] if made.missing else []),
         "",
         "Numbers are GiB.",
         "",
@@ -67,11 +68,14 @@ def markdown(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]]
         lines += map(_line, others)
     if refused:
         lines += ["", "Rows without an estimate:", ""]
-        lines += [f"- {row.id} ({row.run}): {' '.join(why.split())}" for row, why in refused]
+        lines += [
+            f"- {each.id} ({each.run}){': not covered' if each.is_by_design else ''}: {' '.join(each.why.split())}"
+            for each in refused
+        ]
     return "\n".join(lines) + "\n"
 
 
-def document(estimates: Sequence["Estimate"], refused: Sequence[tuple[Row, str]] = ()) -> str:
+def document(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> str:
     """docs/memory_validation.md."""
     return _HEAD + markdown(estimates, refused)
 
