@@ -1,29 +1,63 @@
 """The order in which a pipeline rank runs forwards and backwards. Torch-free; a test holds it equal to torch's."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from converters.errors import UnsupportedError
 from converters.layout import stages_of_rank
+from trainer.stages import V_SCHEDULES
+
+_MOST_GATHERED = 3  # stages of a rank at once: torch's `max_active_stages`, 2.11 to 2.13
+
+Kind = Literal["F", "B", "I", "W", "gather", "reshard", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One forward or (full) backward of a microbatch through a stage."""
+    """What a rank does with one of its stages.
 
-    kind: Literal["F", "B"]
+    F, B: forward and full backward of a microbatch; I, W: backward's gradients of inputs, then those of weights. The
+    others are FSDP's, once for a stage: it gathers all of it, lets it go, reduces its gradients.
+    """
+
+    kind: Kind
     stage: int
-    microbatch: int
+    microbatch: int = -1  # -1: of none
 
 
 def actions_of_rank(schedule: str, *, pp_rank: int, pp: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """What a rank does in a step, in time order. Raises UnsupportedError for a schedule that is not described here."""
+    """What a rank computes in a step, in time order. Raises UnsupportedError for a schedule not described here."""
     if schedule not in _ORDERS:
         raise UnsupportedError(
             f"no order of microbatches is known here for the pipeline schedule {schedule!r}",
             hint=f"covered: {', '.join(_ORDERS)}",
         )
-    return _ORDERS[schedule](stages_of_rank(pp_rank, pp, num_stages), pp_rank, pp, num_microbatches)
+    stages = stages_of_rank(pp_rank, pp, num_stages, v_shaped=schedule in V_SCHEDULES)
+    return _ORDERS[schedule](stages, pp_rank, pp, num_microbatches)
+
+
+def with_sharding(actions: Sequence[Action], schedule: str) -> list[Action]:
+    """The same with what FSDP does for whole stages.
+
+    A schedule of several stages per rank gathers those that come next and lets go of others (torch's
+    `_add_unshard_reshard`); one of a single stage leaves that to the layers. Each stage is reduced after its last
+    backward (`_add_reduce_grad`).
+    """
+    last = {action.stage: at for at, action in enumerate(actions) if action.kind in ("B", "W")}
+    gathered: list[int] = []
+    order: list[Action] = []
+    for at, action in enumerate(actions):
+        if schedule not in _OF_ONE_STAGE:
+            wanted = list(dict.fromkeys(other.stage for other in actions[at:]))[:_MOST_GATHERED]
+            order += [Action("reshard", stage) for stage in gathered if stage not in wanted]
+            order += [Action("gather", stage) for stage in wanted if stage not in gathered]
+            gathered = [s for s in gathered if s in wanted] + [s for s in wanted if s not in gathered]
+        order.append(action)
+        if last[action.stage] == at:
+            order.append(Action("reduce", action.stage))
+    return order + [Action("reshard", stage) for stage in gathered]
 
 
 def _gpipe(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
@@ -52,28 +86,92 @@ def _looped_bfs(stages: list[int], pp_rank: int, pp: int, num_microbatches: int)
 
 def _interleaved(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
     """Interleaved 1F1B (arXiv 2104.04473): rounds of pp microbatches, stages in turn, a forward and then a backward."""
-    rounds = max(1, num_microbatches // pp)
-    assert num_microbatches % rounds == 0, "trainer/stages.py refuses such a config"
-    per_round = num_microbatches // rounds
-    num_actions = len(stages) * num_microbatches
-    warmup = min((len(stages) - 1) * per_round + 2 * (pp - 1 - pp_rank), num_actions)
-    forwards = _in_rounds("F", stages, per_round, num_actions)
-    backwards = _in_rounds("B", stages[::-1], per_round, num_actions)
+    forwards, backwards, per_round = _in_rounds("B", stages, pp, num_microbatches)
+    warmup = min((len(stages) - 1) * per_round + 2 * (pp - 1 - pp_rank), len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
-    return order + backwards[num_actions - warmup :]
+    return order + backwards[len(forwards) - warmup :]
 
 
-def _in_rounds(kind: Literal["F", "B"], stages: list[int], per_round: int, num_actions: int) -> list[Action]:
-    """The i-th action goes to the stage whose turn it is and takes that stage's next microbatch."""
-    seen = dict.fromkeys(stages, 0)
-    order = []
-    for i in range(num_actions):
-        stage = stages[(i // per_round) % len(stages)]
-        order.append(Action(kind, stage, seen[stage]))
-        seen[stage] += 1
-    return order
+def _interleaved_zero_bubble(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
+    """ZB1P (arXiv 2401.10241) over several stages: half the warm-up; weights follow their inputs `pp_rank` later."""
+    forwards, backwards, per_round = _in_rounds("I", stages, pp, num_microbatches)
+    warmup = min((len(stages) - 1) * per_round + pp - 1 - pp_rank, len(forwards))
+    weights = [Action("W", action.stage, action.microbatch) for action in backwards]
+    order = forwards[:warmup]
+    for at, backward in enumerate(backwards):
+        order += [*forwards[warmup + at : warmup + at + 1], backward]
+        order += weights[at - pp_rank : at - pp_rank + 1] if at >= pp_rank else []
+    return order + weights[max(len(weights) - pp_rank, 0) :]
 
 
-_ORDERS = {"GPipe": _gpipe, "1F1B": _one_f_one_b, "Interleaved1F1B": _interleaved, "LoopedBFS": _looped_bfs}
+def _in_rounds(
+    backward: Literal["B", "I"], stages: list[int], pp: int, num_microbatches: int
+) -> tuple[list[Action], list[Action], int]:
+    """Forwards, backwards and the length of a round.
+
+    The i-th action goes to the stage whose turn it is and takes that stage's next microbatch.
+    """
+    rounds = max(1, num_microbatches // pp)
+    assert num_microbatches % rounds == 0, "trainer/stages.py refuses such a config"
+    per_round = num_microbatches // rounds
+
+    def in_turn(kind: Literal["F", "B", "I"], stages: list[int]) -> list[Action]:
+        seen = dict.fromkeys(stages, 0)
+        order = []
+        for i in range(len(stages) * num_microbatches):
+            stage = stages[(i // per_round) % len(stages)]
+            order.append(Action(kind, stage, seen[stage]))
+            seen[stage] += 1
+        return order
+
+    return in_turn("F", stages), in_turn(backward, stages[::-1]), per_round
+
+
+def _zbv_zero_bubble(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
+    """ZB-V (arXiv 2401.10241, section 6): down through a rank's first stage, back up through its second.
+
+    The order is laid out for at least 2·pp − 1 microbatches; what is beyond those there are is left out.
+    """
+    down, up = stages
+    laid_out = max(2 * pp - 1, num_microbatches)
+    order: list[Action] = []
+    done: Counter[tuple[str, int]] = Counter()
+
+    def act(kinds: str, stage: int) -> None:
+        for kind in kinds:
+            order.append(Action(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
+
+    for _ in range(2 * (pp - pp_rank) - 1):
+        act("F", down)
+    for _ in range(pp_rank):
+        act("F", up)
+        act("F", down)
+    for _ in range(pp - pp_rank):
+        act("FIW", up)
+    while done["F", up] < done["F", down] or done["F", down] < laid_out:
+        if done["F", down] < laid_out:
+            act("F", down)
+        act("IW", down)
+        act("FIW", up)
+    for _ in range(pp_rank):
+        act("I", down)
+        act("I", up)
+    for _ in range(pp - pp_rank):
+        act("IW", down)
+    for stage in (up, down):
+        act("W" * (done["I", stage] - done["W", stage]), stage)
+    return [action for action in order if action.microbatch < num_microbatches]
+
+
+_ORDERS = {
+    "GPipe": _gpipe,
+    "1F1B": _one_f_one_b,
+    "Interleaved1F1B": _interleaved,
+    "LoopedBFS": _looped_bfs,
+    "InterleavedZeroBubble": _interleaved_zero_bubble,
+    "ZBVZeroBubble": _zbv_zero_bubble,
+}
+_OF_ONE_STAGE = ("GPipe", "1F1B")

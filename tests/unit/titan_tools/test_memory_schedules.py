@@ -1,43 +1,44 @@
-"""The order of forwards and backwards against torch's own pipeline schedules."""
+"""The order of what a pipeline rank does against torch's own pipeline schedules."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from torch.distributed.pipelining.schedules import (
-    FORWARD,
-    FULL_BACKWARD,
-    PipelineScheduleMulti,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from converters.errors import UnsupportedError
-from titan_tools.memory.schedules import actions_of_rank
+from converters.layout import ranks_of_stages
+from titan_tools.memory.schedules import actions_of_rank, with_sharding
+from trainer.stages import V_SCHEDULES
 
-KINDS = {FORWARD: "F", FULL_BACKWARD: "B"}
+SHARDING = {"UNSHARD": "gather", "RESHARD": "reshard", "REDUCE_GRAD": "reduce"}
 
 
-def torch_order(name: str, pp_rank: int, pp: int, num_stages: int, num_microbatches: int) -> list[tuple[str, int, int]]:
-    """What torch's class does on a rank."""
+def torch_order(name: str, pp: int, num_stages: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """What torch's class does on each rank, without sends."""
     schedule = get_schedule_class(name)
     if issubclass(schedule, PipelineScheduleMulti):
-        return planned_order(schedule, pp_rank, pp, num_stages // pp, num_microbatches)
-    return observed_order(schedule, pp_rank, pp, num_microbatches)
+        return planned_orders(name, pp, num_stages, num_microbatches)
+    return [observed_order(schedule, pp_rank, pp, num_microbatches) for pp_rank in range(pp)]
 
 
-def planned_order(schedule, pp_rank, pp, num_local, num_microbatches):
-    """From the table that a schedule of several stages makes first; idle slots are None there."""
-    rounds = max(1, num_microbatches // pp)
-    settings = SimpleNamespace(
-        pp_group_size=pp,
-        _n_microbatches=num_microbatches,
-        n_local_stages=num_local,
-        _stages=[None] * num_local,
-        number_of_rounds=rounds,
-        microbatches_per_round=num_microbatches // rounds,
-    )
-    order = schedule._calculate_single_rank_operations(settings, pp_rank)
-    return [(KINDS[a.computation_type], a.stage_index, a.microbatch_index) for a in order if a is not None]
+def planned_orders(name, pp, num_stages, num_microbatches):
+    """From the plan that a schedule of several stages makes first."""
+    ranks = ranks_of_stages(num_stages, pp, v_shaped=name in V_SCHEDULES)
+    stages = [
+        SimpleNamespace(group_size=pp, group_rank=0, num_stages=num_stages, stage_index=stage, submod=None)
+        for stage in range(num_stages)
+        if ranks[stage] == 0
+    ]
+    planned = get_schedule_class(name)(stages, n_microbatches=num_microbatches).pipeline_order_with_comms
+    return [
+        [
+            (SHARDING.get(kind, kind), action.stage_index, -1 if kind in SHARDING else action.microbatch_index)
+            for action in planned[pp_rank]
+            if not (kind := action.computation_type.value).startswith(("SEND", "RECV"))
+        ]
+        for pp_rank in range(pp)
+    ]
 
 
 def observed_order(schedule, pp_rank, pp, num_microbatches):
@@ -48,6 +49,7 @@ def observed_order(schedule, pp_rank, pp, num_microbatches):
         getattr(stage, ask).return_value = []
     stage.forward_one_chunk.side_effect = lambda mb, *args, **kwargs: done.append(("F", pp_rank, mb))
     stage.backward_one_chunk.side_effect = lambda mb, **kwargs: done.append(("B", pp_rank, mb))
+    stage.perform_reduce_grad.side_effect = lambda *args: done.append(("reduce", pp_rank, -1))
     runner = MagicMock(_stage=stage, _n_microbatches=num_microbatches, _num_stages=pp)
     runner._check_inputs.return_value = ([()] * num_microbatches, [{}] * num_microbatches)
     schedule._step_microbatches(runner)
@@ -65,17 +67,25 @@ def observed_order(schedule, pp_rank, pp, num_microbatches):
         ("Interleaved1F1B", 4, 8, 12),
         ("Interleaved1F1B", 4, 12, 4),
         ("Interleaved1F1B", 4, 8, 3),
+        ("Interleaved1F1B", 2, 10, 4),  # more stages than torch keeps gathered
         ("LoopedBFS", 2, 4, 4),
         ("LoopedBFS", 4, 12, 5),
+        ("LoopedBFS", 2, 10, 3),
+        ("InterleavedZeroBubble", 2, 4, 2),
+        ("InterleavedZeroBubble", 4, 8, 12),
+        ("InterleavedZeroBubble", 4, 20, 4),
+        ("InterleavedZeroBubble", 4, 8, 3),
+        ("ZBVZeroBubble", 2, 4, 2),
+        ("ZBVZeroBubble", 4, 8, 12),
+        ("ZBVZeroBubble", 4, 8, 3),
     ],
 )
 def test_order_is_torchs(name, pp, num_stages, num_microbatches):
-    for rank in range(pp):
+    for rank, expected in enumerate(torch_order(name, pp, num_stages, num_microbatches)):
         ours = actions_of_rank(name, pp_rank=rank, pp=pp, num_stages=num_stages, num_microbatches=num_microbatches)
-        expected = torch_order(name, rank, pp, num_stages, num_microbatches)
-        assert [(a.kind, a.stage, a.microbatch) for a in ours] == expected, rank
+        assert [(a.kind, a.stage, a.microbatch) for a in with_sharding(ours, name)] == expected, rank
 
 
 def test_an_unknown_schedule_is_not_covered():
-    with pytest.raises(UnsupportedError, match="ZBVZeroBubble"):
-        actions_of_rank("ZBVZeroBubble", pp_rank=0, pp=2, num_stages=4, num_microbatches=4)
+    with pytest.raises(UnsupportedError, match="DualPipeV"):
+        actions_of_rank("DualPipeV", pp_rank=0, pp=2, num_stages=4, num_microbatches=4)
