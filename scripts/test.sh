@@ -5,4 +5,6 @@ source "$(dirname "$0")/setup.sh"
 
 ruff check .
 ruff format --check .
-exec python -m pytest -q "$@"
+# Two at a time: most of a test of ranks is waiting. A file stays with one worker, which keeps its ranks and its models;
+# files in their order, the long ones (tests/dist) first.
+exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
