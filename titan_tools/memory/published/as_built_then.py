@@ -10,13 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel
 
 import titan_tools.memory.trace.capture
 import trainer.build
 import trainer.models.llama3.model
 import trainer.models.qwen3.model
 import trainer.parallel.activation_checkpoint
+import trainer.parallel.tensor
 from titan_tools.memory.published.modules_then import (
     LossOfLogits,
     composite_rms_norm,
@@ -27,12 +29,15 @@ from titan_tools.memory.published.modules_then import (
     qwen_rope_cache,
 )
 from titan_tools.memory.published.then import Then
+from titan_tools.memory.trace.record.recorder import Recorder
 from trainer.config.sections import Config, Optimizer
 from trainer.loss.install import install_loss
 from trainer.mesh import Meshes
 from trainer.parallel.compile import compiles
+from trainer.train_model import TrainModel
 
 aten = torch.ops.aten
+_tell_owners = titan_tools.memory.trace.capture._tell_owners
 
 
 @contextmanager
@@ -49,7 +54,9 @@ def as_built_then(then: Then, *, tp: int) -> Iterator[None]:
             (trainer.build, "install_loss", partial(_install_loss, then)),
             (trainer.build, "apply_fsdp", _separate_groups if not then.has_ends_in_root else _ends_in_root(then)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
+            (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),
             (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
+            (titan_tools.memory.trace.capture, "_tell_owners", _tell_owners_after_steps),
         ):
             patches.enter_context(patch.object(owner, name, value))
         patches.enter_context(warnings.catch_warnings())
@@ -111,7 +118,18 @@ def _kept_operations() -> frozenset:
     )
 
 
+def _split_embedding() -> RowwiseParallel:
+    """Until #3468 (June 2026)."""
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+
+
 def _without_states(named_parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
     """Its states are made by the first step."""
     is_fused = settings.implementation == "fused"
     return torch.optim.AdamW(list(named_parameters.values()), lr=settings.lr, fused=is_fused, foreach=not is_fused)
+
+
+def _tell_owners_after_steps(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """The states, too, once the first step has made them: layers that have their own can stand for others."""
+    _tell_owners(model, optimizer, recorder)
+    optimizer.register_step_post_hook(lambda *_: _tell_owners(model, optimizer, recorder))

@@ -21,6 +21,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import gpu_kernels
+from titan_tools.memory.trace.traced import trace_rank
 from titan_tools.memory.verdict import judge
 from trainer.config.load import load_config
 from trainer.config.sections import Config
@@ -48,10 +49,7 @@ class Estimate:
 
 
 def estimate(row: Row) -> Estimate:
-    """All layers are traced: the last one is not always like the others, and states come with the first step.
-
-    Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows.
-    """
+    """Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows."""
     then = then_of(row)
     peaks, verdicts = [], []
     for variant in _variants(row):
@@ -110,8 +108,10 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) ->
     if gaps := [gap.reason for gap in trace_gaps(config, dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     ranks = range(0, dims.world_size, dims.world_size // dims.pp)
+    # a pipeline's last stage keeps logits of all its microbatches, of which a short capture has too few
+    trace = trace_rank if dims.pp == 1 else capture
     with as_built_then(then, tp=dims.tp):
-        return [capture(config, args, dims, rank=rank, kernels=kernels) for rank in ranks]
+        return [trace(config, args, dims, rank=rank, kernels=kernels) for rank in ranks]
 
 
 def _config(settings: tuple[str, ...]) -> Config:

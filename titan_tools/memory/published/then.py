@@ -6,7 +6,6 @@ Both are told from the row's columns alone. Torch-free; `as_built_then.py` rebui
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.errors import UnsupportedError
 from titan_tools.memory.published.rows import Row
 
 # Dates of torchtitan's git log, unless another source is named.
@@ -20,8 +19,10 @@ LOGITS_DELETED = "2024-04"
 MICROBATCH_OF_ONE = "2025-04"
 # #985: torch's own RMSNorm in place of the model's, where a row does not say which one it was
 NATIVE_NORM = "2025-03-19"
-# #1033: where the model is compiled, so is the loss
-LOSS_COMPILED = "2025-04-01"
+# #642: the loss casts the logits; until then the model ended in fp32
+CAST_IN_LOSS = "2024-10-23"
+# Where the model is compiled, so is the loss: #642, until #755 turned it off (pytorch#143774); again since #1033
+LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 
 _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
 
@@ -39,6 +40,9 @@ class Then:
     has_wide_logits: bool  # the model itself ends in fp32
     num_logits_kept: int  # microbatches whose logits live until the next step's
     is_loss_compiled: bool
+    gathers_keys: (
+        bool  # as torchtitan's ring of context ranks does by default ("allgather"); its chunks are not rebuilt
+    )
 
     def told(self) -> list[str]:
         """What was set, in words."""
@@ -53,6 +57,7 @@ class Then:
             "logits in fp32": self.has_wide_logits,
             "logits kept until the next step": self.num_logits_kept > 0,
             "compiled loss": self.is_loss_compiled,
+            "keys gathered, no ring's chunks": self.gathers_keys,
         }
         return [text for text, holds in said.items() if holds]
 
@@ -71,19 +76,16 @@ def then_of(row: Row) -> Then:
         is_last_block_kept=is_old and row.reshard != "always",
         loss_chunks=row.loss.num_chunks,
         norms_queries=row.family == "qwen3",
-        has_wide_logits=row.loss.has_wide_logits,
+        has_wide_logits=row.loss.has_wide_logits or row.date < CAST_IN_LOSS,
         num_logits_kept=keeps * (row.local_batch_size // microbatch_size(row) if row.pp > 1 else 1),
-        is_loss_compiled=row.loss.is_compiled or (row.is_compiled and row.date >= LOSS_COMPILED),
+        is_loss_compiled=row.loss.is_compiled
+        or (row.is_compiled and any(since <= row.date < until for since, until in LOSS_COMPILED)),
+        gathers_keys=row.cp > 1,
     )
 
 
 def settings_of(row: Row) -> tuple[str, ...]:
-    """The run as a preset of ours and overrides of it.
-
-    Raises UnsupportedError for what is not rebuilt.
-    """
-    if row.cp > 1:
-        raise UnsupportedError("torchtitan's context parallelism (ring attention) is not ours")
+    """The run as a preset of ours and overrides of it."""
     mode, option = row.checkpointing
     settings = {
         "model.name": row.family,
@@ -127,7 +129,7 @@ def microbatch_size(row: Row) -> int:
 
 
 def _float8(row: Row) -> dict[str, str]:
-    """torchtitan leaves the output layer in bf16: in its float8.py at first, then by its config files' `filter_fqns`."""
+    """The output layer stays in bf16: torchtitan's float8.py left it out, later `filter_fqns` of its config files."""
     keys = {"filter_fqns": "output"}
     if row.float8.startswith("rowwise"):
         keys |= {"recipe_name": row.float8}
