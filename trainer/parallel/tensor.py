@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.models.styles import TensorStyle
+from trainer.parallel.embedding import RowsOfVocabulary
 
 _SEQUENCE = Shard(1)  # of [B, L, D]
 _HEADS_DIM = 2  # of [B, L, heads, H]
@@ -38,16 +37,13 @@ def apply_tp(
     present = {name for name, _ in model.named_modules()}
     styles = {fqn: _parallel_style(style, loss_parallel=loss_parallel) for fqn, style in plan.items() if fqn in present}
     parallelize_module(model, mesh, styles | dict(converted or {}))
-    for fqn in styles:
-        if plan[fqn] is TensorStyle.EMBEDDING:
-            model.get_submodule(fqn).register_forward_hook(_wait_for_output)
     model.tie()  # each of the two modules got a DTensor of its own
 
 
 def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle:
     match style:
         case TensorStyle.EMBEDDING:
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
+            return RowsOfVocabulary()
         case TensorStyle.SEQUENCE_SHARDS:
             return SequenceParallel()
         case TensorStyle.HEADS:
@@ -61,24 +57,3 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
             return RowwiseParallel(output_layouts=_SEQUENCE)
         case TensorStyle.LOGITS:
             return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Shard(-1) if loss_parallel else Replicate())
-
-
-def _wait_for_output(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    return _Arrived.apply(output)
-
-
-class _Arrived(torch.autograd.Function):
-    """The result of a collective once it is there, as a plain tensor.
-
-    DTensor's `to_local` leaves a wrapper that waits at the first use. A compiled layer takes what is inside of it, and
-    with it the wrong gradient function: torch 2.13 fails in backward, or worse, goes on with other numbers.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        arrived = x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x
-        return arrived.view_as(arrived)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient

@@ -45,7 +45,7 @@ CASES = [
     (Layout("DDP 2, accumulated", 2, {REPLICAS: 2}, ACCUMULATED), TIED, 0),
     (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, {}, _kept("full")), TIED, 3),
-    (Layout("1F1B, first", 2, PIPE), GQA, 0),
+    (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
     (Layout("1F1B, last, bf16", 2, PIPE, BF16), TIED, 1),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
 ]
@@ -130,6 +130,15 @@ def test_what_a_rank_holds_for_good_is_told_as_such(layout, flavor, rank):
             held[block.part] += block.num_bytes
     expected = held_bytes(config, dims.world_size, rank, args)
     assert held == expected
+
+
+@_each([case for case in CASES if TP in case[0].parallelism])
+def test_the_embeddings_gradient_is_of_the_rows_that_a_rank_has(layout, flavor, rank):
+    """A pipeline holds it in fp32 until the last microbatch; of the whole vocabulary it would be tp times as large."""
+    trace, (_, args, dims) = captured(layout, flavor, rank)
+    made = [b.num_bytes for b in trace.blocks if b.part == "gradients" and b.place.module == "tok_embeddings"]
+    element_bytes = 4 if dims.pp > 1 else 2
+    assert max(made) == args.vocab_size // dims.tp * args.dim * element_bytes
 
 
 @_each(CASES)

@@ -175,7 +175,7 @@ def embedding_backward_bytes(run: RunShape) -> int:
     tokens = run.num_tokens
     if tokens <= EMBEDDING_UNSORTED_TOKENS:
         return 0
-    rows = min(tokens, run.args.vocab_size)
+    rows = min(tokens, run.args.vocab_size // run.mesh.tp)
     sums = rows + tokens // EMBEDDING_ROWS_PER_THREAD
     return 8 * (3 * tokens + 2 * rows + sums) + sums * run.args.dim * FP32
 

@@ -39,7 +39,6 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
             yield from rank.forward(action) if action.kind == "F" else rank.backward(action)
         if run.uses_pipeline and run.uses_fsdp:
             yield from rank.reduce_after_pipeline()
-    yield from rank.clip()
     yield rank.optimizer_step()
     if run.validation_samples:
         yield rank.validation()

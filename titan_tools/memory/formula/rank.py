@@ -150,28 +150,27 @@ class Rank:
         self.kept.pop(key)
         for group in groups:
             if "tok_embeddings" in group.name:
-                if self.run.mesh.tp > 1 and self.run.uses_fsdp and not self.run.uses_pipeline:
-                    yield from self._cut_embedding(group)
+                if self.run.mesh.tp > 1:
+                    yield from self._backward_of_split_embedding(group)
                 self.whole_gradients = 0
                 yield from self._reduce(group, "the embedding")
         self.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
 
-    def _cut_embedding(self, group: Group) -> Iterator[Instant]:
-        """DTensor makes the embedding's gradient for the whole vocabulary, and cuts this rank's columns out of it.
+    def _backward_of_split_embedding(self, group: Group) -> Iterator[Instant]:
+        """Under TP the gradient of all ranks' stream is gathered and copied, without the tokens of other ranks' rows.
 
-        While its kernel sorts tokens, the gradient of all ranks' stream is there; the cut comes after both.
+        The copy is there while the kernel sorts tokens.
         """
-        own, element = group.full_elements, self.run.compute_bytes
-        gathered = 0 if group.name in self.gathered else own * element
-        whole = self._gradient_elements(group) * element
+        whole, own = self.run.mesh.tp * self.sizes.stream, group.full_elements * self.run.gradient_bytes
+        gathered = own if self.run.uses_fsdp and group.name not in self.gathered else 0
+        yield self.instant("backward of the embedding", recompute=2 * whole, all_gather=gathered)
         yield self.instant(
             "backward of the embedding",
-            gradients=whole,
-            recompute=self.run.mesh.tp * self.sizes.stream,
+            gradients=own,
+            recompute=whole,
             all_gather=gathered,
             workspaces=embedding_backward_bytes(self.run),
         )
-        yield self.instant("backward of the embedding", gradients=whole + own * element, all_gather=gathered)
 
     def _backward_of_loss(self, key: tuple[int, int], groups: list[Group]) -> Iterator[Instant]:
         """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
@@ -204,22 +203,20 @@ class Rank:
         whole = group.full_elements * run.compute_bytes
         if not run.uses_fsdp:
             made = self._beside_the_embeddings(group) if "tok_embeddings" in group.name else 0
-            self.accumulated[group.name] = self._gradient_elements(group) * run.param_bytes
+            self.accumulated[group.name] = group.full_elements * run.param_bytes
             yield self.instant(f"gradients of {what}", gradients=made)
         elif run.uses_pipeline:  # torch's stages reduce once, after the last microbatch: till then whole fp32 gradients
-            elements = self._gradient_elements(group)
             is_embedding = group.name == "tok_embeddings" and group.name in self.accumulated
             made_within = embedding_backward_bytes(run) if is_embedding else 0  # a first sum comes after the kernel
-            self.accumulated[group.name] = elements * FP32
+            self.accumulated[group.name] = group.full_elements * FP32
             self.gathered[group.name] = whole
-            made = elements * run.compute_bytes
-            yield self.instant(f"gradients of {what} added up", gradients=made, workspaces=made_within)
+            yield self.instant(f"gradients of {what} added up", gradients=whole, workspaces=made_within)
         else:
             yield from self._reduce_scatter(group, what, whole=whole)
 
     def _beside_the_embeddings(self, group: Group) -> int:
         """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
-        size = self._gradient_elements(group) * self.run.param_bytes
+        size = group.full_elements * self.run.param_bytes
         cast = group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
         return cast + size * (self.run.args.tied + self._adds_up(group))
 
@@ -242,17 +239,6 @@ class Rank:
         """Whether a weight's new gradient goes into one of an earlier pass at once, as it does without FSDP."""
         return not self.run.uses_fsdp and group.name in self.accumulated
 
-    def _gradient_elements(self, group: Group) -> int:
-        """Of a group's gradients as backward leaves them: under TP the embedding's is for the whole vocabulary.
-
-        DTensor has not summed it over TP yet, and only sums what is summed over FSDP too.
-        """
-        run = self.run
-        if run.mesh.tp == 1 or "tok_embeddings" not in group.name:
-            return group.full_elements
-        whole = run.args.vocab_size * run.args.dim
-        return group.full_elements - whole // run.mesh.tp + whole
-
     def reduce_after_pipeline(self) -> Iterator[Instant]:
         """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
         for group in (group for stage in self.groups.values() for group in stage):
@@ -261,15 +247,6 @@ class Rank:
         self.pending_reduce = 0
 
     # --- after backward
-
-    def clip(self) -> Iterator[Instant]:
-        """Without FSDP this is where TP cuts the embedding's gradient, whole until then, to its parameter's shape."""
-        if self.run.uses_fsdp or self.run.mesh.tp == 1:
-            return
-        for group in (group for stage in self.groups.values() for group in stage if "tok_embeddings" in group.name):
-            own = group.full_elements * self.run.param_bytes
-            yield self.instant("clipping", gradients=own)
-            self.accumulated[group.name] = own
 
     def optimizer_step(self) -> Instant:
         """All gradients and, in step 1 too, all states, and what the step itself needs."""
