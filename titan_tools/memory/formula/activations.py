@@ -14,15 +14,23 @@ FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMoment:
+    """A high point of a block's backward, in bytes: against what the block kept, and on top of all else."""
+
+    recompute: int  # computed again, and gradients of activations
+    gradients: int = 0  # of weights
+    released: int = 0  # of what was kept
+    workspaces: int = 0  # inside of a kernel
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
     """Bytes of one microbatch on one rank, ready to be added up."""
 
     stream: int
     turns: int  # rotations by position, made by each stage; in a pipeline every sample has its own
     kept: tuple[int, ...]  # by block, from its forward to its backward
-    added: tuple[int, ...]  # by block, in the feed-forward of its backward
-    moved: tuple[int, ...]  # by block, where TP moves something in its backward
-    first_gradient: int  # the only weight's gradient that a block's backward has made by then: that of w2
+    backward: tuple[tuple[BlockMoment, ...], ...]  # by block, in time order
     final_norm: int  # the last norm's input and what it keeps
     hidden: int  # the whole normed stream, which the output's product reads
 
@@ -34,9 +42,7 @@ def activations_of(run: RunShape) -> Activations:
         stream=t.stream,
         turns=run.num_tokens // (1 if run.uses_pipeline else run.microbatch_size) * run.args.head_dim * FP32,
         kept=tuple(kept_block(run, layer) for layer in layers),
-        added=tuple(added_by_feed_forward(run, layer) for layer in layers),
-        moved=tuple(added_by_moves(run, layer) for layer in layers),
-        first_gradient=run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.gradient_bytes,
+        backward=tuple(moments(run, layer) for layer in layers),
         final_norm=t.stream + t.norm,
         hidden=t.whole,
     )
@@ -133,6 +139,15 @@ def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
     reused = t.stream + t.query + t.key + t.query + t.logsumexp + t.hidden
     reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
     return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
+
+
+def moments(run: RunShape, layer: int) -> tuple[BlockMoment, ...]:
+    """Where TP moves something in a block's backward; and in the feed-forward, with w2's gradient and no other."""
+    first_gradient = run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.gradient_bytes
+    return (
+        BlockMoment(recompute=added_by_moves(run, layer)),
+        BlockMoment(recompute=added_by_feed_forward(run, layer), gradients=first_gradient),
+    )
 
 
 def added_by_feed_forward(run: RunShape, layer: int) -> int:

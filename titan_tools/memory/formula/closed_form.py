@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.activations import activations_of
+from titan_tools.memory.formula.compiled import compiled_activations
 from titan_tools.memory.formula.holdings import groups_of_stage
 from titan_tools.memory.formula.loss import loss_bytes
 from titan_tools.memory.formula.rank import Instant, Rank
@@ -33,7 +34,8 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
     stages = sorted({action.stage for action in order})
     has_states = steady or run.traits.states_from_start
     groups = {stage: groups_of_stage(run, stage) for stage in stages}
-    rank = Rank(run, groups, activations_of(run), loss_bytes(run), gpu, has_states)
+    sizes = compiled_activations(run, gpu) if run.compiles_model else activations_of(run)
+    rank = Rank(run, groups, sizes, loss_bytes(run), gpu, has_states)
     for _ in range(run.num_accumulated):
         for action in order:
             yield from rank.forward(action) if action.kind == "F" else rank.backward(action)

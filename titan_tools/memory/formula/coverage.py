@@ -21,8 +21,8 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         ),
         "training.mixed_precision_param = 'float32': attention in fp32 is no flash attention on a GPU, and what it"
         " keeps is not written down": training.mixed_precision_param == "float32",
-        "compile.enable: the compiler fuses operations and chooses what is kept for backward": (
-            config.compile.enable and bool(config.compile.components)
+        f"compile.backend = {config.compile.backend!r}: what another compiler than inductor keeps is not known": (
+            config.compile.enable and bool(config.compile.components) and config.compile.backend != "inductor"
         ),
         "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
         "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (

@@ -6,6 +6,7 @@ from titan_tools.memory.formula.run_shape import Recompute, RunShape
 from titan_tools.memory.layout import resolved_layout
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.loss.registry import CHUNKED, is_loss_parallel
+from trainer.parallel.compile import compiles
 from trainer.parallel.fsdp import is_fsdp
 from trainer.stages import split_model
 
@@ -45,6 +46,8 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(config, microbatch),
         validation_seq_len=config.validation.seq_len,
+        compiles_model=compiles(config.compile, "model"),
+        compiles_loss=compiles(config.compile, "loss"),
     )
 
 

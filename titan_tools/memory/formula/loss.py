@@ -7,8 +7,6 @@ from titan_tools.memory.formula.run_shape import RunShape
 
 FP32 = 4
 
-_KEPT_BYTES = FP32  # per logit, from the loss's forward to its backward: log_softmax's result, or the probabilities
-
 Moment = tuple[str, int]
 
 
@@ -43,10 +41,26 @@ def validation_loss_bytes(run: RunShape) -> int:
     return _logits(run, _piece_tokens(run, num_tokens)) * loss_forward_bytes(run)
 
 
+def loss_kept_bytes(run: RunShape) -> int:
+    """Bytes per logit from the loss's forward to its backward: log_softmax's result, or the probabilities.
+
+    Compiled, log_softmax's comes again from the logits and two numbers per token; the sharded loss names what it keeps.
+    """
+    return run.compute_bytes if run.compiles_loss and not run.loss_parallel else FP32
+
+
 def loss_forward_bytes(run: RunShape) -> int:
-    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept."""
+    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept.
+
+    A compiled one casts inside of its kernels. Without loss parallel it keeps the logits themselves, and under TP the
+    highest point comes before it: this rank's columns, all ranks', and those put together by a copy.
+    """
+    if run.compiles_loss and run.loss_parallel:
+        return run.compute_bytes + FP32
+    if run.compiles_loss:
+        return run.compute_bytes if run.mesh.tp == 1 else 2 * run.compute_bytes + run.compute_bytes // run.mesh.tp
     cast = 0 if run.compute_bytes == FP32 else FP32
-    return run.compute_bytes + cast + _KEPT_BYTES
+    return run.compute_bytes + cast + loss_kept_bytes(run)
 
 
 def loss_backward_bytes(run: RunShape) -> int:
@@ -54,7 +68,10 @@ def loss_backward_bytes(run: RunShape) -> int:
 
     torch: the gradients of nll_loss and of log_softmax, fp32. The sharded loss of trainer/loss/cross_entropy.py: the
     gradient, its product with the one that came in, and the result in the compute dtype. The logits are dead by then.
+    Compiled, either one is a kernel that writes the result.
     """
+    if run.compiles_loss:
+        return run.compute_bytes
     cast = 0 if run.compute_bytes == FP32 else run.compute_bytes
     return 2 * FP32 + (cast if run.loss_parallel else 0)
 
@@ -64,8 +81,8 @@ def _plain(run: RunShape) -> LossBytes:
     cast = _output_elements(run) * run.compute_bytes if run.casts_weights else 0  # the output's weight, as it was read
     return LossBytes(
         forward=(("end of forward", cast + logits * loss_forward_bytes(run)),),
-        kept=cast + logits * _KEPT_BYTES,
-        backward=(("cross-entropy backward", cast + logits * (_KEPT_BYTES + loss_backward_bytes(run))),),
+        kept=cast + logits * loss_kept_bytes(run),
+        backward=(("cross-entropy backward", cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run))),),
         output_backward=cast + logits * run.compute_bytes,  # their gradient in the compute dtype
         keeps_hidden=True,
     )
@@ -81,7 +98,10 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
     made = tokens * args.dim * element + output * run.gradient_bytes  # by the two products of a piece
     cast = output * element if run.casts_weights else 0  # the output's weight, and later its gradient before its cast
     return (
-        ("cross-entropy backward of a piece", held + sums + cast + logits * (_KEPT_BYTES + loss_backward_bytes(run))),
+        (
+            "cross-entropy backward of a piece",
+            held + sums + cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run)),
+        ),
         ("backward of the output for a piece", held + sums + cast + logits * element + made),
         ("output's gradient added up", held + output * FP32 + made),
     )

@@ -136,9 +136,15 @@ class Rank:
             when = f"backward of {which} block"
             group, casts = groups[position], self._casts(groups[position])
             is_kept = self._is_kept_whole(group)
-            for added, gradients in ((self.sizes.moved, 0), (self.sizes.added, self.sizes.first_gradient)):
-                recompute = added[layer] + (0 if is_kept else casts)
-                yield self.instant(when, recompute=recompute, gradients=gradients, all_gather=gathered)
+            for moment in self.sizes.backward[layer]:
+                yield self.instant(
+                    when,
+                    activations=-moment.released,
+                    recompute=moment.recompute + (0 if is_kept else casts),
+                    gradients=moment.gradients,
+                    all_gather=gathered,
+                    workspaces=moment.workspaces,
+                )
             self.kept[key] -= self.sizes.kept[layer] + (casts if is_kept else 0)
             yield self.instant(
                 f"end of the backward of {which} block",

@@ -58,6 +58,8 @@ class RunShape:
     validation_seq_len: int = 0
     moment_bytes: int | None = None  # of one element of an optimizer's moment; None: as param_bytes
     is_offloaded: bool = False  # parameters, gradient shards and moments lie in host memory
+    compiles_model: bool = False  # each block, with Inductor
+    compiles_loss: bool = False
     traits: BuildTraits = BuildTraits()
 
     @property

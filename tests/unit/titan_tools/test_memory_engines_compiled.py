@@ -1,0 +1,62 @@
+"""Both engines on whole compiled models with a GPU's kernels, in bf16 and float8: within 2 % of allocated memory."""
+
+import pytest
+
+from titan_tools.memory.constants import ENGINES_AGREE
+from titan_tools.memory.estimate import estimate
+from titan_tools.memory.layout import resolved_layout
+from trainer.config.load import load_config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+COMPILE, NONE, FULL = "--compile.enable", "--activation_checkpoint.mode=none", "--activation_checkpoint.mode=full"
+OP = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
+TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
+PP, SAMPLES = "--parallelism.pipeline_parallel_degree", "--training.local_batch_size"
+PLAIN, SCHEDULE = "--training.loss=plain", "--parallelism.pipeline_parallel_schedule"
+LLAMA2_7B = "--model.name=llama2 --model.flavor=7B"
+# preset, ranks, overrides
+COMPILED = [
+    ("llama3_8b", 8, NONE),
+    ("llama3_8b", 8, FULL),
+    ("llama3_8b", 8, "--activation_checkpoint.selective_ac_option=2"),
+    ("llama3_8b", 8, f"{OP} {PLAIN}"),
+    ("llama3_8b", 8, "--compile.components=loss"),
+    ("llama3_8b", 8, "--compile.components=model"),
+    ("llama3_8b", 8, "--training.seq_len=32768"),
+    ("llama3_8b", 8, f"{PP}=4 {SCHEDULE}=1F1B {SAMPLES}=8"),
+    ("llama3_8b", 8, LLAMA2_7B),
+    (
+        "llama3_8b",
+        8,
+        f"{NONE} --parallelism.data_parallel_shard_degree=1 --parallelism.data_parallel_replicate_degree=8",
+    ),
+    ("llama3_8b", 16, f"{TP}=2 {NONE} {PLAIN}"),
+    ("llama3_8b", 16, f"{TP}=2 {PLAIN} --parallelism.disable_loss_parallel"),
+    ("llama3_8b", 16, f"{TP}=2 {CP}=2"),
+    ("llama3_8b", 16, f"{CP}=2 {FULL}"),
+    ("llama3_8b", 16, f"{CP}=4 {NONE} --training.seq_len=32768"),
+    ("llama3_8b", 16, f"--parallelism.data_parallel_replicate_degree=2 {FULL}"),
+    ("llama3_70b", 256, f"{TP}=8 {OP}"),
+    ("llama3_70b", 256, f"{TP}=8 {FULL}"),
+    ("qwen3_32b", 64, NONE),
+    ("qwen3_32b", 64, OP),
+    ("llama3_405b", 512, f"{PP}=8 {TP}=8 {SAMPLES}=16"),
+]
+
+
+def test_both_engines_agree_on_a_compiled_model():
+    _compare("llama3_8b", 8, f"{COMPILE} {OP}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "world_size", "words"), COMPILED)
+def test_both_engines_agree_on_compiled_models_in_more_layouts(preset, world_size, words):
+    _compare(preset, world_size, f"{COMPILE} {words}")
+
+
+def _compare(preset: str, world_size: int, words: str) -> None:
+    config = load_config(preset, words.split())
+    found = estimate(config, resolved_layout(config, world_size=world_size), gpu=None, allocator="expandable")
+    assert not found.formula_gaps
+    assert max(abs(rank.engines_differ_by) for rank in found.ranks) <= ENGINES_AGREE
