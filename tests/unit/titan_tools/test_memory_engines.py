@@ -47,11 +47,11 @@ THOROUGH = [
     ("llama3_8b", 8, f"{PP}=4 {SCHEDULE}=GPipe {SAMPLES}=4"),
     ("llama3_8b", 16, f"{REPLICAS}=2 {FULL}"),
     ("llama3_8b", 32, f"{CP}=8 --training.seq_len=131072 {FULL}"),
-    ("llama3_8b", 64, f"{TP}=8 {FULL}"),  # fullest while the embedding's backward sorts tokens
+    ("llama3_8b", 64, f"{TP}=8 {FULL}"),
     ("llama3_8b", 64, f"{TP}=8 {PLAIN} --parallelism.disable_loss_parallel"),
     ("llama3_70b", 256, f"{TP}=8 {NONE}"),
     ("llama3_70b", 64, f"{PP}=4 {TP}=4 {SCHEDULE}=1F1B {SAMPLES}=8"),
-    ("qwen3_32b", 64, f"{TP}=8 {SAMPLES}=4"),  # the embedding's backward is the peak
+    ("qwen3_32b", 64, f"{TP}=8 {SAMPLES}=4"),
     ("llama3_405b", 512, f"{TP}=8"),
     ("llama3_405b", 512, f"{PP}=8 {TP}=8 {SAMPLES}=16"),
 ]
