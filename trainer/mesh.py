@@ -5,7 +5,7 @@ Three grids over the same ranks, in the same order, differ in which neighbouring
 axis of its own grid, because torch is giving up slicing of flattened axes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,11 +26,15 @@ class Meshes:
     parameters: DeviceMesh
     data: DeviceMesh
     losses: DeviceMesh
+    axes: dict[str, DeviceMesh] = field(default_factory=dict)  # of those that were asked for
 
     def __getitem__(self, name: str) -> DeviceMesh:
+        """One object for each name: torch slices a new one, for which each pipeline stage would be compiled anew."""
+        if name in self.axes:
+            return self.axes[name]
         for grid in (self.parameters, self.data, self.losses):
             if name in grid.mesh_dim_names:
-                return grid[name]
+                return self.axes.setdefault(name, grid[name])
         raise KeyError(name)
 
     @property

@@ -41,6 +41,11 @@ def test_fsdp_replicates_over_its_first_axis(meshes):
     assert meshes.fsdp.mesh_dim_names == ("dp_replicate", "fsdp")
 
 
+def test_an_axis_is_the_same_object_each_time(meshes):
+    """Compiled code holds for the very mesh that it was compiled with."""
+    assert meshes["tp"] is meshes["tp"]
+
+
 def test_an_unknown_name(meshes):
     with pytest.raises(KeyError, match="ep"):
         meshes["ep"]
