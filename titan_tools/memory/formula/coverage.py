@@ -3,7 +3,6 @@
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.loss.registry import CHUNKED, PLAIN
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
 
@@ -11,7 +10,6 @@ COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written fo
 def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
     """What the config asks for and no formula here describes, each with the reason; empty where all is covered."""
     training, parallelism, checkpointing = config.training, config.parallelism, config.activation_checkpoint
-    schedule = parallelism.pipeline_parallel_schedule
     reasons = {
         f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
             config.model.name not in COVERED_FAMILIES
@@ -27,11 +25,6 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
         "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (
             checkpointing.mode == "memory_budget"
-        ),
-        f"parallelism.pipeline_parallel_schedule = {schedule!r}: no order of microbatches is written down here for a"
-        " backward that computes gradients of weights apart": (dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES),
-        "parallelism.pipeline_parallel_schedule = 'LoopedBFS': the formula is up to 5 % above what is traced": (
-            dims.pp > 1 and schedule == "LoopedBFS"
         ),
         "parallelism.enable_async_tensor_parallel: its symmetric buffers are not counted": (
             parallelism.enable_async_tensor_parallel and dims.tp > 1

@@ -14,8 +14,18 @@ class Group:
 
     name: str
     local_sizes: tuple[int, ...]  # elements of this rank's shard of each parameter
-    full_elements: int  # gathered over FSDP, still cut by TP
+    full_sizes: tuple[int, ...]  # gathered over FSDP, still cut by TP
     is_kept: bool  # stays gathered from forward to backward
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the block that it is."""
+        return int(self.name.removeprefix("layers.")) if self.name.startswith("layers.") else None
+
+    @property
+    def full_elements(self) -> int:
+        """Of all of its parameters, gathered."""
+        return sum(self.full_sizes)
 
     @property
     def local_elements(self) -> int:
@@ -44,7 +54,7 @@ def groups_of_stage(run: RunShape, stage: int) -> list[Group]:
             Group(
                 name="+".join(group),
                 local_sizes=_held(run, parameters, fsdp=run.mesh.fsdp),
-                full_elements=sum(_held(run, parameters, fsdp=1)),
+                full_sizes=_held(run, parameters, fsdp=1),
                 is_kept=is_kept or (run.traits.last_block_kept and group == last_block),
             )
         )

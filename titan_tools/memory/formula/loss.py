@@ -19,6 +19,10 @@ class LossBytes:
     backward: tuple[Moment, ...]  # what is kept included
     output_backward: int  # beside the output's whole gradient: what its products read, or the hidden states' gradient
     keeps_hidden: bool  # the output's input stays until backward
+    logits: tuple[Moment, ...] = ()  # whole ones, within the output's forward
+    # Where backward is split:
+    kept_for_weights: int = 0  # from the backward of inputs to that of weights
+    kept_within: int = 0  # besides, until the end of the backward of inputs
 
 
 def loss_bytes(run: RunShape) -> LossBytes:
@@ -32,7 +36,7 @@ def loss_bytes(run: RunShape) -> LossBytes:
     if run.loss_in_backward:
         per_piece = _logits(run, _piece_tokens(run, run.num_tokens)) * loss_forward_bytes(run)
         return LossBytes((("loss of a piece", per_piece),), 0, (*pieces, scaled), hidden, keeps_hidden=True)
-    return LossBytes(pieces, gradients, (scaled,), hidden, keeps_hidden=False)
+    return LossBytes(pieces, gradients, (scaled,), hidden, keeps_hidden=False, kept_for_weights=gradients)
 
 
 def validation_loss_bytes(run: RunShape) -> int:
@@ -85,6 +89,9 @@ def _plain(run: RunShape) -> LossBytes:
         backward=(("cross-entropy backward", cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run))),),
         output_backward=cast + logits * run.compute_bytes,  # their gradient in the compute dtype
         keeps_hidden=True,
+        logits=(("forward of the output", cast + logits * run.compute_bytes),),
+        kept_for_weights=run.num_tokens * run.args.vocab_size // run.mesh.tp * run.compute_bytes,
+        kept_within=logits * loss_kept_bytes(run),
     )
 
 
