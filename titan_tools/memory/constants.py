@@ -33,6 +33,11 @@ GPUS = {
         Gpu("b200", 178.3, 100, 32),
     )
 }
+# Symmetric memory: a signal pad in front of or behind what is asked for (CUDASymmetricMemoryTypes.hpp: 32 channels, 72
+# peers, 4 bytes), all of it rounded up to the driver's granularity (CUDASymmetricMemory.cu), 2 MiB on NVIDIA's GPUs.
+# torch 2.11 to 2.13, its own CUDA backend.
+SIGNAL_PAD_BYTES = 32 * 72 * 4
+SYMMETRIC_GRANULE = 2 * MIB
 # Forward runs in the main thread, backward in autograd's: each has a cuBLAS handle of its own, with its own workspace.
 CUBLAS_HANDLES = 2
 

@@ -96,7 +96,11 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
             replayed.step1,
             replayed.steady,
             replayed.worst(),
-            nvidia_smi_gib(_reserved_bytes(replayed), num_communicators=num_communicators),
+            nvidia_smi_gib(
+                _reserved_bytes(replayed),
+                num_communicators=num_communicators,
+                symmetric_bytes=replayed.trace.symmetric_bytes,
+            ),
             None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
         )
 

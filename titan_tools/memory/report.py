@@ -37,7 +37,8 @@ def show(found: Estimate) -> None:
     )
     worst, peak = found.worst_rank, found.worst_rank.worst
     print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.place)}")
-    table(("what", "GiB", "share of allocated", "closed form"), _breakdown_rows(worst, peak))
+    beside = found.fullest.trace.symmetric_bytes
+    table(("what", "GiB", "share of allocated", "closed form"), _breakdown_rows(worst, peak, beside=beside))
     if peak.activations_by_module:
         print("\nActivations by module")
         table(("module", "GiB each", "GiB"), _module_rows(peak.activations_by_module))
@@ -126,6 +127,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         },
         "step1": [_view(rank, rank.step1) for rank in found.ranks],
         "steady": [_view(rank, rank.steady) for rank in found.ranks],
+        "symmetric_memory_gib": gib(found.fullest.trace.symmetric_bytes),
         "other_allocator_reserved_gib": gib(found.other_reserved_bytes),
         "verdicts": {verdict.gpu.name: _verdict(verdict) for verdict in found.verdicts},
         "changes": [{"words": c.words, "saves_gib": gib(c.saved_bytes)} for c in found.changes],
@@ -193,8 +195,8 @@ def _rank_row(rank: RankEstimate) -> tuple[Any, ...]:
     )
 
 
-def _breakdown_rows(rank: RankEstimate, peak: Peak) -> list[tuple[str, str, str, str]]:
-    """A row per part of the peak, largest first, then what is reserved beside it."""
+def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tuple[str, str, str, str]]:
+    """A row per part of the peak, largest first, then what is reserved, and what lies beside the allocator."""
     said = rank.formula.parts if rank.formula else {}
     rows = [
         (LABELS[part], _gib(size), f"{size / peak.allocated_bytes:.0%}", _gib(said[part]) if part in said else "")
@@ -208,6 +210,7 @@ def _breakdown_rows(rank: RankEstimate, peak: Peak) -> list[tuple[str, str, str,
         ("idle in pools of other streams", _gib(peak.idle_pools_bytes), "", ""),
         ("fragmentation", _gib(peak.fragmentation_bytes), "", ""),
         ("= reserved", _gib(peak.reserved_bytes), "", ""),
+        *([("symmetric memory, beside it", _gib(beside), "", "")] if beside else []),
     ]
 
 

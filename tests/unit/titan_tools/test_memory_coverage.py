@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from converters.errors import UnsupportedError
+from converters.layout import MeshShape
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import FOLLOWED, GAPS, WITHOUT_EFFECT, trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.load import by_section, load_config
+from trainer.config.preset import preset_names
 from trainer.config.sections import Config
 from trainer.loss import registry as loss_registry
 from trainer.parallel_dims import resolve
@@ -84,30 +86,14 @@ def _another(value):
 # --- what is refused
 
 
-def test_gaps_are_told_with_their_reasons_and_presets_have_few():
-    config = load_config(
-        "llama3_8b",
-        [
-            "--debug.deterministic",
-            "--compile.enable",
-            "--compile.backend=onnxrt",
-            "--parallelism.tensor_parallel_degree=2",
-        ]
-        + ["--parallelism.enable_async_tensor_parallel"],
-    )
-    dims = resolve(config.parallelism, 8)
-    told = trace_gaps(config, dims)
-    assert [gap.keys[0] for gap in told] == [
-        "parallelism.enable_async_tensor_parallel",
-        "debug.deterministic",
-        "compile.backend",
-    ]
+def test_gaps_are_told_with_their_reasons_and_presets_have_none():
+    config = load_config("llama3_8b", ["--debug.deterministic", "--compile.enable", "--compile.backend=onnxrt"])
+    told = trace_gaps(config, resolve(config.parallelism, 8))
+    assert [gap.keys[0] for gap in told] == ["debug.deterministic", "compile.backend"]
     assert all(gap.reason.startswith(gap.keys[0]) and f"nearest: {gap.nearest}" in gap.reason for gap in told)
-    for preset, world_size in (("debug", 8), ("llama3_8b", 8), ("llama3_8b_float8", 8), ("llama3_405b_512", 512)):
+    for preset in preset_names():
         config = load_config(preset)
-        assert not trace_gaps(config, resolve(config.parallelism, world_size))
-    config = load_config("llama3_70b_256")
-    assert len(trace_gaps(config, resolve(config.parallelism, 256))) == 1
+        assert not trace_gaps(config, MeshShape(tp=config.parallelism.tensor_parallel_degree))
 
 
 def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_is(monkeypatch):

@@ -14,22 +14,27 @@ from trainer.config.load import load_config
 
 def test_what_the_driver_shows_by_hand():
     assert nvidia_smi_gib(10 * GIB, num_communicators=2) == pytest.approx((9.5 + 0.5 + 0.4, 10.5 + 0.5 + 2.0))
+    beside = nvidia_smi_gib(10 * GIB, num_communicators=0, symmetric_bytes=GIB // 4)
+    assert beside == pytest.approx((9.5 + 0.5 + 0.25, 10.5 + 0.5 + 0.25))  # known to the byte
 
 
 @pytest.mark.parametrize(
-    ("usable_gib", "num_communicators", "verdict"),
+    ("usable_gib", "num_communicators", "symmetric_gib", "verdict"),
     [
-        (32.0, 0, FITS),  # 30 reserved and 5 % of it, and CUDA's context
-        (31.9, 0, TOO_CLOSE),
-        (31.0, 1, TOO_CLOSE),
-        (25.0, 0, TOO_CLOSE),  # what step 1 took goes back to the driver
-        (19.6, 0, TOO_CLOSE),  # 19.1 for the allocator, and 20 at once is no more than 5 % above
-        (19.6, 1, DOES_NOT_FIT),  # NCCL takes 0.2 at least
-        (19.5, 0, DOES_NOT_FIT),
+        (32.0, 0, 0, FITS),  # 30 reserved and 5 % of it, and CUDA's context
+        (32.0, 0, 0.1, TOO_CLOSE),
+        (31.9, 0, 0, TOO_CLOSE),
+        (31.0, 1, 0, TOO_CLOSE),
+        (25.0, 0, 0, TOO_CLOSE),  # what step 1 took goes back to the driver
+        (19.6, 0, 0, TOO_CLOSE),  # 19.1 for the allocator, and 20 at once is no more than 5 % above
+        (19.6, 1, 0, DOES_NOT_FIT),  # NCCL takes 0.2 at least
+        (19.6, 0, 0.2, DOES_NOT_FIT),
+        (19.5, 0, 0, DOES_NOT_FIT),
     ],
 )
-def test_a_run_of_20_gib_at_once_that_reserves_30(usable_gib, num_communicators, verdict):
+def test_a_run_of_20_gib_at_once_that_reserves_30(usable_gib, num_communicators, symmetric_gib, verdict):
     maker = TraceMaker()
+    maker.trace.symmetric_bytes = round(symmetric_gib * GIB)
     maker.at(1, "forward", 0, 0, "layers.0")
     maker.free(maker.allocate(10 * GIB, "activations"))
     maker.at(2, "forward", 0, 0, "layers.0")

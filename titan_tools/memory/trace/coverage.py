@@ -64,6 +64,7 @@ FOLLOWED: dict[str, tuple[str, ...]] = {
         "compile.enable",
         "compile.components",
         "compile.backend",
+        "parallelism.enable_async_tensor_parallel",
         "activation_checkpoint.memory_budget",
     ),
     "families and losses of one's own run as they are; a GPU's kernels inside of them are not known": (
@@ -176,13 +177,6 @@ class Gap:
 
 
 GAPS = (
-    Gap(
-        ("parallelism.enable_async_tensor_parallel",),
-        lambda config, dims: config.parallelism.enable_async_tensor_parallel and dims.tp > 1,
-        "parallelism.enable_async_tensor_parallel: its buffers lie in symmetric memory, whose sizes are not known here;"
-        " nearest: false, which holds what is gathered in torch's allocator instead",
-        "false",
-    ),
     Gap(
         ("debug.deterministic", "debug.deterministic_warn_only"),
         lambda config, dims: config.debug.deterministic,

@@ -55,6 +55,7 @@ class Trace:
 
     blocks: list[Block] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    symmetric_bytes: int = 0  # what lies outside of the allocator: the workspace that ranks copy from
 
     def events(self) -> Iterator[tuple[Segment, int]]:
         """All events in time order, each with its segment."""

@@ -1,6 +1,7 @@
 """Runs the code that Inductor writes, without its kernels: what is allocated, handed on and let go of stays."""
 
 import ast
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,12 +63,29 @@ class _Torch:
 
     cuda = SimpleNamespace(_DeviceGuard=_Device, set_device=lambda index: None)
 
+    @cached_property
+    def ops(self) -> Any:
+        return _Operations()
+
     @staticmethod
     def device(*unused: Any, **named: Any) -> torch.device:
         return torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+class _Operations:
+    """torch.ops, but those of symmetric memory as a GPU runs them."""
+
+    @cached_property
+    def symm_mem(self) -> SimpleNamespace:
+        from titan_tools.memory.trace.compile.async_tensor import fused_products
+
+        return fused_products()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

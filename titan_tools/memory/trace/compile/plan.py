@@ -47,7 +47,10 @@ def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
         advice = logging.getLogger("torch._higher_order_ops.wrap")  # on how to write models that are checkpointed
         stack.enter_context(patch.object(advice, "disabled", True))
         if config.compile.backend == "inductor":
+            from titan_tools.memory.trace.compile.async_tensor import async_tensor_traced
+
             stack.enter_context(_planned_by_inductor(kernels))
+            stack.enter_context(async_tensor_traced(config, kernels, recorder))
         yield
 
 

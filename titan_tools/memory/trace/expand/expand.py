@@ -24,9 +24,10 @@ def expand_layers(trace: Trace, depths: Sequence[Depth]) -> Trace:
     _check_states_are_owned(trace)
     pieces = cut(trace)
     depths = [depth if depth.surplus else replace(depth, is_whole=True) for depth in depths]
-    if _expanded(pieces, [replace(depth, wanted=depth.captured) for depth in depths]) != trace:
+    proof = _expanded(pieces, [replace(depth, wanted=depth.captured) for depth in depths])
+    if replace(proof, symmetric_bytes=trace.symmetric_bytes) != trace:
         raise Aperiodic("captured layers of one kind differ")
-    return _expanded(pieces, depths)
+    return replace(_expanded(pieces, depths), symmetric_bytes=trace.symmetric_bytes)
 
 
 def _expanded(pieces: Sequence[Piece], depths: Sequence[Depth]) -> Trace:

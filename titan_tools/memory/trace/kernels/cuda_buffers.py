@@ -6,7 +6,7 @@ need nothing (products beyond cuBLAS's workspace, softmax, gather, complex multi
 """
 
 from collections.abc import Callable
-from math import ceil
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -46,8 +46,21 @@ def foreach_norm_bytes(args: tuple) -> int:
     return len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
 
 
+def sum_bytes(args: tuple) -> int:
+    """Of more than 2 GiB in 16 bits: sums in fp32, as one kernel cannot see it all.
+
+    native/cuda/Reduce.cuh (AccumulationBuffer), where TensorIterator::can_use_32bit_indexing says no.
+    """
+    tensor, dims = args[:2]
+    if tensor.element_size() != 2 or tensor.numel() <= 2**30:
+        return 0
+    summed = prod(tensor.shape[dim] for dim in (dims or range(tensor.dim())))
+    return 4 * (tensor.numel() // summed)
+
+
 CUDA_BUFFERS: dict[Any, OwnBuffers] = {
     aten.embedding_dense_backward.default: embedding_backward_bytes,
     aten._foreach_norm.Scalar: foreach_norm_bytes,
+    aten.sum.dim_IntList: sum_bytes,
 }
 """By operation."""

@@ -146,7 +146,8 @@ def _composed(job: Job, kind: _Kind, pp_rank: int) -> Trace | None:
             kind.templates[depths] = read_templates(_deep(job, kind, pp_rank), kind.captured), numbers
         templates, known = kind.templates[depths]
         renamed = dict(zip(known, numbers, strict=True))
-        return compose(templates, kind.captured, kind.orders[pp_rank], stages=stages, layers=renamed)
+        trace = compose(templates, kind.captured, kind.orders[pp_rank], stages=stages, layers=renamed)
+        return replace(trace, symmetric_bytes=kind.trace.symmetric_bytes)
     except (Aperiodic, NotComposable):
         return None
 
