@@ -105,4 +105,4 @@ def _gathered_in_backward(rank: Rank, groups: list[Group], position: int) -> int
     if not rank.run.uses_fsdp:
         return 0
     first = max(position - 1, 0) if rank.run.mesh.fsdp > 1 else position
-    return sum(rank.whole_bytes(g) for g in groups[first : position + 1] if g.name not in rank.gathered)
+    return sum(rank.gathered_bytes(g) for g in groups[first : position + 1] if g.name not in rank.gathered)

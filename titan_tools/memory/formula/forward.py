@@ -16,11 +16,11 @@ def forward(rank: Rank, action: Action) -> Iterator[Instant]:
     is_gathered_now = run.uses_fsdp and groups[-1].name not in rank.gathered
     if run.uses_fsdp and groups[0].name not in rank.gathered:
         num_copies = 2 if run.mesh.fsdp > 1 else 1  # flat, and copied out of that
-        yield rank.instant("forward of the first module", all_gather=num_copies * rank.whole_bytes(groups[0]))
+        yield rank.instant("forward of the first module", all_gather=num_copies * rank.gathered_bytes(groups[0]))
     for group in groups if run.uses_fsdp else ():
         rank.gathered.pop(group.name, None)
         if group.is_kept:
-            rank.gathered[group.name] = rank.whole_bytes(group)
+            rank.gathered[group.name] = rank.gathered_bytes(group)
     rank.kept[key] = _kept_by_stage(rank, action.stage)
     if not rank.is_last(action.stage):
         yield rank.instant("end of forward")
@@ -41,11 +41,11 @@ def gathered_for_output(rank: Rank, groups: list[Group], *, is_now: bool) -> tup
     """The output's parameters where they are not kept, and the flat result of a forward's last all-gather."""
     if not rank.run.uses_fsdp:
         return 0, 0
-    output = 0 if groups[-1].is_kept else rank.whole_bytes(groups[-1])
+    output = 0 if groups[-1].is_kept else rank.gathered_bytes(groups[-1])
     if not is_now or rank.run.mesh.fsdp == 1:
         return output, 0
     is_early = "tok_embeddings" in groups[-1].name  # gathered with the embedding: the last one is a block's
-    return output, rank.whole_bytes(groups[-2 if is_early else -1])
+    return output, rank.gathered_bytes(groups[-2 if is_early else -1])
 
 
 def _kept_by_stage(rank: Rank, stage: int) -> int:

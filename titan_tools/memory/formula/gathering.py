@@ -12,7 +12,7 @@ from titan_tools.memory.schedules import Action
 def gather_stage(rank: Rank, action: Action) -> Iterator[Instant]:
     """All of a stage is on its way: one flat result per group. Over one rank there is nothing to gather."""
     groups = rank.groups[action.stage] if rank.run.uses_fsdp else []
-    flat = rank.whole_bytes if rank.run.mesh.fsdp > 1 else lambda group: 0
+    flat = rank.gathered_bytes if rank.run.mesh.fsdp > 1 else lambda group: 0
     rank.gathering |= {group.name: flat(group) for group in groups}
     yield rank.instant("a stage is gathered")
 
@@ -21,7 +21,7 @@ def copy_out(rank: Rank, stage: int) -> Iterator[Instant]:
     """A stage is about to compute: if it was gathered as a whole, parameters leave the flat results group by group."""
     for group in rank.groups[stage]:
         if group.name in rank.gathering:
-            rank.gathered[group.name] = rank.whole_bytes(group)
+            rank.gathered[group.name] = rank.gathered_bytes(group)
             yield rank.instant("a stage is gathered")
             del rank.gathering[group.name]
 

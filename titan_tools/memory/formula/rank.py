@@ -84,8 +84,12 @@ class Rank:
         ends = sum((stage > 0) + (stage < last) for stage in self.groups)
         return ends * self.run.num_microbatches * self.sizes.stream
 
+    def gathered_bytes(self, group: Group) -> int:
+        """Of a group's parameters as FSDP gathers them."""
+        return group.full_elements * self.run.compute_bytes
+
     def whole_bytes(self, group: Group) -> int:
-        """Of a group's parameters as they are gathered."""
+        """Of a group's gradients before they are reduced, as backward leaves them under FSDP."""
         return group.full_elements * self.run.compute_bytes
 
     def casts(self, group: Group) -> int:

@@ -33,7 +33,7 @@ def add_up(rank: Rank, group: Group, what: str, **parts: int) -> Iterator[Instan
     """
     is_first = group.name not in rank.added_up
     rank.added_up[group.name] = group.full_elements * FP32
-    rank.gathered[group.name] = rank.whole_bytes(group)
+    rank.gathered[group.name] = rank.gathered_bytes(group)
     made = _cast_in_turn(rank, group) if is_first else rank.whole_bytes(group)
     yield rank.instant(f"gradients of {what} added up", gradients=made, **parts)
 

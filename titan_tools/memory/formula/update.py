@@ -17,7 +17,7 @@ def validation(rank: Rank) -> Instant:
     run = rank.run
     rank.shards.clear()
     groups = rank.groups[max(rank.groups)]
-    gathered = sum(rank.whole_bytes(group) for group in rank.all_groups() if group.is_kept) if run.uses_fsdp else 0
+    gathered = sum(rank.gathered_bytes(group) for group in rank.all_groups() if group.is_kept) if run.uses_fsdp else 0
     hidden = run.validation_samples * run.validation_seq_len // run.mesh.cp * run.args.dim * run.compute_bytes
     return rank.instant(
         "validation",
