@@ -17,10 +17,10 @@ from titan_tools.memory.published.then import Then, settings_of, then_of
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import replay
-from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import gpu_kernels
+from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks
 from titan_tools.memory.trace.traced import trace_rank
 from titan_tools.memory.verdict import judge
 from trainer.config.load import load_config
@@ -99,7 +99,7 @@ def _in_metric(row: Row, peak: Peak) -> int:
 
 @lru_cache(maxsize=2)  # rows of one run follow each other
 def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) -> list[Trace]:
-    """One per pipeline rank."""
+    """One per kind of pipeline rank."""
     config = _config(settings)
     dims = resolve(config.parallelism, world_size)
     # flash attention, also on Hopper: torchtitan put cuDNN's first on Blackwell only
@@ -107,11 +107,13 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) ->
     args = get_family(config.model.name).flavors[config.model.flavor]
     if gaps := [gap.reason for gap in trace_gaps(config, dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
-    ranks = range(0, dims.world_size, dims.world_size // dims.pp)
-    # a pipeline's last stage keeps logits of all its microbatches, of which a short capture has too few
-    trace = trace_rank if dims.pp == 1 else capture
+    # Of pipeline ranks alike the first has the most microbatches under way.
+    job = Job(config, args, dims, kernels)
     with as_built_then(then, tp=dims.tp):
-        return [trace(config, args, dims, rank=rank, kernels=kernels) for rank in ranks]
+        return [
+            trace_rank(config, args, dims, rank=job.global_rank(pp_ranks[0]), kernels=kernels)
+            for pp_ranks in kinds_of_ranks(job)
+        ]
 
 
 def _config(settings: tuple[str, ...]) -> Config:

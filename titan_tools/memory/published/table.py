@@ -104,6 +104,8 @@ def _line(estimate: "Estimate") -> str:
     found = f"{estimate.high_gib:.2f}"
     if estimate.high_gib - estimate.low_gib >= 0.005:
         found = f"{estimate.low_gib:.2f} … {found}"
+    if estimate.then.is_floor:
+        found = f"≥ {found}"
     if row.gib is None:
         found = f"{found}: {estimate.verdict}"
     metric = row.metric + (", step 1" if row.is_first_step else "")

@@ -24,6 +24,10 @@ CAST_IN_LOSS = "2024-10-23"
 # Where the model is compiled, so is the loss: #642, until #755 turned it off (pytorch#143774); again since #1033
 LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 
+# Tensor-parallel collectives recorded streams, which keeps what they touch for as long as the GPU lags behind (#735,
+# pytorch#147168), but where TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them
+STREAMS_NOT_RECORDED = "2025-04-10"
+
 _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
 
 
@@ -40,9 +44,8 @@ class Then:
     has_wide_logits: bool  # the model itself ends in fp32
     num_logits_kept: int  # microbatches whose logits live until the next step's
     is_loss_compiled: bool
-    gathers_keys: (
-        bool  # as torchtitan's ring of context ranks does by default ("allgather"); its chunks are not rebuilt
-    )
+    gathers_keys: bool  # as torchtitan's context ranks do by default ("allgather"); their ring over them is not rebuilt
+    is_floor: bool  # collectives kept buffers for a time that no trace tells
 
     def told(self) -> list[str]:
         """What was set, in words."""
@@ -57,7 +60,8 @@ class Then:
             "logits in fp32": self.has_wide_logits,
             "logits kept until the next step": self.num_logits_kept > 0,
             "compiled loss": self.is_loss_compiled,
-            "keys gathered, no ring's chunks": self.gathers_keys,
+            "keys gathered, without the ring over them": self.gathers_keys,
+            "no recorded streams, so a floor": self.is_floor,
         }
         return [text for text, holds in said.items() if holds]
 
@@ -81,6 +85,7 @@ def then_of(row: Row) -> Then:
         is_loss_compiled=row.loss.is_compiled
         or (row.is_compiled and any(since <= row.date < until for since, until in LOSS_COMPILED)),
         gathers_keys=row.cp > 1,
+        is_floor=row.tp > 1 and row.date < STREAMS_NOT_RECORDED,
     )
 
 
