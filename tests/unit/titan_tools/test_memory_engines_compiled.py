@@ -43,6 +43,28 @@ COMPILED = [
     ("qwen3_32b", 64, OP),
     ("llama3_405b", 512, f"{PP}=8 {TP}=8 {SAMPLES}=16"),
 ]
+FLOAT8 = "--model.converters=quantize.linear.float8"
+OUTPUT_LEFT, GATHERED = (
+    "--quantize.linear.float8.filter_fqns=output",
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather",
+)
+IN_FLOAT8 = [
+    ("llama3_8b_float8", 8, ""),
+    ("llama3_8b", 8, f"{COMPILE} {NONE}"),
+    ("llama3_8b", 8, f"{COMPILE} {OP}"),
+    ("llama3_8b", 8, f"{COMPILE} {OP} {PLAIN}"),
+    ("llama3_8b", 8, f"{COMPILE} {FULL} {OUTPUT_LEFT}"),
+    ("llama3_8b", 8, f"{COMPILE} {OP} {GATHERED}"),
+    ("llama3_8b", 8, f"{COMPILE} {OUTPUT_LEFT} {GATHERED} {PP}=2 {SCHEDULE}=1F1B {SAMPLES}=4"),
+    ("llama3_8b", 8, NONE),
+    ("llama3_8b", 8, FULL),
+    ("llama3_8b", 8, f"{OP} {GATHERED}"),
+    ("llama3_8b", 16, f"{COMPILE} {OUTPUT_LEFT} {CP}=2"),
+    ("llama3_8b", 16, f"{COMPILE} {FULL} {OUTPUT_LEFT} {TP}=2"),
+    ("llama3_70b", 256, f"{COMPILE} {OP} {TP}=8"),
+    ("llama3_70b", 256, f"{COMPILE} {FULL} {OUTPUT_LEFT} {GATHERED} {TP}=8"),
+    ("qwen3_32b", 64, f"{COMPILE} {OP} {OUTPUT_LEFT}"),
+]
 
 
 def test_both_engines_agree_on_a_compiled_model():
@@ -53,6 +75,12 @@ def test_both_engines_agree_on_a_compiled_model():
 @pytest.mark.parametrize(("preset", "world_size", "words"), COMPILED)
 def test_both_engines_agree_on_compiled_models_in_more_layouts(preset, world_size, words):
     _compare(preset, world_size, f"{COMPILE} {words}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "world_size", "words"), IN_FLOAT8)
+def test_both_engines_agree_in_float8(preset, world_size, words):
+    _compare(preset, world_size, f"{FLOAT8} {words}")
 
 
 def _compare(preset: str, world_size: int, words: str) -> None:

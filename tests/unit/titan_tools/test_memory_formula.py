@@ -141,6 +141,8 @@ def test_offload_leaves_on_the_gpu_what_a_step_moves_there(config_of):
 
 # --- what the closed form is silent about
 
+FLOAT8 = "--model.converters=quantize.linear.float8"
+
 
 @pytest.mark.parametrize(
     ("words", "reason"),
@@ -148,7 +150,11 @@ def test_offload_leaves_on_the_gpu_what_a_step_moves_there(config_of):
         (f"{degrees()} --compile.enable --compile.backend=aot_eager", "what another compiler than inductor keeps"),
         (f"{degrees()} --compile.enable --activation_checkpoint.mode=memory_budget", "chooses what is recomputed"),
         (f"{degrees()} {FP32}", "attention in fp32"),
-        (f"{degrees()} --model.converters=quantize.linear.float8", "float8 keeps other copies"),
+        (f"{degrees()} {FLOAT8} --quantize.linear.float8.recipe_name=rowwise", "scales for rows"),
+        (f"{degrees()} {FLOAT8} --quantize.linear.float8.emulate", "in high precision what it casts"),
+        (f"{degrees()} {FLOAT8} --quantize.linear.float8.filter_fqns=wk", "some of a block's products"),
+        (f"{degrees(tp=2)} {FLOAT8}", "what moves in float8"),
+        (f"{degrees(tp=2)} {FLOAT8} {NONE} --compile.enable", "float8 copies of whole weights"),
         (f"--compile.enable {degrees(tp=2)} --parallelism.enable_async_tensor_parallel", "symmetric buffers"),
     ],
 )

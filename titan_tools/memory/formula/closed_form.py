@@ -9,7 +9,8 @@ reserved memory.
 from collections.abc import Callable, Iterator
 
 from titan_tools.memory.constants import Gpu
-from titan_tools.memory.formula.activations import activations_of
+from titan_tools.memory.formula import float8
+from titan_tools.memory.formula.activations import Activations, activations_of
 from titan_tools.memory.formula.backward import backward
 from titan_tools.memory.formula.compiled import compiled_activations
 from titan_tools.memory.formula.forward import forward
@@ -38,8 +39,7 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
     order = with_sharding(computed, schedule) if run.uses_pipeline else computed
     groups = {stage: groups_of_stage(run, stage) for stage in sorted({action.stage for action in computed})}
     has_states = steady or run.traits.states_from_start
-    sizes = compiled_activations(run, gpu) if run.compiles_model else activations_of(run)
-    rank = Rank(run, groups, sizes, loss_bytes(run), gpu, has_states)
+    rank = Rank(run, groups, _activations(run, gpu), loss_bytes(run), gpu, has_states)
     for _ in range(run.num_accumulated):
         rank.of_inputs.clear()
         for action in order:
@@ -58,3 +58,9 @@ _HAPPENS: dict[Kind, Callable[[Rank, Action], Iterator[Instant]]] = {
     "reshard": reshard_stage,
     "reduce": reduce_stage,
 }
+
+
+def _activations(run: RunShape, gpu: Gpu) -> Activations:
+    if run.float8 is None:
+        return compiled_activations(run, gpu) if run.compiles_model else activations_of(run)
+    return float8.compiled_activations(run, gpu) if run.compiles_model else float8.eager_activations(run)

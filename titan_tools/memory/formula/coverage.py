@@ -1,6 +1,7 @@
 """What the closed form says nothing of, with the reason: there the traced train step stands alone."""
 
 from converters.layout import MeshShape
+from titan_tools.memory.formula.float8_coverage import float8_gaps
 from trainer.config.sections import Config
 from trainer.loss.registry import CHUNKED, PLAIN
 
@@ -22,7 +23,7 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         f"compile.backend = {config.compile.backend!r}: what another compiler than inductor keeps is not known": (
             config.compile.enable and bool(config.compile.components) and config.compile.backend != "inductor"
         ),
-        "model.converters: float8 keeps other copies of activations and weights": bool(config.model.converters),
+        **float8_gaps(config, dims),
         "activation_checkpoint.mode = memory_budget: the compiler chooses what is recomputed": (
             checkpointing.mode == "memory_budget"
         ),

@@ -2,11 +2,12 @@
 
 from converters.dtypes import itemsize
 from converters.families.registry import get_family
-from titan_tools.memory.formula.run_shape import Recompute, RunShape
+from titan_tools.memory.formula.run_shape import Float8Products, Recompute, RunShape
 from titan_tools.memory.layout import resolved_layout
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.loss.registry import CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
+from trainer.parallel.float8 import is_float8
 from trainer.parallel.fsdp import is_fsdp
 from trainer.stages import split_model
 
@@ -48,6 +49,16 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         validation_seq_len=config.validation.seq_len,
         compiles_model=compiles(config.compile, "model"),
         compiles_loss=compiles(config.compile, "loss"),
+        float8=_float8(config, is_tied=args.tied),
+    )
+
+
+def _float8(config: Config, *, is_tied: bool) -> Float8Products | None:
+    if not is_float8(config):
+        return None
+    is_named = any(part in "output" for part in config.float8.filter_fqns)
+    return Float8Products(
+        converts_output=not is_named and not is_tied, gathers=config.float8.enable_fsdp_float8_all_gather
     )
 
 

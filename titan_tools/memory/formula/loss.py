@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
+from titan_tools.memory.formula.float8 import CAST_BYTES, output_cast_bytes
 from titan_tools.memory.formula.run_shape import RunShape
 
 FP32 = 4
@@ -35,6 +36,7 @@ def loss_bytes(run: RunShape) -> LossBytes:
     scaled = ("gradients of the loss scaled", 2 * gradients)
     if run.loss_in_backward:
         per_piece = _logits(run, _piece_tokens(run, run.num_tokens)) * loss_forward_bytes(run)
+        per_piece = max(per_piece, output_cast_bytes(run))
         return LossBytes((("loss of a piece", per_piece),), 0, (*pieces, scaled), hidden, keeps_hidden=True)
     return LossBytes(pieces, gradients, (scaled,), hidden, keeps_hidden=False, kept_for_weights=gradients)
 
@@ -84,10 +86,10 @@ def _plain(run: RunShape) -> LossBytes:
     logits = _logits(run, run.num_tokens)
     cast = _output_elements(run) * run.compute_bytes if run.casts_weights else 0  # the output's weight, as it was read
     return LossBytes(
-        forward=(("end of forward", cast + logits * loss_forward_bytes(run)),),
+        forward=(("end of forward", max(cast + logits * loss_forward_bytes(run), output_cast_bytes(run))),),
         kept=cast + logits * loss_kept_bytes(run),
         backward=(("cross-entropy backward", cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run))),),
-        output_backward=cast + logits * run.compute_bytes,  # their gradient in the compute dtype
+        output_backward=cast + _output_backward(run, run.num_tokens, logits),
         keeps_hidden=True,
         logits=(("forward of the output", cast + logits * run.compute_bytes),),
         kept_for_weights=run.num_tokens * run.args.vocab_size // run.mesh.tp * run.compute_bytes,
@@ -109,9 +111,25 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
             "cross-entropy backward of a piece",
             held + sums + cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run)),
         ),
-        ("backward of the output for a piece", held + sums + cast + logits * element + made),
+        ("backward of the output for a piece", held + sums + cast + _output_backward(run, tokens, logits) + made),
         ("output's gradient added up", held + output * FP32 + made),
     )
+
+
+def _output_backward(run: RunShape, num_tokens: int, logits: int) -> int:
+    """Beside the output's whole gradient: the gradient of the logits.
+
+    In float8 products read it, and the hidden states, by rows and by columns. Or more is there before the output's
+    gradient: while its weight is cast, or the gradient of the logits for the second time.
+    """
+    gradient = logits * run.compute_bytes
+    if run.float8 is None or not run.float8.converts_output:
+        return gradient
+    hidden = num_tokens * run.args.dim
+    weight = 0 if run.float8.gathers else _output_elements(run)
+    again = (CAST_BYTES + 1) * logits + weight + hidden * run.compute_bytes
+    before = max(again, logits + CAST_BYTES * weight) - _output_elements(run) * run.gradient_bytes
+    return gradient + max(3 * logits + 2 * hidden, before)
 
 
 def _output_elements(run: RunShape) -> int:

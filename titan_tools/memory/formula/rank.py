@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
 from titan_tools.memory.formula.activations import Activations, keeps_whole_block
+from titan_tools.memory.formula.float8 import gathered_bytes
 from titan_tools.memory.formula.holdings import Group
 from titan_tools.memory.formula.loss import LossBytes
 from titan_tools.memory.formula.run_shape import RunShape
@@ -86,7 +87,7 @@ class Rank:
 
     def gathered_bytes(self, group: Group) -> int:
         """Of a group's parameters as FSDP gathers them."""
-        return group.full_elements * self.run.compute_bytes
+        return gathered_bytes(self.run, group.name, group.full_elements)
 
     def whole_bytes(self, group: Group) -> int:
         """Of a group's gradients before they are reduced, as backward leaves them under FSDP."""

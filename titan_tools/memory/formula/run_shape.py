@@ -33,6 +33,14 @@ class BuildTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Products:
+    """The blocks' products are in float8, with a scale per tensor."""
+
+    converts_output: bool  # the output's too
+    gathers: bool  # FSDP gathers these weights as float8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
     """One run. `mesh` has the degrees, `stages` the module names of each pipeline stage, dealt to ranks in turn."""
 
@@ -60,6 +68,7 @@ class RunShape:
     is_offloaded: bool = False  # parameters, gradient shards and moments lie in host memory
     compiles_model: bool = False  # each block, with Inductor
     compiles_loss: bool = False
+    float8: Float8Products | None = None
     traits: BuildTraits = BuildTraits()
 
     @property

@@ -1,0 +1,153 @@
+"""Bytes of float8 training with a scale per tensor (torchao 0.15): what blocks and the output's product add or omit.
+
+torchao's products keep their inputs and weights in high precision and cast them anew in backward. A product takes one
+input by rows and one by columns, so what two products read is cast, or copied, once for either.
+
+Eager, a cast is four operations: the input in fp32 times its scale, that clamped, and float8; at its highest point two
+fp32 copies and the result (CAST_BYTES). So the blocks keep what they keep in bf16, and their backward is fullest in the
+cast of the feed-forward's product for w2's gradient.
+
+Compiled, casts are fused into what writes or reads them. Nothing that only float8 products read is kept, for it can be
+computed inside of the cast (compiled.py says why products in bf16 read what is kept): neither norms' results nor the
+feed-forward's product. Under TP what is gathered is float8 already, and kept.
+
+Weights that FSDP gathers as float8 come as such, a byte per element, and need no cast.
+"""
+
+from dataclasses import replace
+
+from titan_tools.memory.constants import Gpu
+from titan_tools.memory.formula.activations import (
+    FP32,
+    Activations,
+    BlockMoment,
+    BlockTensors,
+    activations_of,
+    added_by_feed_forward,
+    block_tensors,
+    keeps_whole_block,
+    kept_whole_block,
+)
+from titan_tools.memory.formula.attention import attention_backward_bytes
+from titan_tools.memory.formula.run_shape import RunShape
+
+CAST_BYTES = 2 * FP32 + 1  # per element, at the highest point of an eager cast; one of them stays
+
+
+def eager_activations(run: RunShape) -> Activations:
+    """What the microbatches of a run take, block by block, where blocks are not compiled."""
+    layers = range(run.args.num_layers)
+    return replace(activations_of(run), backward=tuple((_eager_cast(run, layer),) for layer in layers))
+
+
+def _eager_cast(run: RunShape, layer: int) -> BlockMoment:
+    """The product's cast, beside its gradient, the cast gradient that came in by rows and by columns, and cast w2."""
+    t = block_tensors(run)
+    sizes = _Sizes(run, t)
+    bf16 = added_by_feed_forward(run, layer) - 2 * t.hidden
+    return BlockMoment(
+        recompute=bf16 + t.hidden + CAST_BYTES * sizes.hidden + 2 * sizes.stream + sizes.weight,
+    )
+
+
+class _Sizes:
+    """Bytes in float8."""
+
+    def __init__(self, run: RunShape, t: BlockTensors):
+        self.hidden, self.stream, self.whole = (size // run.compute_bytes for size in (t.hidden, t.stream, t.whole))
+        gathers = run.float8 is not None and run.float8.gathers
+        self.weight = 0 if gathers else run.args.dim * run.args.ffn_hidden // run.mesh.tp  # one of the feed-forward's
+        self.output_weight = 0 if gathers else run.args.dim * run.args.num_heads * run.args.head_dim // run.mesh.tp
+
+
+def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
+    """What the microbatches of a run take, block by block, where blocks are compiled."""
+    layers = range(run.args.num_layers)
+    return replace(
+        activations_of(run),
+        kept=tuple(kept_block(run, layer) for layer in layers),
+        backward=tuple((_feed_forward(run, layer), _attention(run, layer, gpu)) for layer in layers),
+    )
+
+
+def kept_block(run: RunShape, layer: int) -> int:
+    """What a compiled block keeps from forward to backward."""
+    t = block_tensors(run)
+    if keeps_whole_block(run, layer):
+        return _whole(run, t)
+    if run.recompute.mode == "full":
+        return t.stream
+    keys = t.key if run.mesh.cp == 1 else 2 * t.key_gathered
+    moved = 2 * _Sizes(run, t).whole + t.stream if run.mesh.tp > 1 else 0
+    return t.stream + t.query + keys + t.query + t.logsumexp + t.hidden + moved
+
+
+def _whole(run: RunShape, t: BlockTensors) -> int:
+    gathered = 2 * _Sizes(run, t).whole if run.mesh.tp > 1 else 0
+    return kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + gathered
+
+
+def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
+    """In the kernel that goes back through silu: it reads the results of w1 and w3 and the product's gradient, and
+    writes the product by columns and both gradients either way, in float8.
+
+    Cast weights that a product in forward made, the second norm's result and keys wait for backward. Under TP the cast
+    gradient that came in has been gathered, of several samples also the second norm's result once more, in order.
+    """
+    t = block_tensors(run)
+    sizes = _Sizes(run, t)
+    kernel = t.hidden + 5 * sizes.hidden
+    if keeps_whole_block(run, layer):
+        return BlockMoment(recompute=t.stream + kernel + (sizes.whole if run.mesh.tp > 1 else 0))
+    is_full, again = run.recompute.mode == "full", t.stream
+    again += _whole(run, t) - t.stream + 2 * sizes.weight if is_full else t.hidden + sizes.weight
+    if run.mesh.tp > 1:
+        again += sizes.whole * (1 if run.microbatch_size == 1 or is_full else 2)
+    else:
+        again += sizes.stream + (0 if is_full else t.stream) + (0 if run.float8.gathers else t.key)
+    if not is_full and run.mesh.cp > 1:
+        again += t.query
+    return BlockMoment(recompute=again + kernel)
+
+
+def _attention(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
+    """In attention's backward, as in compiled.py; what products read waits in float8, by rows and by columns.
+
+    Of several samples under TP the gradients of w1's and w3's inputs are let go of once their sum has been copied.
+    """
+    t, tp = block_tensors(run), run.mesh.tp
+    sizes, kept = _Sizes(run, t), kept_block(run, layer)
+    own = _whole(run, t) - 2 * t.hidden - (sizes.whole if tp > 1 else 0)
+    made = 2 * t.whole + t.stream + t.query + sizes.output_weight
+    made += t.query // (2 if run.mesh.cp > 1 else 1) + 2 * t.key_gathered
+    if tp == 1:
+        made += 2 * sizes.whole
+    else:
+        made += 2 * t.whole + t.stream + 4 * sizes.whole if run.microbatch_size == 1 else sizes.whole - t.whole
+    return BlockMoment(
+        released=max(kept - own, 0),
+        recompute=made + max(own - kept, 0),
+        gradients=3 * run.args.dim * run.args.ffn_hidden // tp * run.gradient_bytes,
+        workspaces=attention_backward_bytes(run, t, gpu),
+    )
+
+
+def output_cast_bytes(run: RunShape) -> int:
+    """At the highest point of casting the output's weight, which is not compiled; 0 where it is not cast."""
+    if run.float8 is None or run.float8.gathers or not run.float8.converts_output:
+        return 0
+    return CAST_BYTES * (run.args.vocab_size // run.mesh.tp) * run.args.dim
+
+
+def gathered_bytes(run: RunShape, name: str, elements: int) -> int:
+    """Of a group's parameters, as FSDP gathers them: in float8 the weights of blocks' products, and of the output."""
+    if run.float8 is None or not run.float8.gathers:
+        return elements * run.compute_bytes
+    if name.startswith("layers."):
+        others = 2 * run.args.dim + (2 * run.args.head_dim if run.args.qk_norm else 0)
+    elif name.endswith("output") and run.float8.converts_output and not run.args.tied:
+        weight = run.args.vocab_size // run.mesh.tp * run.args.dim
+        others = elements - weight
+    else:
+        others = elements
+    return elements - others + others * run.compute_bytes
