@@ -1,10 +1,14 @@
 """What the commands print: results to stdout, talk to stderr, bars only where a person is watching."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+_NUMBER = r"[+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)"
+_NUMBERS = re.compile(rf"{_NUMBER}( … {_NUMBER})?( ?%| [KMGT]?i?B)?")
 
 
 def note(text: str) -> None:
@@ -57,12 +61,15 @@ def non_finite(name: str, number: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Rows under a header, columns aligned (numbers to the right), on stdout; plain text, so that it can be piped."""
+    """Rows under a header, columns aligned, on stdout; plain text, so that it can be piped.
+
+    To the right where all that is there are numbers, also as text, with a unit or from one to another: 1.5 … 2.0 GiB.
+    """
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     widths = (
         [max(map(len, column)) for column in zip(columns, *cells, strict=True)] if cells else [len(c) for c in columns]
     )
-    right = [all(isinstance(row[i], int | float) for row in rows) and bool(rows) for i in range(len(columns))]
+    right = [_are_numbers([row[i] for row in cells]) for i in range(len(columns))]
 
     def line(row: Sequence[str]) -> str:
         parts = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
@@ -73,6 +80,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     for row in cells:
         print(line(row))
     sys.stdout.flush()
+
+
+def _are_numbers(column: Sequence[str]) -> bool:
+    """Of some cells that may be empty."""
+    return any(column) and all(_NUMBERS.fullmatch(cell) for cell in column if cell)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """An estimate in words: tables of the pipeline ranks, the peak's parts and the verdicts; or as one JSON object."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def show(found: Estimate) -> None:
     print(f"{headline(found)}\n\nPeaks per pipeline rank, GiB, under the {found.allocator} allocator")
     table(
         ("pp rank", "allocated", "active", "reserved", "nvidia-smi", "step 1 allocated", "step 1 reserved", "peak at"),
-        [_rank_row(rank) for rank in found.ranks],
+        _rank_rows(found.ranks),
     )
     worst, peak = found.worst_rank, found.worst_rank.worst
     print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.place)}")
@@ -181,36 +182,44 @@ def _rounded(interval: tuple[float, float]) -> list[float]:
     return [round(size, 2) for size in interval]
 
 
-def _rank_row(rank: RankEstimate) -> tuple[Any, ...]:
-    steady = rank.steady
-    return (
-        rank.pp_rank,
-        _gib(steady.allocated_bytes),
-        _gib(steady.active_bytes),
-        _gib(steady.reserved_bytes),
-        "{:.1f} … {:.1f}".format(*rank.nvidia_smi_gib),
-        _gib(rank.step1.allocated_bytes),
-        _gib(rank.step1.reserved_bytes),
-        in_words(rank.worst.allocated_at.place),
-    )
+def _rank_rows(ranks: Sequence[RankEstimate]) -> list[tuple[Any, ...]]:
+    digits = _digits(max(rank.reserved_bytes for rank in ranks))
+    return [
+        (
+            rank.pp_rank,
+            _gib(rank.steady.allocated_bytes, digits),
+            _gib(rank.steady.active_bytes, digits),
+            _gib(rank.steady.reserved_bytes, digits),
+            "{:.1f} … {:.1f}".format(*rank.nvidia_smi_gib),
+            _gib(rank.step1.allocated_bytes, digits),
+            _gib(rank.step1.reserved_bytes, digits),
+            in_words(rank.worst.allocated_at.place),
+        )
+        for rank in ranks
+    ]
 
 
 def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tuple[str, str, str, str]]:
     """A row per part of the peak, largest first, then what is reserved, and what lies beside the allocator."""
+    digits = _digits(peak.reserved_bytes)
     said = rank.formula.parts if rank.formula else {}
     rows = [
-        (LABELS[part], _gib(size), f"{size / peak.allocated_bytes:.0%}", _gib(said[part]) if part in said else "")
-        for part, size in peak.by_part.items()
-        if size >= peak.allocated_bytes / 2000 or part in said
+        (label, size, f"{size / peak.allocated_bytes:.0%}", said.get(part))
+        for part, label in LABELS.items()
+        if (size := peak.by_part.get(part, 0)) >= peak.allocated_bytes / 2000 or part in said
     ]
-    total = _gib(rank.formula.total_bytes) if rank.formula else ""
+    rows.sort(key=lambda row: -row[1])
+    rows += [
+        ("= allocated", peak.allocated_bytes, "100%", rank.formula.total_bytes if rank.formula else None),
+        ("idle in pools of other streams", peak.idle_pools_bytes, "", None),
+        ("fragmentation", peak.fragmentation_bytes, "", None),
+        ("= reserved", peak.reserved_bytes, "", None),
+    ]
+    if beside:
+        rows.append(("symmetric memory, beside it", beside, "", None))
     return [
-        *rows,
-        ("= allocated", _gib(peak.allocated_bytes), "100%", total),
-        ("idle in pools of other streams", _gib(peak.idle_pools_bytes), "", ""),
-        ("fragmentation", _gib(peak.fragmentation_bytes), "", ""),
-        ("= reserved", _gib(peak.reserved_bytes), "", ""),
-        *([("symmetric memory, beside it", _gib(beside), "", "")] if beside else []),
+        (what, _gib(size, digits), share, "" if formula is None else _gib(formula, digits))
+        for what, size, share, formula in rows
     ]
 
 
@@ -224,8 +233,9 @@ def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
             rows[-1] = (first, name, size, number + 1)
         else:
             rows.append((name, name, size, 1))
+    digits = _digits(sum(by_module.values()))
     return [
-        (first if first == last else f"{first} … {last}", _gib(size), _gib(size * number))
+        (first if first == last else f"{first} … {last}", _gib(size, digits), _gib(size * number, digits))
         for first, last, size, number in rows
     ]
 
@@ -245,5 +255,10 @@ def _farthest_part(rank: RankEstimate) -> str:
     return max(PARTS, key=lambda part: abs(traced.get(part, 0) - said.get(part, 0)))
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f}" if abs(num_bytes) >= GIB / 10 or not num_bytes else f"{num_bytes / GIB:.5f}"
+def _digits(num_bytes: int) -> int:
+    """Behind the point, of GiB in a table whose largest entry this is."""
+    return 2 if num_bytes >= GIB else 5
+
+
+def _gib(num_bytes: int, digits: int | None = None) -> str:
+    return f"{num_bytes / GIB:.{_digits(abs(num_bytes)) if digits is None else digits}f}"

@@ -408,12 +408,12 @@ def test_the_closed_form_says_nothing_of_a_loss_of_ones_own(monkeypatch):
 
 
 def test_what_the_closed_form_does_not_describe_is_told_beside_the_trace(capsys, estimated_once):
-    words = [*TINY, "--model.converters=quantize.linear.float8"]
+    words = [*TINY, "--training.mixed_precision_param=float32"]
     _, found = run(capsys, "debug", *words, world_size=2)
     assert found["peak"]["allocated_gib"] > 0
-    assert found["closed_form"]["agrees"] is None and "float8" in found["closed_form"]["gaps"][0]
+    assert found["closed_form"]["agrees"] is None and "attention in fp32" in found["closed_form"]["gaps"][0]
     estimate_from_command_line("debug", words, world_size=2, gpu_text=None, as_json=False)
-    assert "traced only; the closed form does not describe model.converters" in capsys.readouterr().out
+    assert "traced only; the closed form does not describe training.mixed_precision_param" in capsys.readouterr().out
 
 
 def test_a_refusal_says_what_to_try_and_that_works(titan):
