@@ -6,7 +6,9 @@ from titan_tools.memory.formula.run_shape import RunShape
 from titan_tools.memory.replay.allocator import AllocatorName
 
 
-def assumptions_of(run: RunShape, gpu: Gpu, allocator: AllocatorName) -> tuple[str, ...]:
+def assumptions_of(
+    run: RunShape, gpu: Gpu, allocator: AllocatorName, *, has_symmetric_memory: bool = False
+) -> tuple[str, ...]:
     """Of one run on one GPU type."""
     import torch
 
@@ -21,6 +23,11 @@ def assumptions_of(run: RunShape, gpu: Gpu, allocator: AllocatorName) -> tuple[s
         f" {low:g} to {high:g} GiB for each NCCL communicator",
         f"cuBLAS workspaces of {gpu.cublas_mib:g} MiB each for forward and backward",
     ]
+    if has_symmetric_memory:
+        said.append(
+            "asynchronous tensor parallelism: symmetric memory of torch's own CUDA backend (TORCH_SYMMMEM not set), and"
+            " two more cuBLAS workspaces, for the stream that multiplies every other piece"
+        )
     if left_out := unmodelled_settings():
         said.append(f"PYTORCH_CUDA_ALLOC_CONF here sets {', '.join(left_out)}, which is not modelled")
     if run.mesh.cp > 1:

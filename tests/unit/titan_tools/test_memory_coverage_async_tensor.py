@@ -147,7 +147,8 @@ def test_what_the_workspace_takes_is_told_beside_what_is_reserved(capsys):
     dim = get_family("llama3").flavors[load_config("debug").model.flavor].dim
     pieces = 2 * (64 * 256 // 2 * dim * 2)  # two, of what is scattered
     assert found["true"]["symmetric_memory_gib"] == gib(pieces + 2 * MIB)  # of which the signal pad takes 9 KiB
-    for each in found.values():
+    for is_async, each in found.items():
+        assert ("TORCH_SYMMMEM" in "".join(each["assumptions"])) == (is_async == "true")
         (rank,) = each["per_rank"]
         beside = [rank["nvidia_smi_gib"][i] - rank["reserved_gib"] * factor for i, factor in enumerate((0.95, 1.05))]
         own = each["symmetric_memory_gib"]
