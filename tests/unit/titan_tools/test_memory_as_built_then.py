@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from converters.errors import ConfigError, UnsupportedError
+from converters.errors import ConfigError
 from converters.families import llama3
 from converters.families.base import ModelArgs
+from converters.layout import MeshShape
 from titan_tools.memory.published import modules_then as rebuilt
+from titan_tools.memory.published.as_built_then import as_built_then
 from titan_tools.memory.published.cells import Loss
 from titan_tools.memory.published.measure import _variants, estimate
 from titan_tools.memory.published.rows import read_rows
 from titan_tools.memory.published.table import markdown, score
 from titan_tools.memory.published.then import settings_of, then_of
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.expand.expand import expand_layers
+from titan_tools.memory.trace.expand.shallow import shallow_model
+from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.load import load_config
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.models.llama3 import model as llama
@@ -119,18 +125,37 @@ def test_the_output_layer_of_a_float8_run_stays_in_bf16():
     assert (float8.recipe_name, float8.enable_fsdp_float8_all_gather) == (None, True)
 
 
-def test_asynchronous_tensor_parallelism_is_refused_with_the_command_s_own_reason():
-    row = row_of(PIPELINED, notes="3D + AsyncTP")
-    with pytest.raises(UnsupportedError, match="enable_async_tensor_parallel"):
-        estimate(row)
-    assert not row_of(PIPELINED, notes="no async TP").has_async_tp
+def test_asynchronous_tensor_parallelism_is_told_from_a_row_s_words():
+    for words, has_it in (("3D + AsyncTP", True), ("async TP", True), ("no async TP", False), ("", False)):
+        preset, *overrides = settings_of(row_of(PIPELINED, notes=words))
+        assert load_config(preset, overrides).parallelism.enable_async_tensor_parallel is has_it
 
 
-def test_a_compiled_run_compiles_its_loss_since_1033():
-    compiled = {date: then_of(row_of(PIPELINED, date=date)).is_loss_compiled for date in ("2025-03-31", "2025-04-01")}
-    assert compiled == {"2025-03-31": False, "2025-04-01": True}
-    assert not then_of(row_of(PIPELINED, date="2025-06-13", compile="0")).is_loss_compiled
-    assert then_of(row_of(PIPELINED, loss="CE, compiled")).is_loss_compiled
+def test_what_a_date_tells():
+    def told(**cells):
+        return then_of(row_of(PIPELINED, **cells))
+
+    days = ("2024-10-22", "2024-10-23", "2024-12-18", "2024-12-19", "2025-03-31", "2025-04-01")
+    compiled = [told(date=day).is_loss_compiled for day in days]
+    assert compiled == [False, True, True, False, False, True]  # #642, #755, #1033
+    assert not told(date="2025-06-13", compile="0").is_loss_compiled
+    assert told(loss="CE, compiled").is_loss_compiled
+    assert [told(date=day).has_wide_logits for day in days[:2]] == [True, False]
+    assert [told(date=day, norm="").norm for day in ("2025-03-18", "2025-03-19")] == ["python", "composite"]
+    assert [told(date=day).is_floor for day in ("2025-04-09", "2025-04-10")] == [True, False]
+    assert not told(tp="1", world="8").is_floor
+
+
+@pytest.mark.parametrize("date", ["2025-02-05", "2025-09-05"])
+def test_few_layers_stand_for_all_although_states_come_with_the_first_step(date):
+    row = row_of(PIPELINED, date=date, world="2", pp="1", tp="1", local_bs="2", compile="0", float8="")
+    config, dims = load_config(*settings_of(row)[:1], settings_of(row)[1:]), MeshShape(dp_shard=2)
+    args = replace(ARGS, num_layers=5, tied=date > "2025-09")
+    settings = {"rank": 0, "kernels": Kernels()}
+    with as_built_then(then_of(row), tp=1):
+        shallow = shallow_model(config, args, dims, rank=0)
+        few = capture(shallow.config, shallow.args, dims, **settings)
+        assert expand_layers(few, shallow.depths) == capture(config, args, dims, **settings)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,18 @@ def _ends_in_root(then: Then) -> Callable[..., None]:
 
 
 def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reshard_last: bool, **policy):
-    """#1625."""
+    """#1625. One parameter cannot be in two groups, as torchtitan's tied ends were: it tied them afterwards."""
     shared = _shared(mesh, **policy)
     ends = [module for module in (model.norm, model.output) if module is not None]
-    for module in filter(None, (model.tok_embeddings, *model.layers.values())):
+    alone = [model.tok_embeddings, *model.layers.values()]
+    if model.args.tied and model.tok_embeddings is not None and model.output is not None:
+        ends.append(alone.pop(0))
+    for module in filter(None, alone):
         fully_shard(module, **shared, reshard_after_forward=reshard_after_forward)
     if ends:
         fully_shard(ends, **shared, reshard_after_forward=reshard_last)
     fully_shard(model, **shared)
+    model.tie()
 
 
 def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, **unused) -> dict:

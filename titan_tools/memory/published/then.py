@@ -6,6 +6,7 @@ Both are told from the row's columns alone. Torch-free; `as_built_then.py` rebui
 from dataclasses import dataclass
 from typing import Literal
 
+from converters.families.registry import get_family
 from titan_tools.memory.published.rows import Row
 
 # Dates of torchtitan's git log, unless another source is named.
@@ -38,6 +39,7 @@ class Then:
     norm: Literal["python", "composite", "fused"]
     optimizer: Literal["foreach", "fused"]
     has_ends_in_root: bool
+    has_tied_ends: bool  # of which torchtitan gathered each for itself; here both are in one group
     is_last_block_kept: bool
     loss_chunks: int  # of the logits; 0: none
     norms_queries: bool  # and turns them in bf16, with a cache of both halves
@@ -53,7 +55,8 @@ class Then:
             f"{self.norm} RMSNorm": True,
             f"{self.optimizer} AdamW": True,
             "embeddings, norm, output in the root group": self.has_ends_in_root,
-            "groups: embeddings; norm, output": not self.has_ends_in_root,
+            "groups: embeddings; norm, output": not (self.has_ends_in_root or self.has_tied_ends),
+            "group: tied embeddings, norm, output": self.has_tied_ends and not self.has_ends_in_root,
             "last block not resharded": self.is_last_block_kept,
             "plain loss": self.loss_chunks == 0 and not self.is_loss_compiled,
             f"logits in {self.loss_chunks} chunks": self.loss_chunks > 0,
@@ -76,6 +79,7 @@ def then_of(row: Row) -> Then:
         norm=native if kind == "native" else kind,
         optimizer="foreach" if is_old else "fused",
         has_ends_in_root=is_old,
+        has_tied_ends=get_family(row.family).flavors[row.flavor].tied,
         # reshard "always" (#822) is for the last block too
         is_last_block_kept=is_old and row.reshard != "always",
         loss_chunks=row.loss.num_chunks,
