@@ -92,7 +92,9 @@ def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
     writes the product by columns and both gradients either way, in float8.
 
     Cast weights that a product in forward made, the second norm's result and keys wait for backward. Under TP the cast
-    gradient that came in has been gathered, of several samples also the second norm's result once more, in order.
+    gradient that came in has been gathered. What is gathered of several samples is put in order by a copy: of the
+    second norm's result where that was kept; of the first norm's, if all is computed again, one each for wq, wk and wv,
+    which wait too.
     """
     t = block_tensors(run)
     sizes = _Sizes(run, t)
@@ -102,7 +104,7 @@ def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
     is_full, again = run.recompute.mode == "full", t.stream
     again += _whole(run, t) - t.stream + 2 * sizes.weight if is_full else t.hidden + sizes.weight
     if run.mesh.tp > 1:
-        again += sizes.whole * (1 if run.microbatch_size == 1 or is_full else 2)
+        again += sizes.whole * (1 if run.microbatch_size == 1 else 4 if is_full else 2)
     else:
         again += sizes.stream + (0 if is_full else t.stream) + (0 if run.float8.gathers else t.key)
     if not is_full and run.mesh.cp > 1:
