@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from converters.errors import UnsupportedError
 from converters.families.registry import get_family
 from tests.dist.training import Layout, args_of
 from tests.real_memory import _calls
@@ -92,6 +94,20 @@ def test_fused_products_ask_for_the_same_in_a_trace_as_in_real_memory(monkeypatc
     assert traced == real
     assert {3072, 768, 3840, 6912} <= set(traced)  # gathered, two outputs, and stacked partial sums: 4 bytes each
     assert recorder.trace.symmetric_bytes == SYMMETRIC_GRANULE
+
+
+def test_only_the_tensor_parallel_group_is_announced_and_what_no_layer_does_is_refused():
+    with fake_ranks(4, rank=2), async_tensor_traced(job(), Kernels(), Recorder()):
+        announced = [
+            symmetric.is_symm_mem_enabled_for_group(dist.new_group(ranks).group_name)
+            for ranks in ([2, 3], [0, 2], [0, 1, 2, 3], [1, 2])
+        ]
+        assert announced == [True, False, False, False]
+        with pytest.raises(UnsupportedError, match="first dim"):
+            first_dim = (torch.ones(4, 8), [torch.ones(8, 8)], 0, _get_default_group().group_name)
+            fused_products().fused_all_gather_matmul.default(*first_dim)
+    with fake_ranks(4, rank=2):  # and what was patched is torch's again
+        assert not symmetric.is_symm_mem_enabled_for_group(_get_default_group().group_name)
 
 
 def test_the_workspace_holds_the_largest_request_and_a_signal_pad():
