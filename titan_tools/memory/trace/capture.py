@@ -25,7 +25,7 @@ from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.fake_ranks import fake_ranks
-from trainer.mesh import local_part, make_meshes
+from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel_dims import samples_per_step
 from trainer.step import TrainStep
@@ -145,7 +145,7 @@ def _one_step(
 def _tell_gradients(model: TrainModel, recorder: Recorder) -> None:
     for fqn, parameter in model.named_parameters().items():
         if parameter.grad is not None:
-            recorder.reclassify(local_part(parameter.grad), "gradients", owner=fqn)
+            recorder.reclassify(parameter.grad, "gradients", owner=fqn)
 
 
 def _validate(model: TrainModel, config: Config) -> None:
@@ -181,6 +181,6 @@ def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int
 
 def _tell_owners(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     for fqn, parameter in model.named_parameters().items():
-        recorder.reclassify(local_part(parameter), "parameters", owner=fqn)
+        recorder.reclassify(parameter, "parameters", owner=fqn)
         for value in optimizer.state[parameter].values():
-            recorder.reclassify(local_part(value), "optimizer", owner=fqn)
+            recorder.reclassify(value, "optimizer", owner=fqn)

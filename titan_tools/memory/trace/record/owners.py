@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, layer_of
+from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, layer_of
 
 if TYPE_CHECKING:
     from titan_tools.memory.trace.record.recorder import Recorder
@@ -51,16 +51,12 @@ def owner_of_many(fqns: Sequence[str]) -> str:
     return f"{PER_PARAMETER}{outside}+{counts.pop()}" if len(counts) == 1 else PER_PARAMETER
 
 
-def _block(recorder: Recorder, tensor: Tensor) -> Block | None:
-    return recorder.block_of(getattr(tensor, "_local_tensor", tensor))
-
-
 def _owner(recorder: Recorder, tensor: Tensor) -> str:
-    block = _block(recorder, tensor)
+    block = recorder.block_of(tensor)
     return block.owner if block else ""
 
 
 def _own(recorder: Recorder, tensor: Tensor, owner: str) -> None:
-    block = _block(recorder, tensor)
+    block = recorder.block_of(tensor)
     if block and not block.owner:
         block.owner = owner

@@ -106,7 +106,7 @@ def _padded_once(own: Callable, recorder: Recorder) -> Callable:
 
     def reset_sharded_param(parameter: FSDPParam) -> None:
         held = parameter._sharded_param_data.untyped_storage()
-        if held._cdata != parameter.sharded_param.to_local().untyped_storage()._cdata:
+        if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
             own(parameter)
 
     return reset_sharded_param
@@ -153,4 +153,4 @@ def _tell_gradients(parameter: Any, recorder: Recorder) -> None:
         held.append(parameter._unsharded_param.grad)
     for gradient in held:
         if gradient is not None:
-            recorder.reclassify(getattr(gradient, "_local_tensor", gradient), "gradients")
+            recorder.reclassify(gradient, "gradients")

@@ -87,8 +87,9 @@ class Recorder:
             self.free(block)
 
     def block_of(self, tensor: Tensor) -> Block | None:
-        """The block that a tensor lies in, None if it has none."""
-        block = self._live.get(tensor.untyped_storage()._cdata)
+        """The block that a tensor, or this rank's part of one, lies in; None if it has none."""
+        # DTensor.to_local would make a view of it, an operation to trace
+        block = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
         return None if block is None else self.trace.blocks[block]
 
     def reclassify(self, tensor: Tensor, part: str, *, owner: str = "") -> None:
@@ -176,6 +177,8 @@ class RecordedTensors(FakeTensorMode):
             return NotImplemented
         if func is torch.ops.prim.device.default:  # half of all that is asked
             return super().dispatch(func, types, args, kwargs)
+        if func.namespace == "profiler":  # the names that FSDP gives its doings
+            return func(*args, **(kwargs or {}))
         is_plain = all(kind in _PLAIN for kind in types)
         if is_plain and func is torch.ops.aten._local_scalar_dense.default:
             return number_in(args[0])
