@@ -2,8 +2,10 @@
 
 import pytest
 
-from titan_tools.memory.constants import ENGINES_AGREE
+from titan_tools.memory.constants import ENGINES_AGREE, GPUS
 from titan_tools.memory.estimate import estimate
+from titan_tools.memory.formula.closed_form import activations
+from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.layout import resolved_layout
 from trainer.config.load import load_config
 
@@ -69,6 +71,25 @@ IN_FLOAT8 = [
 
 def test_both_engines_agree_on_a_compiled_model():
     _compare("llama3_8b", 8, f"{COMPILE} {OP}")
+
+
+@pytest.mark.parametrize("preset", ["llama3_8b", "qwen3_8b"])
+@pytest.mark.parametrize("degrees", ["", f"{TP}=2", f"{CP}=2"])
+@pytest.mark.parametrize("mode", [NONE, OP, FULL])
+def test_fusing_leaves_out_of_what_is_kept_and_float8_leaves_out_more(preset, degrees, mode):
+    eager, compiled, in_float8 = (
+        _kept(preset, f"{mode} {degrees} {words}") for words in ("", COMPILE, f"{COMPILE} {FLOAT8}")
+    )
+    if mode == FULL:
+        assert eager == compiled == in_float8
+    else:
+        assert in_float8 <= compiled < eager
+        assert (in_float8 < compiled) == (mode == NONE or degrees == f"{TP}=2")
+
+
+def _kept(preset: str, words: str) -> int:
+    run = run_shape(load_config(preset, words.split()), world_size=8)
+    return sum(activations(run, GPUS["h100-80"]).kept)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def instants(run: RunShape, *, pp_rank: int, gpu: Gpu, steady: bool) -> Iterator
     order = with_sharding(computed, schedule) if run.uses_pipeline else computed
     groups = {stage: groups_of_stage(run, stage) for stage in sorted({action.stage for action in computed})}
     has_states = steady or run.traits.states_from_start
-    rank = Rank(run, groups, _activations(run, gpu), loss_bytes(run), gpu, has_states)
+    rank = Rank(run, groups, activations(run, gpu), loss_bytes(run), gpu, has_states)
     for _ in range(run.num_accumulated):
         rank.of_inputs.clear()
         for action in order:
@@ -60,7 +60,8 @@ _HAPPENS: dict[Kind, Callable[[Rank, Action], Iterator[Instant]]] = {
 }
 
 
-def _activations(run: RunShape, gpu: Gpu) -> Activations:
+def activations(run: RunShape, gpu: Gpu) -> Activations:
+    """What microbatches take, as the run's blocks compute: eager or compiled, in bf16 or in float8."""
     if run.float8 is None:
         return compiled_activations(run, gpu) if run.compiles_model else activations_of(run)
     return float8.compiled_activations(run, gpu) if run.compiles_model else float8.eager_activations(run)

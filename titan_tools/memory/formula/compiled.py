@@ -32,12 +32,17 @@ from titan_tools.memory.formula.run_shape import RunShape
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
     """What the microbatches of a run take, block by block, where blocks are compiled."""
-    layers = range(run.args.num_layers)
+    layers, blocks = range(run.args.num_layers), with_compiled_norms(run)
     return replace(
         activations_of(run),
-        kept=tuple(kept_block(run, layer) for layer in layers),
-        backward=tuple(moments(run, layer, gpu) for layer in layers),
+        kept=tuple(kept_block(blocks, layer) for layer in layers),
+        backward=tuple(moments(blocks, layer, gpu) for layer in layers),
     )
+
+
+def with_compiled_norms(run: RunShape) -> RunShape:
+    """However its norms are written, compiled ones keep what fused ones do."""
+    return replace(run, traits=replace(run.traits, norm="fused"))
 
 
 def kept_block(run: RunShape, layer: int) -> int:

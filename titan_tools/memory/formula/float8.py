@@ -29,6 +29,7 @@ from titan_tools.memory.formula.activations import (
     kept_whole_block,
 )
 from titan_tools.memory.formula.attention import attention_backward_bytes
+from titan_tools.memory.formula.compiled import with_compiled_norms
 from titan_tools.memory.formula.run_shape import RunShape
 
 CAST_BYTES = 2 * FP32 + 1  # per element, at the highest point of an eager cast; one of them stays
@@ -62,11 +63,11 @@ class _Sizes:
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
     """What the microbatches of a run take, block by block, where blocks are compiled."""
-    layers = range(run.args.num_layers)
+    layers, blocks = range(run.args.num_layers), with_compiled_norms(run)
     return replace(
         activations_of(run),
-        kept=tuple(kept_block(run, layer) for layer in layers),
-        backward=tuple((_feed_forward(run, layer), _attention(run, layer, gpu)) for layer in layers),
+        kept=tuple(kept_block(blocks, layer) for layer in layers),
+        backward=tuple((_feed_forward(blocks, layer), _attention(blocks, layer, gpu)) for layer in layers),
     )
 
 
@@ -83,8 +84,10 @@ def kept_block(run: RunShape, layer: int) -> int:
 
 
 def _whole(run: RunShape, t: BlockTensors) -> int:
+    """Of all that an eager block keeps; under CP both chunks' results are joined in float8."""
     gathered = 2 * _Sizes(run, t).whole if run.mesh.tp > 1 else 0
-    return kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + gathered
+    joined = t.query // run.compute_bytes - t.query if run.mesh.cp > 1 else 0
+    return kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + gathered + joined
 
 
 def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
