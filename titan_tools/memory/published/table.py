@@ -93,7 +93,9 @@ Each row's run is traced as `titan train` would run it, on fake tensors, except 
 the row's date, and replayed by the allocator that the run used. What is built otherwise is told from the row's columns
 alone, in one place (`titan_tools/memory/published/then.py`), and rebuilt in another (`as_built_then.py`): norms, FSDP
 groups, rotation of q and k, repeated key and value heads, plain loss on whole logits (torch's loss parallel under TP),
-flash attention, optimizer states that the first step makes. Nothing is fitted to a row.
+flash attention, optimizer states that the first step makes, an output layer that float8 leaves in bf16. Nothing is
+fitted to a row. Not rebuilt: what NCCL's recorded streams kept under tensor parallelism before torch 2.8 (such rows say
+≥), and the ring that context ranks ran over the keys that they had gathered.
 
 """
 
