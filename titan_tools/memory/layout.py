@@ -31,7 +31,7 @@ def _degrees(config: Config, world_size: int | None) -> tuple[MeshShape, list[st
     if world_size is None and parallelism.data_parallel_shard_degree == -1:
         why = (
             "the number of ranks is open: parallelism.data_parallel_shard_degree = -1 takes the ranks that the other"
-            f" degrees leave; give --world-size, a multiple of {needed}"
+            f" degrees leave; give --world-size{f', a multiple of {needed}' if needed > 1 else ''}"
         )
         return resolve(parallelism, needed), [f"--world-size {max(needed, 8)}"], [why]
     try:

@@ -11,7 +11,8 @@ from typing import Any
 from converters.errors import ConfigError
 from converters.families.registry import get_family
 from converters.layout import MeshShape
-from titan_tools.memory.constants import GIB, MIB, Gpu
+from converters.sizes import tell_bytes
+from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
@@ -32,10 +33,7 @@ class Change:
     saved_bytes: int
 
     def __str__(self) -> str:
-        size = (
-            f"{self.saved_bytes / GIB:.1f} GiB" if self.saved_bytes > GIB / 10 else f"{self.saved_bytes / MIB:.1f} MiB"
-        )
-        return f"{self.words}: about {size} less"
+        return f"{self.words}: about {tell_bytes(self.saved_bytes)} less"
 
 
 def changes(config: Config, dims: MeshShape, gpu: Gpu) -> list[Change]:
