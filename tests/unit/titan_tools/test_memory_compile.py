@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.backends import common as backends
 from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.graph import GraphLowering
 
+from converters.errors import UnsupportedError
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.compile.code import run_without_kernels
+from titan_tools.memory.trace.compile.failures import compiler_failures_told
 from titan_tools.memory.trace.compile.gpu import gpu_described
+from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
+from titan_tools.memory.trace.pipeline.ranks import trace_ranks
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel_dims import resolve
 
@@ -184,6 +190,67 @@ call = runner.call
     assert inputs == []
     assert (made.device.type, made.tolist()) == ("cpu", [1.0, 1.0])
     assert (view.shape, view.stride(), view.dtype, constant) == ((3, 2), (1, 3), torch.bfloat16, 7)
+
+
+def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(monkeypatch):
+    layout = _layout(
+        "", 4, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", **TP}, "aot_eager"
+    )
+    config, args = layout.config("debug_gqa"), replace(args_of("debug_gqa"), num_layers=4)
+    config, dims = (
+        replace(config, compile=replace(config.compile, components=("model",))),
+        resolve(config.parallelism, 4),
+    )
+    once, compiled = backends.aot_module_simplified, []
+    monkeypatch.setattr(
+        backends, "aot_module_simplified", lambda *args, **named: compiled.append(1) or once(*args, **named)
+    )
+    with compiled_code_kept(config):
+        traces = trace_ranks(config, args, dims, kernels=Kernels(), num_steps=1)
+    assert len(compiled) == 1  # also for a rank's second stage
+    assert traces[1] == capture(config, args, dims, rank=2, kernels=Kernels(), num_steps=1)
+    assert len(compiled) == 2
+
+
+def _breaks(x):
+    torch._dynamo.graph_break()
+    return x
+
+
+def _fails_in_inductor(error: Exception):
+    def sine(x):
+        return x.sin()
+
+    def fails(*unused, **named):
+        raise error
+
+    return sine, fails
+
+
+@pytest.mark.parametrize(
+    ("function", "lowering", "message"),
+    [
+        (_breaks, None, "torch.compile fails on this model: Unsupported: Call to .*graph_break.*in _breaks"),
+        (*_fails_in_inductor(ValueError("cannot\nlonger")), "torch.compile fails on this model: ValueError: cannot$"),
+        (*_fails_in_inductor(UnsupportedError("not covered")), "^not covered$"),
+    ],
+    ids=["Dynamo", "Inductor", "an error of ours"],
+)
+def test_failures_of_the_compiler_are_told(function, lowering, message, monkeypatch):
+    torch._dynamo.reset()
+    if lowering:
+        monkeypatch.setattr(GraphLowering, "call_function", lowering)
+    with pytest.raises(UnsupportedError, match=message) as caught, compiler_failures_told():
+        torch.compile(function, fullgraph=True)(torch.ones(2))
+    assert caught.value.tries == (() if message == "^not covered$" else ("--compile.no_enable",))
+
+
+def test_written_code_that_cannot_be_followed_is_told_and_what_else_fails_is_not():
+    module = run_without_kernels("def call(args):\n    return unheard_of(args)\n", {})
+    with pytest.raises(UnsupportedError, match="NameError: name 'unheard_of'"), compiler_failures_told():
+        module.call([])
+    with pytest.raises(NameError), compiler_failures_told():
+        unheard_of()  # noqa: F821
 
 
 def test_gpu_is_described_only_within():

@@ -10,7 +10,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.pipeline import ranks as pipeline_ranks
 from titan_tools.memory.trace.pipeline.order import END, orders_of_ranks, shortest
-from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, trace_ranks, traced_kind
+from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, trace_ranks, traced_kinds
 from trainer.config.load import load_config
 from trainer.parallel_dims import resolve
 
@@ -62,7 +62,7 @@ def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
     monkeypatch.setattr(pipeline_ranks, "trace_rank", refuse)
     for kind in kinds_of_ranks(job):
         if wanted := [rank for rank in kind if rank in pp_ranks]:
-            for pp_rank, trace in traced_kind(job, wanted):
+            for pp_rank, trace in traced_kinds(job, [wanted]):
                 whole = capture(job.config, job.args, job.dims, rank=job.global_rank(pp_rank), kernels=job.kernels)
                 assert trace == whole, pp_rank
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._inductor.select_algorithm import extern_kernels
 
+FILE_NAME = "<Inductor's code>"  # as tracebacks name it
+
 
 def run_without_kernels(source: str, constants: dict[str, Any]) -> SimpleNamespace:
     """The module that Inductor has written, as far as calling it goes: `call(inputs)` and `runner`, as it has them.
@@ -25,7 +27,7 @@ def run_without_kernels(source: str, constants: dict[str, Any]) -> SimpleNamespa
                 names[target.id] = _KERNEL
             elif target.id in ("runner", "call"):
                 body.append(statement)
-    exec(compile(ast.Module(body, type_ignores=[]), "<Inductor's code>", "exec"), names)
+    exec(compile(ast.Module(body, type_ignores=[]), FILE_NAME, "exec"), names)
     return SimpleNamespace(call=names["call"], runner=names.get("runner"))
 
 

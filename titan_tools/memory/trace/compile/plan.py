@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.record.recorder import Recorder
 from trainer.config.sections import Config
@@ -36,12 +37,15 @@ def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
     import torch._functorch.config
     import torch._functorch.partitioners as partitioners
 
+    from titan_tools.memory.trace.compile.failures import compiler_failures_told
+
     with ExitStack() as stack:
-        torch._dynamo.reset()
-        stack.callback(torch._dynamo.reset)
+        stack.enter_context(compiler_failures_told())
+        stack.enter_context(compiled_code_kept(config))
         stack.enter_context(_compiling_not_recorded(recorder))
         # Code for any length, made where a second one comes, holds what code for that length would.
-        stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
+        settings = {"automatic_dynamic_shapes": False, "run_gc_after_compile": False}
+        stack.enter_context(torch._dynamo.config.patch(settings))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(patch.object(partitioners, "functionalize_rng_ops", _without_random_state))
         advice = logging.getLogger("torch._higher_order_ops.wrap")  # on how to write models that are checkpointed

@@ -1,0 +1,59 @@
+"""What torch's compiler cannot do, told as an error of ours."""
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from converters.errors import TitanError, UnsupportedError
+from titan_tools.memory.trace.compile.code import FILE_NAME
+
+
+@contextmanager
+def compiler_failures_told() -> Iterator[None]:
+    """Within, an error of Dynamo, AOTAutograd or Inductor is an UnsupportedError, and so is one of the code they wrote.
+
+    An error of ours that comes up while they work stays what it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if own := next((each for each in _chain(error) if isinstance(each, TitanError)), None):
+            raise own from None
+        if isinstance(error, TorchDynamoException | FailOnRecompileLimitHit):
+            what = "torch.compile fails on this model"
+        elif _comes_from_written_code(error):
+            what = "what this torch's Inductor writes cannot be followed"
+        else:
+            raise
+        raise UnsupportedError(
+            f"no estimate is given: {what}: {_in_a_line(error)}",
+            hint="without compile there is an estimate, mostly of more memory",
+            tries=["--compile.no_enable"],
+        ) from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it came of."""
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _comes_from_written_code(error: Exception) -> bool:
+    """Whether Python itself stumbled over a line of it: over a name or an argument that is not known here."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, NameError | AttributeError | TypeError) and last.filename == FILE_NAME
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What a part of the compiler said: its first line, Dynamo's explanation and the line of the model's code."""
+    while inner := getattr(error, "inner_exception", None):
+        error = inner
+    first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    explained = [line.partition(": ")[2] for line in others if line.startswith("Explanation: ")]
+    code = [line for line in others if line.startswith("File ")] if "from user code:" in others else []
+    said = ". ".join(part.rstrip(".") for part in (first, *explained[:1]) if part)
+    place = f" ({code[-1]})" if code else ""
+    return f"{type(error).__name__}: {said:.500}{place}" if said else type(error).__name__
