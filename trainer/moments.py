@@ -5,11 +5,13 @@ own dtype, rounded to the nearest. (torch 2.15 does this in its fused kernel on 
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from converters.layout import module_of
 from trainer.mesh import local_part
 
 # Elements that fp32 copies are made of at once: 256 MiB for each of parameter, gradient and moments.
@@ -26,7 +28,7 @@ class AdamOfOtherMoments(torch.optim.Adam):
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
-            for parameters in _batches(group["params"]):
+            for parameters in _batches(group["param_names"], group["params"]):
                 self._update(group, parameters)
 
     def _update(self, group: dict, parameters: Sequence[Tensor]) -> None:
@@ -62,15 +64,20 @@ class AdamOfOtherMoments(torch.optim.Adam):
                     tensor.copy_(value)
 
 
-def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of parameters that come to no more than COPIED_ELEMENTS here, or of one."""
-    batch, num_elements = [], 0
-    for parameter in parameters:
-        size = local_part(parameter).numel()
-        if batch and num_elements + size > COPIED_ELEMENTS:
-            yield batch
-            batch, num_elements = [], 0
-        batch.append(parameter)
-        num_elements += size
-    if batch:
+def _batches(fqns: Sequence[str], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of parameters of one layer, or of none, that come to no more than COPIED_ELEMENTS here, or of one.
+
+    No run goes on into the next layer: what an update takes is the same for each layer, however many there are, which
+    lets `titan estimate-memory` tell it from a few.
+    """
+    named = zip(fqns, parameters, strict=True)
+    for _, run in groupby(named, key=lambda one: one[0].startswith("layers.") and module_of(one[0])):
+        batch, num_elements = [], 0
+        for _, parameter in run:
+            size = local_part(parameter).numel()
+            if batch and num_elements + size > COPIED_ELEMENTS:
+                yield batch
+                batch, num_elements = [], 0
+            batch.append(parameter)
+            num_elements += size
         yield batch

@@ -216,13 +216,12 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
     assert shallow_model(config, args, dims, rank=0) is None
 
 
-def test_moments_updated_in_batches_take_all_layers(monkeypatch):
-    config, args, dims = job(2, 12, {**NO_AC, "optimizer.state_dtype": "bfloat16"})
-    assert shallow_model(config, args, dims, rank=0)
-    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 100_000)
-    assert shallow_model(config, args, dims, rank=0) is None
-    in_fp32, _, _ = job(2, 12, {**NO_AC, "optimizer.state_dtype": "float32"})
-    assert shallow_model(in_fp32, args, dims, rank=0)
+@pytest.mark.parametrize("implementation", ["fused", pytest.param("foreach", marks=pytest.mark.slow)])
+def test_moments_updated_in_batches_repeat_from_layer_to_layer(implementation, monkeypatch, depths_captured):
+    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 20_000)  # a layer is more, its largest parameter less
+    settings = {**NO_AC, "optimizer.state_dtype": "bfloat16", "optimizer.implementation": implementation}
+    compare((2, 7, settings, 0), depths_captured, num_steps=1)
+    assert min(depths_captured) < 7
 
 
 def layered(*passes):

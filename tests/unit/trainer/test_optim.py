@@ -88,7 +88,10 @@ def test_parameters_beyond_what_is_copied_at_once_are_all_updated(monkeypatch):
     whole, pieces = _model(), _model()
     _steps(build_optimizer(dict(whole.named_parameters()), settings), whole)
     monkeypatch.setattr(moments, "COPIED_ELEMENTS", 100)
-    assert [len(batch) for batch in moments._batches(list(pieces.parameters()))] == [1, 2]
+    names, parameters = zip(*pieces.named_parameters(), strict=True)
+    assert [len(batch) for batch in moments._batches(names, parameters)] == [1, 2]
+    in_layers = [f"layers.{number}.{name}" for number in (8, 9) for name in names] + list(names)
+    assert [len(batch) for batch in moments._batches(in_layers, parameters * 3)] == [1, 2] * 3
     _steps(build_optimizer(dict(pieces.named_parameters()), settings), pieces)
     for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
         assert torch.equal(a, b)

@@ -8,8 +8,8 @@ from titan_tools.memory.formula.rank import Instant, Rank
 
 def optimizer_step(rank: Rank) -> Instant:
     """All gradients and, in step 1 too, all states, and what the step itself needs."""
-    sizes = [size for group in rank.all_groups() for size in group.local_sizes]
-    return rank.instant("optimizer step", optimizer=_states(rank) + step_bytes(rank.run, sizes))
+    sizes_by_group = [group.local_sizes for group in rank.all_groups()]
+    return rank.instant("optimizer step", optimizer=_states(rank) + step_bytes(rank.run, sizes_by_group))
 
 
 def validation(rank: Rank) -> Instant:

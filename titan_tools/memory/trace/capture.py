@@ -81,8 +81,9 @@ def capture(
             model.follow(optimizer)
             _tell_owners(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
+                recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
-                    recorder.leave_out(state["step"])  # counted on the host
+                    recorder.leave_out(state["step"])
             recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
             for number in range(1, num_steps + 1):

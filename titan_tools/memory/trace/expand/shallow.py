@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape, local_box, module_of
+from converters.layout import MeshShape
 from titan_tools.memory.trace.events import NO_LAYER, layer_of
 from titan_tools.memory.trace.expand.depth import Depth, captured_layers
 from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.stages import StageSplit, split_model
+from trainer.stages import split_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +24,12 @@ class Shallow:
 def shallow_model(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Shallow | None:
     """The shallowest model that stands for this one; each stage is cut for itself. None where none would be shallower.
 
-    Also None where few layers might not show how all are treated: parameters have different shapes, or are updated in
-    several batches.
+    Also None where few layers might not show how all are treated: parameters have different shapes.
     """
     period = layer_period(config.activation_checkpoint)
     whole = split_model(config.parallelism, args.num_layers, dims.pp)
     modules = _cut(whole.modules, period)
-    if modules == whole.modules or not _are_alike(config, args) or not _are_updated_at_once(config, args, dims, whole):
+    if modules == whole.modules or not _are_alike(config, args):
         return None
     held = [stage for stage in whole.stages_of(dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
     parallelism = config.parallelism
@@ -59,22 +57,6 @@ def _are_alike(config: Config, args: ModelArgs) -> bool:
             shapes.setdefault(layer, []).append((name, parameter.shape, parameter.tp_dim))
     first, *others = shapes.values()
     return len(shapes) == args.num_layers and all(layer == first for layer in others)
-
-
-def _are_updated_at_once(config: Config, args: ModelArgs, dims: MeshShape, whole: StageSplit) -> bool:
-    """Moments of another dtype are updated on copies, of so many elements at a time: see trainer/moments.py."""
-    if config.optimizer.state_dtype in (None, config.training.dtype):
-        return True
-    from trainer.moments import COPIED_ELEMENTS
-
-    num_elements = [0] * dims.pp
-    pp_ranks = {name: whole.ranks[stage] for stage, names in enumerate(whole.modules) for name in names}
-    for parameter in get_family(config.model.name).parameters(args):
-        if box := local_box(parameter, dims, 0):  # the first rank's part is the largest
-            num_elements[pp_ranks[module_of(parameter.fqn)]] += prod(box.sizes)
-            if args.tied and dims.pp > 1 and parameter.fqn.startswith("tok_embeddings"):
-                num_elements[whole.ranks[-1]] += prod(box.sizes)  # a copy, as the output
-    return max(num_elements) <= COPIED_ELEMENTS
 
 
 def _cut(stages: Sequence[Sequence[str]], period: int) -> tuple[tuple[str, ...], ...]:

@@ -40,6 +40,7 @@ class Recorder:
         self._watched: dict[int, Any] = {}
         self._segment: Segment | None = None
         self.is_paused = False
+        self.counts_steps_on_host = False  # so does every optimizer but a fused one, with numbers that lie there, too
         self._is_over = False
 
     # --- what happens
@@ -193,7 +194,7 @@ class RecordedTensors(FakeTensorMode):
         with self.recorder.paused():  # what a fake kernel is put together from is no kernel's doing
             made = super().dispatch(func, types, args, kwargs or {})
         note_question(func, made)
-        if not self.recorder.is_paused:
+        if not self.recorder.is_paused and not self._is_for_counting(func):
             see = self.recorder.see
             if isinstance(made, FakeTensor):
                 see(made)
@@ -206,6 +207,15 @@ class RecordedTensors(FakeTensorMode):
             if self.recorder.place.phase in owners.PHASES:
                 owners.tell_owners(self.recorder, args, made)
         return made
+
+    def _is_for_counting(self, func: Any) -> bool:
+        """Whether an operation makes a tensor of a number for an optimizer that counts its steps on the host."""
+        recorder = self.recorder
+        return (
+            recorder.counts_steps_on_host
+            and recorder.place.phase == "optimizer"
+            and func is torch.ops.aten.lift_fresh.default
+        )
 
     def _within_kernel(self, num_bytes: int, args: tuple) -> None:
         if num_bytes:
