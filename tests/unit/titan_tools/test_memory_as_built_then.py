@@ -1,16 +1,18 @@
 """What is rebuilt of torchtitan for published runs: it computes what our modules do, and reads rows of any layout."""
 
 import csv
+import importlib.util
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
@@ -33,6 +35,7 @@ from trainer.models.qwen3 import model as qwen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+SCRIPT = Path(__file__).parents[3] / "scripts" / "validate_memory.py"
 ARGS = ModelArgs(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64)
 PIPELINED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,\
@@ -231,6 +234,24 @@ def test_a_cell_that_cannot_be_read_fails_its_row_alone(column, text, why, is_by
     assert (refused.id, refused.is_scored, refused.is_by_design) == ("X2", True, is_by_design)
     assert score([], [refused]).is_good == is_by_design
     assert "X2" in markdown([], [refused])
+
+
+def test_the_script_goes_on_after_a_row_that_fails(monkeypatch, tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("validate_memory", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def fails(row):
+        raise UnsupportedError("no such thing here") if row.id == "X2" else RuntimeError("sizes differ")
+
+    good = next(csv.DictReader(io.StringIO(PIPELINED)))
+    (tmp_path / "rows.csv").write_text(table_of([good | {"id": name} for name in ("X1", "X2", "X3")]))
+    monkeypatch.setattr(script, "estimate", fails)
+    monkeypatch.setattr("sys.argv", ["validate_memory.py", str(tmp_path / "rows.csv"), "--only", "X2", "X3"])
+    script.main()
+    said = capsys.readouterr().out
+    assert re.search(r"- X2 .*: not covered: no such thing here\n- X3 .*: RuntimeError: sizes differ", said)
+    assert "X1" not in said
 
 
 def test_a_row_without_a_word_on_the_allocator_is_not_scored():
