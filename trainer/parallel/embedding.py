@@ -14,15 +14,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from converters.errors import UnsupportedError
+
 
 class RowsOfVocabulary(ParallelStyle):
     """The style of an `nn.Embedding`: equal shares of rows, tokens [B, L] in, sequence shards [B, L / tp, D] out."""
 
     def _apply(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+        _refuse_what_is_not_plain(module)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
         module.forward = partial(_look_up, module, device_mesh)
         return module
+
+
+def _refuse_what_is_not_plain(module: nn.Embedding) -> None:
+    """Raise UnsupportedError for one that does more than look up: `_look_up` takes the place of its forward."""
+    options = {name: getattr(module, name) for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")}
+    more = [f"{name} = {value}" for name, value in options.items() if value is not None and value is not False]
+    if type(module).forward is not nn.Embedding.forward:
+        more.append(f"{type(module).__name__} has a forward of its own")
+    if more:
+        raise UnsupportedError(
+            f"tensor parallelism takes an nn.Embedding that only looks up rows, not this one ({'; '.join(more)});"
+            " nearest: do the rest in the model's forward, or parallelism.tensor_parallel_degree = 1"
+        )
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BL: Tensor) -> Tensor:

@@ -1,0 +1,25 @@
+"""The tensor-parallel embedding takes the place of a plain one only; that it gives the same is tests/dist's to say."""
+
+import pytest
+from torch import nn
+
+from converters.errors import UnsupportedError
+from trainer.parallel.embedding import RowsOfVocabulary
+
+
+class Scaled(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens) * 2
+
+
+@pytest.mark.parametrize(
+    ("embedding", "told"),
+    [
+        (Scaled(8, 4), "Scaled has a forward of its own"),
+        (nn.Embedding(8, 4, padding_idx=0), "padding_idx = 0"),
+        (nn.Embedding(8, 4, max_norm=1.0, sparse=True), "max_norm = 1.0; sparse = True"),
+    ],
+)
+def test_an_embedding_that_does_more_than_look_up_is_refused(embedding, told):
+    with pytest.raises(UnsupportedError, match=told):
+        RowsOfVocabulary()._apply(embedding, None)
