@@ -66,6 +66,7 @@ class BlockTensors:
     norm: int  # what a norm keeps besides the stream that it reads
     head_norms: int  # what the norms of q and k keep, the results of wq and wk included; 0 without such norms
     masks: int  # context parallel: of both chunks of a rank's queries; SDPA turns them from booleans to floats
+    scores: int  # of all queries and keys, where attention is plain products; else 0
 
 
 def block_tensors(run: RunShape) -> BlockTensors:
@@ -86,6 +87,7 @@ def block_tensors(run: RunShape) -> BlockTensors:
         norm=_norm_keeps(run, stream, width=args.dim),
         head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if args.qk_norm else 0,
         masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.traits.mask_tensors else 0,
+        scores=tokens * args.num_heads // tp * run.seq_len * element if run.keeps_scores else 0,
     )
 
 
@@ -107,7 +109,9 @@ def _norm_keeps(run: RunShape, stream: int, *, width: int) -> int:
 def kept_whole_block(run: RunShape) -> int:
     """All that a block without checkpointing keeps from forward to backward."""
     t = block_tensors(run)
-    attention = t.stream + t.norm + t.whole + t.head_norms + t.query + 2 * t.key_gathered + t.query + t.logsumexp
+    attention = t.stream + t.norm + t.whole + t.head_norms + t.query
+    # Plain products read keys and values repeated for each query head, and keep softmax's result.
+    attention += 3 * t.query + t.scores if t.scores else 2 * t.key_gathered + t.query + t.logsumexp
     if run.mesh.cp > 1:
         attention += t.query + t.masks  # the two chunks' results are joined into a copy
     feed_forward = t.stream + t.norm + t.whole + 4 * t.hidden
@@ -133,10 +137,11 @@ def kept_block(run: RunShape, layer: int) -> int:
 def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
     """What op-level checkpointing keeps and recomputation uses as it is, or uses up.
 
-    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers,
-    and of CP's: that one is gone once its keys and values have been put in sequence order.
+    The block's input, and the results of wq, wv and w1 (every second product), of attention (which as two products
+    comes between wv and w1), of TP's two all-gathers, and of CP's: that one is gone once its keys and values have been
+    put in sequence order.
     """
-    reused = t.stream + t.query + t.key + t.query + t.logsumexp + t.hidden
+    reused = t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
     reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
     return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
 

@@ -33,12 +33,13 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
 def _backward_of_block(rank: Rank, key: Key, group: Group, which: str, gathered: int) -> Iterator[Instant]:
     sizes, layer, casts, is_kept = rank.sizes, group.layer, rank.casts(group), rank.is_kept_whole(group)
     when = f"backward of {which} block"
+    one_by_one = max(group.full_sizes) * rank.run.gradient_bytes  # the most of a weight that is added up at once
     for moment in sizes.backward[layer]:
         yield rank.instant(
             when,
             activations=-moment.released,
             recompute=moment.recompute + (0 if is_kept else casts),
-            gradients=moment.gradients,
+            gradients=min(moment.gradients, one_by_one) if rank.adds_up(group) else moment.gradients,
             all_gather=gathered,
             workspaces=moment.workspaces,
         )
@@ -95,6 +96,8 @@ def _backward_of_loss(rank: Rank, key: Key, groups: list[Group]) -> Iterator[Ins
     if "tok_embeddings" not in ends.name:
         rank.whole_gradients = 0
         yield from gradients_made(rank, ends, "the output")
+    elif run.uses_fsdp:
+        rank.gathered[ends.name] = rank.gathered_bytes(ends)  # till the embedding's backward
 
 
 def _gathered_in_backward(rank: Rank, groups: list[Group], position: int) -> int:

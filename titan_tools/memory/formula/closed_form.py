@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula import float8
-from titan_tools.memory.formula.activations import Activations, activations_of
+from titan_tools.memory.formula.activations import Activations
+from titan_tools.memory.formula.attention import eager_activations
 from titan_tools.memory.formula.backward import backward
 from titan_tools.memory.formula.compiled import compiled_activations
 from titan_tools.memory.formula.forward import forward
@@ -63,5 +64,5 @@ _HAPPENS: dict[Kind, Callable[[Rank, Action], Iterator[Instant]]] = {
 def activations(run: RunShape, gpu: Gpu) -> Activations:
     """What microbatches take, as the run's blocks compute: eager or compiled, in bf16 or in float8."""
     if run.float8 is None:
-        return compiled_activations(run, gpu) if run.compiles_model else activations_of(run)
+        return compiled_activations(run, gpu) if run.compiles_model else eager_activations(run, gpu)
     return float8.compiled_activations(run, gpu) if run.compiles_model else float8.eager_activations(run)

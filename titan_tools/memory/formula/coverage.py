@@ -1,5 +1,6 @@
 """What the closed form says nothing of, with the reason: there the traced train step stands alone."""
 
+from converters.families.registry import get_family
 from converters.layout import MeshShape
 from titan_tools.memory.formula.float8_coverage import float8_gaps
 from trainer.config.sections import Config
@@ -11,15 +12,20 @@ COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written fo
 def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
     """What the config asks for and no formula here describes, each with the reason; empty where all is covered."""
     training, parallelism, checkpointing = config.training, config.parallelism, config.activation_checkpoint
+    is_fp32 = training.mixed_precision_param == "float32"
+    args = get_family(config.model.name).flavors[config.model.flavor]
     reasons = {
         f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
             config.model.name not in COVERED_FAMILIES
         ),
-        f"training.loss = {training.loss!r}: what it keeps is not known; chunked and plain are covered": (
-            training.loss not in (CHUNKED, PLAIN)
+        f"training.loss = {training.loss!r}: what a function of one's own keeps is only known by running it; chunked"
+        " and plain are covered": (training.loss not in (CHUNKED, PLAIN)),
+        "training.mixed_precision_param = 'float32' with context parallelism: of grouped queries attention keeps all"
+        " scores, and what is there of a context rank's two parts at once is not written down": (
+            is_fp32 and dims.cp > 1 and args.num_heads != args.num_kv_heads
         ),
-        "training.mixed_precision_param = 'float32': attention in fp32 is no flash attention on a GPU, and what it"
-        " keeps is not written down": training.mixed_precision_param == "float32",
+        "training.mixed_precision_param = 'float32' with compile: what the compiler makes of attention in fp32 is not"
+        " written down": is_fp32 and config.compile.enable and bool(config.compile.components),
         f"compile.backend = {config.compile.backend!r}: what another compiler than inductor keeps is not known": (
             config.compile.enable and bool(config.compile.components) and config.compile.backend != "inductor"
         ),

@@ -38,6 +38,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         param_bytes=itemsize(training.dtype),
         compute_bytes=itemsize(training.mixed_precision_param),
         moment_bytes=itemsize(config.optimizer.state_dtype or training.dtype),
+        keeps_scores=training.mixed_precision_param == "float32" and args.num_heads != args.num_kv_heads,
         is_offloaded=training.enable_cpu_offload,
         recompute=_recompute(config.activation_checkpoint),
         optimizer=config.optimizer.implementation,

@@ -29,6 +29,7 @@ class BuildTraits:
     states_from_start: bool = True  # optimizer states are made with the optimizer, not by its first step
     loss_in_forward: bool = True  # the loss ends the model's forward, within which FSDP keeps what it gathered last
     mask_tensors: bool = False  # context parallel's attention takes masks, as on a CPU; a GPU's is told what they are
+    attention_buffers: bool = True  # attention's backward takes some inside of its kernel, a CPU's takes none
     stored_gathers: bool = True  # and the results of all-gathers under TP
 
 
@@ -65,6 +66,7 @@ class RunShape:
     validation_samples: int = 0  # of one forward without gradients; 0: no validation
     validation_seq_len: int = 0
     moment_bytes: int | None = None  # of one element of an optimizer's moment; None: as param_bytes
+    keeps_scores: bool = False  # attention is plain products, as CUDA's is in fp32 where queries are grouped
     is_offloaded: bool = False  # parameters, gradient shards and moments lie in host memory
     compiles_model: bool = False  # each block, with Inductor
     compiles_loss: bool = False
