@@ -1,9 +1,11 @@
 """The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
 
+import atexit
 import gc
 import os
 import signal
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,6 +143,10 @@ def main() -> None:
     except OSError:  # told by `run` already, or the reader has gone; Python would complain once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     gc.freeze()  # else Python's end searches all that torch has made for cycles: a second, also after Ctrl-C
+    if sys.argv[1:2] == ["estimate-memory"] and threading.active_count() == 1:
+        atexit._run_exitfuncs()  # and no more: torch would take back, piece by piece, what it has registered
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

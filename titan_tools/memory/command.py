@@ -12,6 +12,7 @@ from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.same_command import same_command
+from titan_tools.memory.torch_library import map_torch_library
 from titan_tools.memory.trace.coverage import trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
@@ -53,6 +54,7 @@ def estimate_from_command_line(
             tries=[same_command(config, overrides, flags=flags, changed=nearest)],
         )
 
+    map_torch_library()
     from titan_tools.memory import report
     from titan_tools.memory.estimate import estimate
     from titan_tools.memory.replay.snapshot import write_snapshot
