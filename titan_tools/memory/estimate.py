@@ -126,7 +126,7 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
             for candidate in judged
         ),
         tuple(gaps),
-        assumptions_of(run, counted, allocator),
+        assumptions_of(run, counted, allocator, has_symmetric_memory=fullest.trace.symmetric_bytes > 0),
         tuple(changes(config, dims, counted)),
     )
 
