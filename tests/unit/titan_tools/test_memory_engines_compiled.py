@@ -37,6 +37,8 @@ COMPILED = [
     ("llama3_8b", 16, f"{TP}=2 {PLAIN} --parallelism.disable_loss_parallel"),
     ("llama3_8b", 16, f"{TP}=2 {CP}=2"),
     ("llama3_8b", 16, f"{CP}=2 {FULL}"),
+    ("llama3_8b", 16, f"{CP}=2 {TP}=2 {SAMPLES}=2 {FULL}"),
+    ("qwen3_32b", 64, f"{TP}=8 {NONE}"),
     ("llama3_8b", 16, f"{CP}=4 {NONE} --training.seq_len=32768"),
     ("llama3_8b", 16, f"--parallelism.data_parallel_replicate_degree=2 {FULL}"),
     ("llama3_70b", 256, f"{TP}=8 {OP}"),
