@@ -20,7 +20,7 @@ from titan_tools.memory.suggestions import Change, changes
 from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import gpu_kernels
-from titan_tools.memory.trace.pipeline.ranks import Job, capture_kind, kinds_of_ranks, traced_kinds
+from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, traced_kinds
 from titan_tools.memory.two_processes import beside
 from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
 from trainer.config.sections import Config
@@ -135,19 +135,21 @@ Estimated = Callable[[int, Replayed], RankEstimate]
 
 
 def _all_ranks(job: Job, allocator: AllocatorName, estimated: Estimated) -> tuple[list[RankEstimate], Replayed]:
-    """All pipeline ranks, in two processes where they are of several kinds, and the trace of the fullest of them."""
-    mine, others = _two_shares(kinds_of_ranks(job))
-    with compiled_code_kept(job.config):
-        if not others:
+    """All pipeline ranks, in two processes where they are of several kinds, and the trace of the fullest of them.
+
+    Where layers are compiled, in one: that takes longer than all else, is done once, and memory for it is needed once.
+    """
+    kinds = kinds_of_ranks(job)
+    mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
+    if not others:
+        with compiled_code_kept(job.config):
             ranks, fullest = _share(traced_kinds(job, mine), allocator, estimated)
-            return ranks, fullest
-        # What is compiled takes longer than all else, and is the same on both sides: made before there are two.
-        first = capture_kind(job, mine[0]) if job.config.compile.enable else None
-        with beside(lambda: _share(traced_kinds(job, others), allocator, estimated)) as beside_this:
-            own = _share(traced_kinds(job, mine, first), allocator, estimated)
-            ranks, more = next(own), next(beside_this)
-            fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else beside_this)
-            return ranks + more, fullest
+        return ranks, fullest
+    with beside(lambda: _share(traced_kinds(job, others), allocator, estimated)) as beside_this:
+        own = _share(traced_kinds(job, mine), allocator, estimated)
+        ranks, more = next(own), next(beside_this)
+        fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else beside_this)
+        return ranks + more, fullest
 
 
 def _share(

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
-from torch import cuda, set_num_threads
+from torch import cuda
 
 T = TypeVar("T")
 
@@ -65,7 +65,6 @@ def _serve(work: Callable[[], Iterator[T]], theirs: Connection, there: Connectio
     """The other process, which says nothing of how it ends. Ctrl-C reaches it too, and is the first one's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    set_num_threads(1)  # a copy of a process has none of the threads that its libraries share work among
     theirs.close()  # so that the first one's end is noticed
     try:
         for found in work():

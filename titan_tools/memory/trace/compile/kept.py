@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from unittest.mock import patch
 
 from trainer.config.sections import Config
 
@@ -32,17 +31,7 @@ def compiled_code_kept(config: Config) -> Iterator[None]:
     token = _captures.set(count(1))
     torch._dynamo.reset()
     try:
-        with _without_threads():
-            yield
+        yield
     finally:
         _captures.reset(token)
         torch._dynamo.reset()
-
-
-@contextmanager
-def _without_threads() -> Iterator[None]:
-    """torch counts the operations that it walks through with a progress bar, for which a thread would stay."""
-    from torch.fx.interpreter import tqdm
-
-    with patch.object(tqdm, "monitor_interval", 0, create=True):
-        yield

@@ -77,16 +77,14 @@ def kinds_of_ranks(job: Job) -> list[list[int]]:
     return list(kinds.values())
 
 
-def traced_kinds(job: Job, kinds: Sequence[Sequence[int]], first: "Kind | None" = None) -> Iterator[tuple[int, Trace]]:
-    """Pipeline ranks with their traces, one after the other. `first`: of the first ones, where captured already."""
+def traced_kinds(job: Job, kinds: Sequence[Sequence[int]]) -> Iterator[tuple[int, Trace]]:
+    """Pipeline ranks of these kinds with their traces, one after the other."""
     for pp_ranks in kinds:
-        yield from _traced_kind(job, pp_ranks, first)
-        first = None
+        yield from _traced_kind(job, pp_ranks)
 
 
-def _traced_kind(job: Job, pp_ranks: Sequence[int], kind: "Kind | None") -> Iterator[tuple[int, Trace]]:
-    if job.dims.pp > 1:
-        kind = kind or capture_kind(job, pp_ranks)
+def _traced_kind(job: Job, pp_ranks: Sequence[int]) -> Iterator[tuple[int, Trace]]:
+    kind = None if job.dims.pp == 1 else _capture_kind(job, pp_ranks)
     for pp_rank in pp_ranks:
         yield (
             pp_rank,
@@ -103,7 +101,7 @@ def _traced_kind(job: Job, pp_ranks: Sequence[int], kind: "Kind | None") -> Iter
 
 
 @dataclass(slots=True)
-class Kind:
+class _Kind:
     """A rank captured with few layers, in a short order, for all ranks like it."""
 
     orders: dict[int, Order]
@@ -113,8 +111,7 @@ class Kind:
     templates: dict[tuple[int, ...], tuple[Templates, list[int]]] = field(default_factory=dict)  # by depths of stages
 
 
-def capture_kind(job: Job, pp_ranks: Sequence[int]) -> Kind | None:
-    """One capture for all these ranks; None where their orders have no short one. Of a pipeline."""
+def _capture_kind(job: Job, pp_ranks: Sequence[int]) -> _Kind | None:
     parallelism, training = job.config.parallelism, job.config.training
     schedule = parallelism.pipeline_parallel_schedule
     num_microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
@@ -139,11 +136,11 @@ def capture_kind(job: Job, pp_ranks: Sequence[int]) -> Kind | None:
     )
     with shortened(schedule, captured.orders()):
         trace = capture(few.config, few.args, job.dims, rank=rank, kernels=job.kernels, num_steps=job.num_steps)
-    return Kind(orders, captured, trace, shallow)
+    return _Kind(orders, captured, trace, shallow)
 
 
 @collector_paused()
-def _composed(job: Job, kind: Kind, pp_rank: int) -> Trace | None:
+def _composed(job: Job, kind: _Kind, pp_rank: int) -> Trace | None:
     """This rank's trace; None where it has to be captured for itself."""
     stages = job.split.stages_of(pp_rank)
     layers = [[n for n in map(layer_of, job.split.modules[stage]) if n != NO_LAYER] for stage in stages]
@@ -160,7 +157,7 @@ def _composed(job: Job, kind: Kind, pp_rank: int) -> Trace | None:
         return None
 
 
-def _deep(job: Job, kind: Kind, pp_rank: int) -> Trace:
+def _deep(job: Job, kind: _Kind, pp_rank: int) -> Trace:
     """The kind's short trace with as many layers as this rank has."""
     if kind.shallow is None:
         return kind.trace
