@@ -101,6 +101,21 @@ def test_both_engines_agree_on_compiled_models_in_more_layouts(preset, world_siz
 
 
 @pytest.mark.slow
+def test_a_compiled_step_leaves_no_activations_to_the_next_one():
+    """Not of context parallelism either, whose compilation leaves cycles of references: torch collects them."""
+    config = load_config("llama3_8b", f"{COMPILE} {CP}=2 {FULL}".split())
+    trace = estimate(config, resolved_layout(config, world_size=16), gpu=None, allocator="expandable").fullest.trace
+    held = set()
+    for segment in trace.segments:
+        if segment.place.step == 2 and segment.place.phase == "backward":
+            break
+        for event in segment.events:
+            (held.add if event >= 0 else held.remove)(max(event, ~event))
+    places = [trace.blocks[number].place for number in held]
+    assert {place.step for place in places if place.phase == "forward"} == {2}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "world_size", "words"), IN_FLOAT8)
 def test_both_engines_agree_in_float8(preset, world_size, words):
     _compare(preset, world_size, f"{FLOAT8} {words}")

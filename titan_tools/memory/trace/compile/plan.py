@@ -44,7 +44,7 @@ def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
         stack.enter_context(compiled_code_kept(config))
         stack.enter_context(_compiling_not_recorded(recorder))
         # Code for any length, made where a second one comes, holds what code for that length would.
-        # Torch's collection after each compilation stays: without it a first step's tensors, in cycles, outlive the step.
+        # Torch collects garbage after it compiles, also here: else cycles keep tensors of the first step in the next.
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(patch.object(partitioners, "functionalize_rng_ops", _without_random_state))
