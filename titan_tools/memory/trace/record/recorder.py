@@ -17,7 +17,7 @@ from titan_tools.memory.trace.record import owners
 from titan_tools.memory.trace.record.answers import note_question, number_in
 from titan_tools.memory.trace.record.gradient_sums import holders_of_a_gradient, is_sum_in_place
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
 
 # What a block is by default, from where the step stands: see `Recorder._part`
 _OF_PHASE = {"build": "parameters", "states": "optimizer", "clip": "optimizer", "optimizer": "optimizer"}
@@ -177,10 +177,10 @@ class RecordedTensors(FakeTensorMode):
         if DTensor in types:
             return NotImplemented
         if func is torch.ops.prim.device.default:  # half of all that is asked
-            return super().dispatch(func, types, args, kwargs)
+            return args[0].device
         if func.namespace == "profiler":  # the names that FSDP gives its doings
             return func(*args, **(kwargs or {}))
-        is_plain = all(kind in _PLAIN for kind in types)
+        is_plain = _PLAIN.issuperset(types)
         if is_plain and func is torch.ops.aten._local_scalar_dense.default:
             return number_in(args[0])
         if is_plain and (
