@@ -6,7 +6,7 @@ How it changes is written where it happens: forward.py, backward.py, split_backw
 from dataclasses import dataclass, field
 
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
-from titan_tools.memory.formula.activations import Activations, keeps_whole_block
+from titan_tools.memory.formula.activations import FP32, Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes
 from titan_tools.memory.formula.holdings import Group
 from titan_tools.memory.formula.loss import LossBytes
@@ -105,5 +105,7 @@ class Rank:
         return stage == len(self.run.stages) - 1
 
     def adds_up(self, group: Group) -> bool:
-        """Whether a weight's new gradient goes into one of an earlier pass at once, as it does without FSDP."""
-        return not self.run.uses_fsdp and group.name in self.shards
+        """Whether a weight's new gradient goes into an earlier one at once: without FSDP, or what needs no cast."""
+        if self.run.uses_fsdp:
+            return self.run.compute_bytes == FP32 and group.name in self.added_up
+        return group.name in self.shards

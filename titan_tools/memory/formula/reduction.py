@@ -34,12 +34,16 @@ def add_up(rank: Rank, group: Group, what: str, **parts: int) -> Iterator[Instan
     is_first = group.name not in rank.added_up
     rank.added_up[group.name] = group.full_elements * FP32
     rank.gathered[group.name] = rank.gathered_bytes(group)
-    made = _cast_in_turn(rank, group) if is_first else rank.whole_bytes(group)
+    in_place = max(group.full_sizes) * FP32  # where autograd adds one after another
+    whole = in_place if rank.run.compute_bytes == FP32 else rank.whole_bytes(group)
+    made = _cast_in_turn(rank, group) if is_first else whole
     yield rank.instant(f"gradients of {what} added up", gradients=made, **parts)
 
 
 def _cast_in_turn(rank: Rank, group: Group) -> int:
-    """The most above all sums while gradients become sums one by one."""
+    """The most above all sums while gradients become sums one by one; in fp32 they are that already."""
+    if rank.run.compute_bytes == FP32:
+        return 0
     most = cast = 0
     for size in group.full_sizes:
         cast += size
