@@ -47,6 +47,12 @@ WITHIN_GLOO = {
     "c10d::_reduce_scatter_base_": "a copy of what is scattered, to add up in",
     "c10d::reduce_scatter_tensor_coalesced_": "the same",
 }
+# Operator, or part of the compiler → what it makes in host memory whatever the device. A step that is estimated has no
+# `nonzero` of its own: how much that makes depends on values.
+ON_HOST = {
+    "aten::nonzero": "a mesh finds its rank among its ranks, many times over while torch compiles",
+    "build_guards": "Dynamo keeps copies of DTensors' layouts, to compare with: of a mesh, 4 bytes for each rank",
+}
 # A Python number that meets a tensor becomes one on a CPU; a GPU's kernels take it as it is. These, and the tensors of
 # one element that there are on both sides, take up to so many bytes.
 NUMBER_BYTES = 8
@@ -182,7 +188,10 @@ def _calls(events: Sequence[Any]) -> list[Call]:
 
 
 def _without_kernels_own(calls: Sequence[Call]) -> list[Call]:
-    """Without what is given back by the operator that took it, if WITHIN_CPU_KERNELS names it, and without numbers."""
+    """Without what is given back by the operator that took it, if WITHIN_CPU_KERNELS names it, and without numbers.
+
+    What WITHIN_GLOO and ON_HOST name is dropped, whoever gives it back.
+    """
     taken: dict[int, int] = {}  # address → call
     dropped = set()
     for i, call in enumerate(calls):
@@ -190,7 +199,7 @@ def _without_kernels_own(calls: Sequence[Call]) -> list[Call]:
             dropped.add(i)
         elif call.num_bytes > 0:
             taken[call.address] = i
-            if any(map(call.is_within, WITHIN_GLOO)):
+            if any(map(call.is_within, (*WITHIN_GLOO, *ON_HOST))):
                 dropped.add(i)
         else:
             before = taken.pop(call.address, None)
