@@ -1,5 +1,6 @@
 """What compiled blocks and losses ask for: held to real compiled steps on a CPU, and to what partitioning must keep."""
 
+import shlex
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.graph import GraphLowering
 
 from converters.errors import UnsupportedError
+from converters.families import registry as families
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.constants import GPUS
@@ -21,6 +23,7 @@ from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
 from titan_tools.memory.trace.pipeline.ranks import trace_ranks
+from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel_dims import resolve
 
@@ -212,6 +215,21 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
     assert len(compiled) == 2
 
 
+def test_code_is_kept_within_a_job_as_many_variants_as_its_captures_make_and_forgotten_afterwards():
+    config, compiled = _layout("", 1).config("debug"), []
+    function = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: compiled.append(1) or graph.forward)
+    limit = torch._dynamo.config.recompile_limit
+    with compiled_code_kept(config):
+        for capture_number in (1, 2, 3):
+            with compiled_code_kept(config):
+                function(torch.ones(2))
+                assert torch._dynamo.config.recompile_limit == limit * capture_number
+        assert len(compiled) == 1
+    assert torch._dynamo.config.recompile_limit == limit
+    function(torch.ones(2))  # which is to compute: code of a trace has no kernels
+    assert len(compiled) == 2
+
+
 def _breaks(x):
     torch._dynamo.graph_break()
     return x
@@ -242,7 +260,50 @@ def test_failures_of_the_compiler_are_told(function, lowering, message, monkeypa
         monkeypatch.setattr(GraphLowering, "call_function", lowering)
     with pytest.raises(UnsupportedError, match=message) as caught, compiler_failures_told():
         torch.compile(function, fullgraph=True)(torch.ones(2))
-    assert caught.value.tries == (() if message == "^not covered$" else ("--compile.no_enable",))
+    assert getattr(caught.value, "nearest", {}) == ({} if message == "^not covered$" else {"compile.enable": "false"})
+
+
+_OWN_FAMILY = """
+from dataclasses import replace
+
+from converters.families import registry as families
+from converters.families.llama3 import LLAMA3
+from trainer.models import registry as models
+
+
+def build_model(args):
+    from trainer.models.llama3.model import Transformer, TransformerBlock
+
+    class Block(TransformerBlock):
+        def forward(self, x, turns):
+            return super().forward(print(end="") or x, turns)
+
+    model = Transformer(args)
+    for layer in model.layers.values():
+        layer.__class__ = Block
+    return model
+
+
+families.register(replace(LLAMA3, name="prints"))
+models.register("prints", replace(models.get_trainer_family("llama3"), build_model=build_model))
+"""
+
+
+def test_own_model_that_does_not_compile_is_told_in_an_error_with_a_command_that_works(titan, tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "_FAMILIES", {**families.all_families()})
+    monkeypatch.setattr(models, "_FAMILIES", {**models._FAMILIES})
+    (tmp_path / "family_that_prints.py").write_text(_OWN_FAMILY)
+    words = ["debug", "--experimental.custom_import", tmp_path / "family_that_prints.py", "--model.name", "prints"]
+    words += ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_parallel_degree=1"]
+    words += ["--parallelism.data_parallel_shard_degree=2", "--model.flavor=debug_gqa"]
+    code, out, told = titan("estimate-memory", *words, "--world-size", "2", "--compile.enable")
+    assert (code, out) == (2, "")
+    error, hint, line = told.splitlines()
+    assert "torch.compile fails on this model: Unsupported: " in error and "family_that_prints.py" in error
+    assert hint.startswith("hint: uncompiled, ")
+    tried = shlex.split(line.removeprefix("try: titan "))
+    assert "--compile.enable=false" in tried and "--compile.enable" not in tried
+    assert titan(*tried)[0] == 0
 
 
 def test_written_code_that_cannot_be_followed_is_told_and_what_else_fails_is_not():

@@ -128,6 +128,13 @@ def test_sums_of_more_than_two_gib_in_16_bits_are_added_up_in_fp32():
     assert taken(16, 8, 1025, 8192, dtype=torch.float32) == 0
 
 
+def test_both_handles_of_cublas_have_a_workspace_for_the_other_stream():
+    recorder = Recorder()
+    with fake_ranks(TP, rank=0), async_tensor_traced(job(), gpu_kernels(GPUS["h100-80"]), recorder):
+        blocks = [(block.num_bytes, block.stream, block.part) for block in recorder.trace.blocks]
+    assert blocks == [(32 * MIB, BACKEND_STREAM, "workspaces")] * 2
+
+
 # --- steps
 
 

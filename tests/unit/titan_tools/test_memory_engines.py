@@ -49,6 +49,7 @@ THOROUGH = [
     ("llama3_8b", 8, f"{PP}=2 {SCHEDULE}=InterleavedZeroBubble {SAMPLES}=4 {NONE}"),
     ("llama3_8b", 8, f"{PP}=4 {TP}=2 {SCHEDULE}=ZBVZeroBubble {SAMPLES}=8 {NONE}"),
     ("llama3_8b", 8, "--training.mixed_precision_param=float32"),
+    ("llama3_1b", 8, f"{PP}=2 {SCHEDULE}=1F1B {SAMPLES}=4 --training.mixed_precision_param=float32"),
     ("llama3_8b", 16, f"{REPLICAS}=2 {FULL}"),
     ("llama3_8b", 32, f"{CP}=8 --training.seq_len=131072 {FULL}"),
     ("llama3_8b", 64, f"{TP}=8 {FULL}"),

@@ -50,6 +50,14 @@ def test_a_run_of_20_gib_at_once_that_reserves_30(usable_gib, num_communicators,
     assert found.verdict == verdict
 
 
+def test_the_rank_with_the_most_symmetric_memory_counts():
+    without, with_some = TraceMaker().trace, TraceMaker().trace
+    with_some.symmetric_bytes = GIB
+    for traces in ([without, with_some], [with_some, without]):
+        found = judge(GPUS["h200"], reserved_bytes=0, traces=traces, allocator="classic", num_communicators=0)
+        assert found.needed_gib == (1.5, 1.5)  # and CUDA's context
+
+
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("degrees", "wanted"),
