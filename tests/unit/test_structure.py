@@ -44,7 +44,7 @@ MEMORY_BELOW = {
 TRACE_BELOW = {
     "kernels": set(),
     "record": {"kernels", "events"},
-    "compile": {"kernels", "record"},
+    "compile": {"kernels", "record", "refused"},
     "expand": {"events"},
     "pipeline": {"kernels", "record", "expand", "capture", "traced", "events"},
 }

@@ -14,6 +14,7 @@ from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.same_command import same_command
 from titan_tools.memory.torch_library import map_torch_library
 from titan_tools.memory.trace.coverage import trace_gaps
+from titan_tools.memory.trace.refused import NotTraceable
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 from trainer.parallel.float8 import capability_needed, is_float8
@@ -44,9 +45,9 @@ def estimate_from_command_line(
     settings = load_config(config, overrides)
     problems += _gpu_problems(settings, gpu)
     dims = resolved_layout(settings, world_size=world_size, problems=problems)
+    flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
+    flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
     if gaps := trace_gaps(settings, dims):
-        flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
-        flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
         nearest = {gap.keys[0]: gap.nearest for gap in gaps}
         raise UnsupportedError(
             "no estimate is given for what is not covered:" + list_offenders([gap.reason for gap in gaps], most=50),
@@ -60,7 +61,11 @@ def estimate_from_command_line(
     from titan_tools.memory.replay.snapshot import write_snapshot
     from titan_tools.memory.verdict import EXIT_CODES
 
-    found = estimate(settings, dims, gpu=gpu, allocator=allocator or allocator_of_environment())
+    try:
+        found = estimate(settings, dims, gpu=gpu, allocator=allocator or allocator_of_environment())
+    except NotTraceable as error:
+        error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
+        raise
     if timeline:
         _write(timeline, lambda path: report.draw(found, path))
     if snapshot:
@@ -78,7 +83,7 @@ def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
     try:
         return find_gpu(text), []
     except ConfigError as error:
-        return None, [f"{error.message}; {error.hint}"]
+        return None, [f"{error.message}; {error.hint}; nearest: {error.tries[0]}"]
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

@@ -1,23 +1,29 @@
 """What torch's compiler cannot do, told as an error of ours."""
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-from converters.errors import TitanError, UnsupportedError
+from converters.errors import TitanError
 from titan_tools.memory.trace.compile.code import FILE_NAME
+from titan_tools.memory.trace.refused import NotTraceable
+
+_TOLD_TO_DEVELOPERS = ("raised exception ", "unsupported operator: ")
 
 
 @contextmanager
 def compiler_failures_told() -> Iterator[None]:
-    """Within, an error of Dynamo, AOTAutograd or Inductor is an UnsupportedError, and so is one of the code they wrote.
+    """Within, an error of Dynamo, AOTAutograd or Inductor is a NotTraceable, and so is one of the code they wrote.
 
-    An error of ours that comes up while they work stays what it is.
+    An error of ours that comes up while they work stays what it is. What Dynamo warns of is told by its errors.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
+            yield
     except Exception as error:
         if own := next((each for each in _chain(error) if isinstance(each, TitanError)), None):
             raise own from None
@@ -27,10 +33,10 @@ def compiler_failures_told() -> Iterator[None]:
             what = "what this torch's Inductor writes cannot be followed"
         else:
             raise
-        raise UnsupportedError(
+        raise NotTraceable(
             f"no estimate is given: {what}: {_in_a_line(error)}",
-            hint="without compile there is an estimate, mostly of more memory",
-            tries=["--compile.no_enable"],
+            hint="uncompiled, a model mostly needs more memory, and shows where an error of its own comes from",
+            nearest={"compile.enable": "false"},
         ) from error
 
 
@@ -48,11 +54,17 @@ def _comes_from_written_code(error: Exception) -> bool:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """What a part of the compiler said: its first line, Dynamo's explanation and the line of the model's code."""
+    """What a part of the compiler said: its first line, Dynamo's explanation and the line of the model's code.
+
+    Of exceptions in the model, and of operations without shapes, Dynamo explains less than it tells developers.
+    """
     while inner := getattr(error, "inner_exception", None):
         error = inner
     first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
     explained = [line.partition(": ")[2] for line in others if line.startswith("Explanation: ")]
+    context = [line.partition(": ")[2] for line in others if line.startswith("Developer debug context: ")]
+    if any(said.startswith(_TOLD_TO_DEVELOPERS) for said in context):
+        explained = context
     code = [line for line in others if line.startswith("File ")] if "from user code:" in others else []
     said = ". ".join(part.rstrip(".") for part in (first, *explained[:1]) if part)
     place = f" ({code[-1]})" if code else ""

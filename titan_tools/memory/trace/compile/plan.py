@@ -23,6 +23,11 @@ from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.record.recorder import Recorder
 from trainer.config.sections import Config
 
+_TOLD_OTHERWISE = (
+    "torch._higher_order_ops.wrap",  # advice on how to write models that are checkpointed
+    "torch._subclasses.fake_tensor",  # the traceback of an error that is raised, too
+)
+
 
 @contextmanager
 def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iterator[None]:
@@ -48,8 +53,8 @@ def compile_traced(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
         stack.enter_context(torch._dynamo.config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(patch.object(partitioners, "functionalize_rng_ops", _without_random_state))
-        advice = logging.getLogger("torch._higher_order_ops.wrap")  # on how to write models that are checkpointed
-        stack.enter_context(patch.object(advice, "disabled", True))
+        for name in _TOLD_OTHERWISE:
+            stack.enter_context(patch.object(logging.getLogger(name), "disabled", True))
         if config.compile.backend == "inductor":
             from titan_tools.memory.trace.compile.async_tensor import async_tensor_traced
 
