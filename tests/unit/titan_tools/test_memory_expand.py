@@ -15,6 +15,7 @@ from titan_tools.memory.trace.expand.expand import expand_layers
 from titan_tools.memory.trace.expand.shallow import shallow_model
 from titan_tools.memory.trace.expand.templates import Aperiodic
 from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.record.owners import owner_of_many
 from titan_tools.memory.trace.traced import trace_rank
 from trainer import moments
 from trainer.config.sections import Config
@@ -38,6 +39,15 @@ NO_AC = {"activation_checkpoint.mode": "none"}
 def every(n: int) -> dict:
     return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": str(n)}
 
+
+# Scales of all weights of a stage at once, after each update
+PRECOMPUTED = {
+    **NO_AC,
+    "model.converters": ("quantize.linear.float8",),
+    "float8.filter_fqns": ("output",),
+    "float8.enable_fsdp_float8_all_gather": True,
+    "float8.precompute_float8_dynamic_scale_for_fsdp": True,
+}
 
 # world size, layers, settings, rank: together every layout, way of recomputing, loss, update and kind of gathering
 CASES = {
@@ -97,22 +107,21 @@ QUICK = (
     "DDP",
     "PP, last rank",
 )
+INTERLEAVED = {
+    "parallelism.pipeline_parallel_degree": 2,
+    "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+    "training.local_batch_size": 2,
+}
 SLOW_CASES = {
     **{f"{name}, {layers} layers": (world_size, layers * (2 if "PP" in name else 1), settings, rank)
        for name, (world_size, _, settings, rank) in CASES.items() for layers in (9, 12)},
     **{f"every 3rd of {layers}": (2, layers, every(3), 0) for layers in (9, 10, 11, 12)},
     "one rank": (1, 9, NO_AC, 0),
-    "interleaved": (
-        4,
-        24,
-        {
-            "activation_checkpoint.mode": "full",
-            "parallelism.pipeline_parallel_degree": 2,
-            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-            "training.local_batch_size": 2,
-        },
-        3,
-    ),
+    "interleaved": (4, 24, {"activation_checkpoint.mode": "full", **INTERLEAVED}, 3),
+    "precomputed scales, output's too": (2, 9, {**PRECOMPUTED, "float8.filter_fqns": ("wk",)}, 0),
+    "precomputed scales, TP": (4, 9, {**PRECOMPUTED, "parallelism.tensor_parallel_degree": 2}, 3),
+    "precomputed scales, compiled": (2, 7, {**PRECOMPUTED, "compile.enable": True}, 0),
+    "precomputed scales, interleaved": (4, 20, {**PRECOMPUTED, **INTERLEAVED}, 3),
     "zero bubble": (
         4,
         20,
@@ -214,6 +223,37 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
 
     monkeypatch.setattr(shallow, "get_family", lambda name: replace(own, parameters=parameters))
     assert shallow_model(config, args, dims, rank=0) is None
+
+
+@pytest.mark.parametrize(("left_out", "is_cut"), [("wk", True), ("layers.5.", False)])
+def test_layers_of_which_some_are_in_float8_are_all_captured(left_out, is_cut):
+    config, args, dims = job(2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)})
+    assert (shallow_model(config, args, dims, rank=0) is not None) == is_cut
+
+
+def test_precomputed_scales_are_as_many_as_there_are_weights(depths_captured):
+    case = (2, 6, PRECOMPUTED, 0)
+    compare(case, depths_captured, num_steps=1)
+    config, args, dims = job(*case[:3])
+    assert list(depths_captured) == [4]
+    trace = expand_layers(depths_captured[4], shallow_model(config, args, dims, rank=0).depths)
+    assert 4 * 6 * 7 in [block.num_bytes for block in trace.blocks if block.owner == "*0+7"]
+
+
+@pytest.mark.parametrize(
+    ("fqns", "owner"),
+    [
+        (["norm", "layers.0.a", "layers.1.a", "layers.6.a", "layers.7.a"], "*1+1"),
+        (["layers.6.a", "layers.6.b", "layers.7.a", "layers.7.b"], "*0+2@1"),
+        (["output", "norm"], "*2+0"),
+        (["layers.0.a", "layers.1.a", "layers.1.b"], "*"),
+        (["layers.0.a"], "*"),
+        (["layers.1.a", "layers.6.a"], "*"),
+    ],
+)
+def test_numbers_of_many_parameters_belong_to_whole_stages(fqns, owner):
+    """The rank holds layers 0 and 1, an embedding alone, and layers 6 and 7."""
+    assert owner_of_many(fqns, [{0, 1}, set(), {6, 7}]) == owner
 
 
 @pytest.mark.parametrize("implementation", ["fused", pytest.param("foreach", marks=pytest.mark.slow)])

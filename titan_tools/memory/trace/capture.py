@@ -1,7 +1,9 @@
 """A trace of the real train step: built by trainer/build.py for one rank of any job, on fake tensors, without peers."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -21,6 +23,7 @@ from titan_tools.memory.trace.record.offload import HostMemory, OffloadedTensors
 from titan_tools.memory.trace.record.owners import owner_of_many
 from titan_tools.memory.trace.record.places import places_told, watch_modules
 from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder, resizes_recorded
+from titan_tools.memory.trace.refused import chain
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
@@ -84,7 +87,7 @@ def capture(
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
                     recorder.leave_out(state["step"])
-            recorder.reclassify(step._clip._shares, "optimizer", owner=owner_of_many(list(model.named_parameters())))
+            recorder.reclassify(step._clip._shares, "optimizer", owner=_owner_of_all(model, recorder))
             num_samples = samples_per_step(training, dims.batch) // dims.batch
             for number in range(1, num_steps + 1):
                 _one_step(model, step, optimizer, config, recorder, number=number, num_samples=num_samples)
@@ -98,11 +101,13 @@ def capture(
 def _values_refused() -> Iterator[None]:
     """Families and losses of one's own may do what has no size until it is computed."""
     try:
-        yield
+        with patch.object(logging.getLogger("torch.distributed.pipelining.schedules"), "disabled", True):
+            yield
     except RuntimeError as error:
-        if not isinstance(error, _WITHOUT_SHAPES) and "no fake impl" not in str(error):
+        reasons = (each for each in chain(error) if isinstance(each, _WITHOUT_SHAPES) or "no fake impl" in str(each))
+        if (reason := next(reasons, None)) is None:
             raise
-        what = getattr(error, "func", None) or str(error).partition(". ")[0]
+        what = getattr(reason, "func", None) or str(reason).partition(". ")[0]
         raise UnsupportedError(
             "no estimate is given: how much a train step makes depends on what tensors hold, or is known to a kernel"
             f" alone: {what}",
@@ -178,6 +183,10 @@ def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int
         return once(batch, num_valid_tokens)
 
     model.forward_backward = forward_backward
+
+
+def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
+    return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts)
 
 
 def _tell_owners(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:

@@ -126,15 +126,15 @@ def _check_states_are_owned(trace: Trace) -> None:
 
 
 def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:
-    """The size of a block that holds one number for each of the rank's parameters: "*{not in layers}+{per layer}"."""
+    """The size of a block that holds a number for each of many parameters: record/owners.py says whose."""
     if not any(depth.surplus for depth in depths):
         return block.num_bytes
-    try:
-        outside, per_layer = map(int, block.owner.removeprefix(PER_PARAMETER).split("+"))
-    except ValueError as error:
-        raise Aperiodic(
-            f"a block of {block.num_bytes} bytes is made of many, some layers' more than others'"
-        ) from error
+    if block.owner == PER_PARAMETER:
+        raise Aperiodic(f"a block of {block.num_bytes} bytes is made of many, some layers' more than others'")
+    counts, _, part = block.owner.removeprefix(PER_PARAMETER).partition("@")
+    outside, per_layer = map(int, counts.split("+"))
+    if part:
+        depths = [depths[int(part)]]
     captured = outside + per_layer * sum(len(depth.captured) for depth in depths)
     wanted = outside + per_layer * sum(len(depth.wanted) for depth in depths)
     if block.num_bytes % captured:

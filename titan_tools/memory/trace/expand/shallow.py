@@ -9,6 +9,7 @@ from converters.layout import MeshShape
 from titan_tools.memory.trace.events import NO_LAYER, layer_of
 from titan_tools.memory.trace.expand.depth import Depth, captured_layers
 from trainer.config.sections import ActivationCheckpoint, Config
+from trainer.parallel.float8 import is_float8
 from trainer.stages import split_model
 
 
@@ -24,7 +25,8 @@ class Shallow:
 def shallow_model(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Shallow | None:
     """The shallowest model that stands for this one; each stage is cut for itself. None where none would be shallower.
 
-    Also None where few layers might not show how all are treated: parameters have different shapes.
+    Also None where few layers might not show how all are treated: parameters have different shapes, or float8 is for
+    some layers.
     """
     period = layer_period(config.activation_checkpoint)
     whole = split_model(config.parallelism, args.num_layers, dims.pp)
@@ -50,11 +52,13 @@ def layer_period(settings: ActivationCheckpoint) -> int:
 
 
 def _are_alike(config: Config, args: ModelArgs) -> bool:
+    left_out = config.float8.filter_fqns if is_float8(config) else ()
     shapes: dict[int, list] = {}
     for parameter in get_family(config.model.name).parameters(args):
         if (layer := layer_of(parameter.fqn)) != NO_LAYER:
             name = parameter.fqn.partition(f"{layer}.")[2]
-            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.tp_dim))
+            is_left_out = any(part in parameter.fqn for part in left_out)
+            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.tp_dim, is_left_out))
     first, *others = shapes.values()
     return len(shapes) == args.num_layers and all(layer == first for layer in others)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,17 +38,27 @@ def tell_owners(recorder: Recorder, args: Sequence[Any], made: Any) -> None:
 def owner_of_list(recorder: Recorder, given: Sequence[Any]) -> str:
     """The owner of what holds as much for each tensor of an operation's list; "" where one has none."""
     owners = [_owner(recorder, one) for one in given if isinstance(one, Tensor)]
-    return owner_of_many(owners) if owners and all(owners) else ""
+    return owner_of_many(owners, recorder.layers_of_parts) if owners and all(owners) else ""
 
 
-def owner_of_many(fqns: Sequence[str]) -> str:
-    """The owner of what holds a number for each: "*{outside of layers}+{per layer}"; "*" if layers have not as many."""
+def owner_of_many(fqns: Sequence[str], parts: Sequence[Set[int]]) -> str:
+    """The owner of what holds a number for each: "*{outside of layers}+{per layer}"; "*" if layers have not as many.
+
+    `parts`: the layers of each stage that the rank holds. Of the n-th one's alone: "*{outside}+{per layer}@{n}".
+    """
     if any(fqn.startswith(PER_PARAMETER) for fqn in fqns):
         return PER_PARAMETER
     by_layer = Counter(map(layer_of, fqns))
     outside = by_layer.pop(NO_LAYER, 0)
-    counts = set(by_layer.values()) or {0}
-    return f"{PER_PARAMETER}{outside}+{counts.pop()}" if len(counts) == 1 else PER_PARAMETER
+    if not by_layer:
+        return f"{PER_PARAMETER}{outside}+0"
+    parts = [part for part in parts if part]
+    if len(set(by_layer.values())) > 1:
+        return PER_PARAMETER
+    owner = f"{PER_PARAMETER}{outside}+{max(by_layer.values())}"
+    if by_layer.keys() == set().union(*parts):
+        return owner
+    return f"{owner}@{parts.index(by_layer.keys())}" if by_layer.keys() in parts else PER_PARAMETER
 
 
 def _owner(recorder: Recorder, tensor: Tensor) -> str:

@@ -42,6 +42,7 @@ def watch_modules(parts: Sequence[nn.Module], recorder: Recorder) -> None:
     for part in parts:
         named = [(name, getattr(part, name)) for name in ("tok_embeddings", "norm", "output")]
         named += [(f"layers.{number}", layer) for number, layer in part.layers.items()]
+        recorder.layers_of_parts.append(frozenset(map(int, part.layers)))
         for fqn, module in named:
             if module is not None:
                 recorder.module_fqns[module] = fqn

@@ -34,6 +34,7 @@ class Recorder:
         self.part: str | None = None
         self.owner = ""  # of what is allocated
         self.module_fqns: dict[Any, str] = {}
+        self.layers_of_parts: list[frozenset[int]] = []  # of each stage that the rank holds
         self.stream_names: dict[int, str] = {}  # by id
         self._streams: list[Any] = []  # kept, so that ids stay theirs
         self._live: dict[int, int] = {}  # storage → block
@@ -90,7 +91,10 @@ class Recorder:
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that a tensor, or this rank's part of one, lies in; None if it has none."""
         # DTensor.to_local would make a view of it, an operation to trace
-        block = self._live.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+        local = getattr(tensor, "_local_tensor", tensor)
+        if hasattr(local, "fsdp_pre_all_gather"):  # torchao's weights, which are around what holds memory
+            local = local._tensor
+        block = self._live.get(local.untyped_storage()._cdata)
         return None if block is None else self.trace.blocks[block]
 
     def reclassify(self, tensor: Tensor, part: str, *, owner: str = "") -> None:
