@@ -289,13 +289,13 @@ models.register("prints", replace(models.get_trainer_family("llama3"), build_mod
 """
 
 
-def test_own_model_that_does_not_compile_is_told_in_an_error_with_a_command_that_works(titan, tmp_path, monkeypatch):
+def test_own_model_that_does_not_compile_in_a_pipeline_is_told_with_a_command_that_works(titan, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "_FAMILIES", {**families.all_families()})
     monkeypatch.setattr(models, "_FAMILIES", {**models._FAMILIES})
     (tmp_path / "family_that_prints.py").write_text(_OWN_FAMILY)
     words = ["debug", "--experimental.custom_import", tmp_path / "family_that_prints.py", "--model.name", "prints"]
-    words += ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_parallel_degree=1"]
-    words += ["--parallelism.data_parallel_shard_degree=2", "--model.flavor=debug_gqa"]
+    words += ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_parallel_degree=2"]
+    words += ["--parallelism.data_parallel_shard_degree=1", "--model.flavor=debug_gqa"]
     code, out, told = titan("estimate-memory", *words, "--world-size", "2", "--compile.enable")
     assert (code, out) == (2, "")
     error, hint, line = told.splitlines()

@@ -9,8 +9,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from converters.errors import TitanError
 from titan_tools.memory.trace.compile.code import FILE_NAME
-from titan_tools.memory.trace.refused import NotTraceable
+from titan_tools.memory.trace.refused import NotTraceable, chain
 
+_OF_THE_COMPILER = TorchDynamoException | FailOnRecompileLimitHit
 _TOLD_TO_DEVELOPERS = ("raised exception ", "unsupported operator: ")
 
 
@@ -25,32 +26,26 @@ def compiler_failures_told() -> Iterator[None]:
             warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
             yield
     except Exception as error:
-        if own := next((each for each in _chain(error) if isinstance(each, TitanError)), None):
+        errors = list(chain(error))
+        if own := next((each for each in errors if isinstance(each, TitanError)), None):
             raise own from None
-        if isinstance(error, TorchDynamoException | FailOnRecompileLimitHit):
+        if failed := next((each for each in errors if isinstance(each, _OF_THE_COMPILER)), None):
             what = "torch.compile fails on this model"
-        elif _comes_from_written_code(error):
+        elif failed := next(filter(_comes_from_written_code, errors), None):
             what = "what this torch's Inductor writes cannot be followed"
         else:
             raise
         raise NotTraceable(
-            f"no estimate is given: {what}: {_in_a_line(error)}",
+            f"no estimate is given: {what}: {_in_a_line(failed)}",
             hint="uncompiled, a model mostly needs more memory, and shows where an error of its own comes from",
             nearest={"compile.enable": "false"},
         ) from error
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that it came of."""
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-
-
-def _comes_from_written_code(error: Exception) -> bool:
+def _comes_from_written_code(error: BaseException) -> bool:
     """Whether Python itself stumbled over a line of it: over a name or an argument that is not known here."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, NameError | AttributeError | TypeError) and last.filename == FILE_NAME
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return isinstance(error, NameError | AttributeError | TypeError) and [each.filename for each in last] == [FILE_NAME]
 
 
 def _in_a_line(error: BaseException) -> str:
