@@ -1,5 +1,6 @@
 """Work done in a second process meanwhile: a copy of this one, so that what is imported is there already."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TypeVar
 from torch import cuda
 
 T = TypeVar("T")
+_SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def beside(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
         return
     context = get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(work, here, there), daemon=True)
+    process = context.Process(target=_serve, args=(work, here, there, os.getpid()), daemon=True)
     try:
         process.start()
     except OSError:  # no process or no memory for one is left
@@ -61,8 +63,11 @@ def _results(work: Callable[[], Iterator[T]], there: Connection) -> Iterator[T]:
         yield from islice(work(), received, None)
 
 
-def _serve(work: Callable[[], Iterator[T]], theirs: Connection, there: Connection) -> None:
+def _serve(work: Callable[[], Iterator[T]], theirs: Connection, there: Connection, parent: int) -> None:
     """The other process, which says nothing of how it ends. Ctrl-C reaches it too, and is the first one's to answer."""
+    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_END, signal.SIGKILL)  # also where that one is killed, amid a capture
+    if os.getppid() != parent:  # it was before that
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     theirs.close()  # so that the first one's end is noticed

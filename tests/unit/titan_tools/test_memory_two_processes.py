@@ -90,6 +90,27 @@ def test_an_interruption_ends_the_other_process_at_once(children):
     assert not children()
 
 
+def test_a_killed_process_leaves_none_behind():
+    reading, writing = os.pipe()
+
+    def sleeps():
+        os.write(writing, b".")
+        time.sleep(60)
+        yield
+
+    if (killed := os.fork()) == 0:
+        with beside(sleeps):
+            time.sleep(60)
+    os.close(writing)
+    assert os.read(reading, 1) == b"."
+    started = time.monotonic()
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert os.read(reading, 1) == b""  # nobody has the pipe open any more
+    os.close(reading)
+    assert time.monotonic() - started < 30
+
+
 @pytest.mark.slow
 def test_a_pipeline_is_estimated_in_two_processes_as_in_one(monkeypatch):
     words = ["--validation.no_enable", "--training.seq_len=16", "--training.local_batch_size=3"]
