@@ -3,6 +3,7 @@
 from titan_tools.memory.allocator_settings import unmodelled_settings
 from titan_tools.memory.constants import CONTEXT_GIB, NCCL_GIB, RESERVED_ERROR, Gpu
 from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.gpus import kernels_of
 from titan_tools.memory.replay.allocator import AllocatorName
 
 
@@ -15,7 +16,7 @@ def assumptions_of(
     low, high = NCCL_GIB
     said = [
         f"torch {torch.__version__}: its own FSDP2, tensor and pipeline parallelism, autograd and optimizers were run"
-        f" on tensors without memory, with the kernels of {gpu.name} (fused RMSNorm, fused attention)",
+        f" on tensors without memory, with the kernels of {kernels_of(gpu)} (fused RMSNorm, fused attention)",
         f"{allocator} allocator, default settings; nothing but the train step keeps tensors alive: reference cycles,"
         " hooks and other users of the GPU add to this, so that it is a floor for what a run with a leak takes",
         "active equals allocated: with NCCL from torch 2.8 on, no block waits for another stream after it was freed",

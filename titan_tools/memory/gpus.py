@@ -24,6 +24,11 @@ def find_gpu(text: str) -> Gpu:
     return Gpu(f"{usable:g} GiB", usable, DEFAULT.sm, DEFAULT.cublas_mib)
 
 
+def kernels_of(gpu: Gpu) -> str:
+    """The type whose kernels are counted: its own, the default one's where only its GiB were named."""
+    return gpu.name if gpu.name in GPUS else DEFAULT.name
+
+
 def _closest(name: str) -> str:
     from difflib import get_close_matches
 

@@ -225,19 +225,20 @@ def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tupl
 
 
 def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
-    """A row per run of neighbouring modules that keep the same."""
-    rows: list[tuple[str, str, int, int]] = []
+    """A row per run of neighbouring modules that keep the same, as far as it is shown."""
+    digits = _digits(sum(by_module.values()))
+    rows: list[tuple[str, str, int, int]] = []  # first and last, bytes of all, number
     for fqn, size in by_module.items():
         name = fqn or "batch, positions"
-        if rows and rows[-1][2] == size and name.startswith("layers.") and rows[-1][0].startswith("layers."):
-            first, _, _, number = rows[-1]
-            rows[-1] = (first, name, size, number + 1)
-        else:
-            rows.append((name, name, size, 1))
-    digits = _digits(sum(by_module.values()))
+        if rows and name.startswith("layers.") and rows[-1][0].startswith("layers."):
+            first, _, total, number = rows[-1]
+            if _gib(total // number, digits) == _gib(size, digits):
+                rows[-1] = (first, name, total + size, number + 1)
+                continue
+        rows.append((name, name, size, 1))
     return [
-        (first if first == last else f"{first} … {last}", _gib(size, digits), _gib(size * number, digits))
-        for first, last, size, number in rows
+        (first if first == last else f"{first} … {last}", _gib(total // number, digits), _gib(total, digits))
+        for first, last, total, number in rows
     ]
 
 

@@ -72,10 +72,14 @@ def _candidates(config: Config, dims: MeshShape) -> Iterator[dict[str, Any]]:
     if config.optimizer.state_dtype is None and training.dtype == "float32":
         yield {"optimizer.state_dtype": "bfloat16"}
     if dims.dp_replicate > 1:
-        yield {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1}
+        all_sharded = dims.dp_replicate * dims.dp_shard
+        yield {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": all_sharded}
     if dims.dp_shard % 2 == 0:
         total = samples_per_step(training, dims.batch)
-        same_samples = {"parallelism.data_parallel_shard_degree": -1, "training.global_batch_size": total}
+        same_samples = {
+            "parallelism.data_parallel_shard_degree": dims.dp_shard // 2,
+            "training.global_batch_size": total,
+        }
         if 2 * dims.tp <= _MOST_TP:
             yield {"parallelism.tensor_parallel_degree": 2 * dims.tp, **same_samples}
         yield {"parallelism.context_parallel_degree": 2 * dims.cp, **same_samples}

@@ -19,7 +19,7 @@ from converters.families.llama3 import LLAMA3
 from titan_tools.memory import estimate as estimate_module
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
 from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.constants import GPUS
+from titan_tools.memory.constants import GIB, GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
@@ -27,6 +27,7 @@ from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.parts import PARTS
+from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry
@@ -116,6 +117,12 @@ def test_the_tables_name_the_instant_and_its_parts(capsys):
         assert wanted in text
     for wanted in ("Activations by module", "layers.0 … layers.", "b200", "Two engines", "Assumptions"):
         assert wanted in text
+
+
+def test_layers_that_differ_less_than_is_shown_have_one_row():
+    by_module = {"": 5, **{f"layers.{layer}": GIB + layer for layer in range(3)}, "layers.3": 2 * GIB, "norm": 2 * GIB}
+    rows = [("batch, positions", "0.00", "0.00"), ("layers.0 … layers.2", "1.00", "3.00")]
+    assert _module_rows(by_module) == [*rows, ("layers.3", "2.00", "2.00"), ("norm", "2.00", "2.00")]
 
 
 @pytest.mark.parametrize(("gpu", "code"), [("1.9", 0), ("0.6", 1), ("1.2GiB", 5)])
@@ -358,6 +365,14 @@ def test_changes_save_what_the_closed_form_says_of_the_changed_config():
         assert change.saved_bytes > 0.02 * now
 
 
+def test_changes_of_a_run_whose_config_names_its_ranks_need_no_number_of_them():
+    config = load_config("debug", ["--parallelism.data_parallel_replicate_degree=2"])
+    found = changes(config, resolved_layout(config), GPUS["h200"])
+    assert any("shard_degree" in change.words for change in found)
+    for change in found:
+        resolved_layout(load_config("debug", ["--parallelism.data_parallel_replicate_degree=2", *change.words.split()]))
+
+
 def test_a_lean_run_is_told_of_no_change():
     words = ["--activation_checkpoint.mode=full", "--parallelism.fsdp_reshard_after_forward=always"]
     config = load_config("llama3_8b", [*words, "--optimizer.state_dtype=bfloat16"])
@@ -428,7 +443,9 @@ def test_a_refusal_says_what_to_try_and_that_works(titan):
     assert [word for word in tried if "deterministic" in word] == ["--debug.deterministic=false"]
     code, out, _ = titan(*tried)
     assert code in (0, 1, 5)
-    assert json.loads(out)["verdicts"].keys() == {"0.5 GiB"}
+    told = json.loads(out)
+    assert told["verdicts"].keys() == {"0.5 GiB"}
+    assert "kernels of h100-80" in told["assumptions"][0]
 
 
 def test_a_file_that_is_no_config_is_an_error(titan, tmp_path):
