@@ -16,6 +16,7 @@ from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config
 from trainer.loss import registry as loss_registry
+from trainer.models.llama3.model import TransformerBlock
 from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,6 +119,14 @@ def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_i
     with pytest.raises(UnsupportedError, match="memory_coverage::score"):
         captured(tiny({}, {"loss": "of one's own"}))
     assert captured(tiny({}, {"loss": "masked"})).blocks
+
+
+def test_a_layer_whose_sizes_depend_on_values_is_refused_also_in_a_pipeline(monkeypatch):
+    monkeypatch.setattr(TransformerBlock, "forward", lambda block, x, turns: x[x > 0].view_as(x))
+    config = tiny({"pipeline_parallel_degree": 2}, {})
+    dims = resolve(config.parallelism, 2)
+    with pytest.raises(UnsupportedError, match="aten.nonzero"):
+        capture(config, replace(ONE_LAYER, num_layers=2), dims, rank=0, kernels=GPU)
 
 
 # --- what is followed besides a step's layout, which test_memory_trace.py holds to real steps
