@@ -12,7 +12,8 @@ def estimate_memory(
         str, typer.Argument(metavar="CONFIG", help="A TOML file, the one `titan train` takes, or a preset's name.")
     ],
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of the run; needed where the config takes all there are.")
+        int | None,
+        typer.Option(min=1, max=262_144, help="Ranks of the run; needed where the config takes all there are."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="h100-80, h100-96, h200, a100-80, b200, or a GPU's usable GiB: judge this one.")
