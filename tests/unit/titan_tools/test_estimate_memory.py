@@ -416,6 +416,12 @@ def test_the_closed_form_says_nothing_of_another_family(monkeypatch):
     assert "cousin" in gaps_of_formula("llama3_8b", "--model.name=cousin")
 
 
+def test_the_closed_form_says_nothing_of_a_larger_validation_in_fp32():
+    assert "larger validation" in gaps_of_formula("debug", "--validation.seq_len=512")
+    assert "validation" not in gaps_of_formula("debug")
+    assert "validation" not in gaps_of_formula("debug", "--validation.seq_len=512", TINY[-1])
+
+
 def test_the_closed_form_says_nothing_of_a_loss_of_ones_own(monkeypatch):
     monkeypatch.setattr(loss_registry, "_REGISTERED", {})
     loss_registry.register_loss("mine", lambda logits_BLV, targets_BL: logits_BLV.sum())

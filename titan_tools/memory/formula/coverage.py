@@ -26,6 +26,16 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
         ),
         "training.mixed_precision_param = 'float32' with compile: what the compiler makes of attention in fp32 is not"
         " written down": is_fp32 and config.compile.enable and bool(config.compile.components),
+        "training.mixed_precision_param = 'float32' with a larger validation: of grouped queries attention makes all"
+        " scores there, which are only counted of training": (
+            is_fp32
+            and config.validation.enable
+            and args.num_heads != args.num_kv_heads
+            and (
+                config.validation.seq_len > training.seq_len
+                or config.validation.local_batch_size > training.local_batch_size
+            )
+        ),
         f"compile.backend = {config.compile.backend!r}: what another compiler than inductor keeps is not known": (
             config.compile.enable and bool(config.compile.components) and config.compile.backend != "inductor"
         ),
