@@ -33,7 +33,7 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
             and args.num_heads != args.num_kv_heads
             and (
                 config.validation.seq_len > training.seq_len
-                or config.validation.local_batch_size > training.local_batch_size
+                or (dims.pp == 1 and config.validation.local_batch_size > training.local_batch_size)
             )
         ),
         f"compile.backend = {config.compile.backend!r}: what another compiler than inductor keeps is not known": (
