@@ -24,7 +24,7 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(33))
 def test_both_engines_agree_on_a_config_drawn_at_random(seed, monkeypatch):
     family, args, keys = drawn(random.Random(seed))
     monkeypatch.setitem(get_family(family).flavors, FLAVOR, args)

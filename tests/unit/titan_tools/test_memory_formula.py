@@ -85,6 +85,8 @@ THOROUGH = [
     ("tied", degrees(fsdp=4, cp=2), NONE, FP32),
     ("tied", degrees(rep=4), FULL),
     ("tied", degrees(fsdp=4, tp=2), NONE, ACCUMULATED.format(16)),
+    ("tied", degrees(fsdp=8), "--training.seq_len=32", FULL, "--training.loss=plain"),
+    ("tied", degrees(fsdp=8, tp=2), "--training.seq_len=32", FULL),
     ("tied", pipeline("1F1B", fsdp=2), "--training.seq_len=64", FULL),
     ("vocabulary", degrees(tp=8), "--training.seq_len=64", FULL, FP32),
     ("vocabulary", pipeline("1F1B", fsdp=2, tp=2), "--training.seq_len=64", FULL),

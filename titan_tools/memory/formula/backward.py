@@ -22,8 +22,7 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
     rank.kept.pop(key)
     for group in groups:
         if "tok_embeddings" in group.name:
-            if rank.run.mesh.tp > 1:
-                yield from _backward_of_split_embedding(rank, group)
+            yield from _backward_of_embedding(rank, group)
             rank.whole_gradients = 0
             yield from gradients_made(rank, group, "the embedding")
     rank.pending_reduce = 0  # FSDP2 waits for the last reduce-scatter at the end of each backward
@@ -65,22 +64,24 @@ def _beside_first_products(t: BlockTensors, run: RunShape) -> int:
     return 2 * t.stream + t.norm + (4 if run.mesh.tp > 1 else 3) * t.whole
 
 
-def _backward_of_split_embedding(rank: Rank, group: Group) -> Iterator[Instant]:
-    """Under TP the gradient of all ranks' stream is gathered and copied, without the tokens of other ranks' rows.
+def _backward_of_embedding(rank: Rank, group: Group) -> Iterator[Instant]:
+    """Its gradient is made, and added to a tied output's.
 
-    The copy is there while the kernel sorts tokens.
+    Under TP the gradient of all ranks' stream is gathered and copied, without the tokens of other ranks' rows; the copy
+    is there while the kernel sorts tokens. Autograd adds into the output's gradient only if nothing else names that,
+    and into no DTensor; without FSDP that is in the instants of gradients.
     """
     run = rank.run
-    whole, own = run.mesh.tp * rank.sizes.stream, group.full_elements * run.gradient_bytes
-    gathered = own if run.uses_fsdp and group.name not in rank.gathered else 0
-    yield rank.instant("backward of the embedding", recompute=2 * whole, all_gather=gathered)
-    yield rank.instant(
-        "backward of the embedding",
-        gradients=own,
-        recompute=whole,
-        all_gather=gathered,
-        workspaces=embedding_backward_bytes(run),
-    )
+    whole, own = run.mesh.tp * rank.sizes.stream, group.full_sizes[0] * run.gradient_bytes
+    gathered = rank.gathered_bytes(group) if run.uses_fsdp and group.name not in rank.gathered else 0
+    when = "backward of the embedding"
+    if run.mesh.tp > 1:
+        yield rank.instant(when, recompute=2 * whole, all_gather=gathered)
+    inside = embedding_backward_bytes(run)
+    yield rank.instant(when, gradients=own, recompute=whole, all_gather=gathered, workspaces=inside)
+    is_added_in_place = run.loss_chunks and run.mesh.tp == 1
+    if rank.whole_gradients and run.uses_fsdp and not is_added_in_place:
+        yield rank.instant(when, gradients=2 * own, all_gather=gathered)
 
 
 def _backward_of_loss(rank: Rank, key: Key, groups: list[Group]) -> Iterator[Instant]:

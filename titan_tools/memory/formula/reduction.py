@@ -81,8 +81,10 @@ def _reduce_scatter(rank: Rank, group: Group, what: str, *, whole: int) -> Itera
     rank.gathered.pop(group.name, None)
     yield rank.instant(f"gradients of {what} reduced", gradients=whole)
     scaled = rank.pending_reduce if run.mesh.fsdp == 1 else 0
-    # foreach_reduce's loop over parameters, on several ranks, still names the last gradient: a block's is a norm's
-    named_last = whole if run.mesh.fsdp > 1 and group.layer is None else 0
+    # foreach_reduce's loop over parameters, on several ranks, still names the last gradient. A norm's is too small to
+    # be seen: a block's, and that of a tied output
+    last = group.full_sizes[-1] if group.layer is None else 0
+    named_last = whole // group.full_elements * last if run.mesh.fsdp > 1 else 0
     result = group.local_elements * FP32
     yield rank.instant(f"gradients of {what} reduced", gradients=result + named_last, reduce_scatter=scaled)
     cast = group.local_elements * run.param_bytes if run.param_bytes != FP32 else 0
