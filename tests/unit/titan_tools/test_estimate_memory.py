@@ -461,3 +461,13 @@ def test_a_file_that_is_no_config_is_an_error(titan, tmp_path):
         code, _, told = titan("estimate-memory", wrong, "--world-size", "8")
         assert code == 2, wrong
         assert told.startswith("error:")
+
+
+def test_torchs_remarks_on_a_step_are_left_out(titan, caplog):
+    """Float8's gathered weights make DTensor say, under TP, that two messages could be one."""
+    float8 = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    asked = [f"--quantize.linear.float8.{name}" for name in float8]
+    layout = ["--world-size", "4", "--parallelism.tensor_parallel_degree=2"]
+    model = ["--model.flavor=debug_gqa", "--training.seq_len=64", "--compile.enable=false"]
+    code, _, err = titan("estimate-memory", "llama3_8b_float8", *layout, *model, *asked)
+    assert (code, err, caplog.records) == (0, "", [])

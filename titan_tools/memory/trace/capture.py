@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
@@ -59,6 +59,7 @@ def capture(
     at_home = recorder.on_host if is_offloaded else nullcontext  # where parameters and states are
     with (
         _values_refused(),
+        _remarks_left_out(),
         fake_ranks(dims.world_size, rank=rank),
         collector_paused(),
         kernels_used(kernels),
@@ -101,8 +102,7 @@ def capture(
 def _values_refused() -> Iterator[None]:
     """Families and losses of one's own may do what has no size until it is computed."""
     try:
-        with patch.object(logging.getLogger("torch.distributed.pipelining.schedules"), "disabled", True):
-            yield
+        yield
     except RuntimeError as error:
         reasons = (each for each in chain(error) if isinstance(each, _WITHOUT_SHAPES) or "no fake impl" in str(each))
         if (reason := next(reasons, None)) is None:
@@ -114,6 +114,15 @@ def _values_refused() -> Iterator[None]:
             hint="multiply by a mask instead of taking what it selects; give an operation of your own its shapes"
             " (torch.library.register_fake)",
         ) from error
+
+
+@contextmanager
+def _remarks_left_out() -> Iterator[None]:
+    """What torch logs is for who trains: messages that could be one, and failures of stages, which we tell ourselves."""
+    with ExitStack() as quiet:
+        for name in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
+            quiet.enter_context(patch.object(logging.getLogger(name), "disabled", True))
+        yield
 
 
 def _one_step(
