@@ -118,7 +118,7 @@ def _values_refused() -> Iterator[None]:
 
 @contextmanager
 def _remarks_left_out() -> Iterator[None]:
-    """What torch logs is for who trains: messages that could be one, and failures of stages, which we tell ourselves."""
+    """What torch logs is for who trains: messages that could be one, failures of stages, which we tell ourselves."""
     with ExitStack() as quiet:
         for name in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
             quiet.enter_context(patch.object(logging.getLogger(name), "disabled", True))
