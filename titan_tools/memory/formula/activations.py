@@ -8,9 +8,7 @@ dropout in fp16. A test counts what torch keeps on CPU.
 from dataclasses import dataclass
 
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
-from titan_tools.memory.formula.run_shape import RunShape
-
-FP32 = 4
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from titan_tools.memory.constants import HOPPER, Gpu
 from titan_tools.memory.formula.activations import (
-    FP32,
     Activations,
     BlockMoment,
     BlockTensors,
@@ -12,7 +11,7 @@ from titan_tools.memory.formula.activations import (
     block_tensors,
     kept_block,
 )
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 
 
 def eager_activations(run: RunShape, gpu: Gpu) -> Activations:

@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.activations import (
-    FP32,
     Activations,
     BlockMoment,
     BlockTensors,
@@ -30,7 +29,7 @@ from titan_tools.memory.formula.activations import (
 )
 from titan_tools.memory.formula.attention import attention_backward_bytes
 from titan_tools.memory.formula.compiled import with_compiled_norms
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 
 CAST_BYTES = 2 * FP32 + 1  # per element, at the highest point of an eager cast; one of them stays
 

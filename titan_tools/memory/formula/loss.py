@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from titan_tools.memory.formula.float8 import CAST_BYTES, output_cast_bytes
-from titan_tools.memory.formula.run_shape import RunShape
-
-FP32 = 4
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 
 Moment = tuple[str, int]
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 
-FP32 = 4
 COPIED_ELEMENTS = 1 << 26  # trainer/moments.py: what it makes fp32 copies of at once
 
 

@@ -6,11 +6,11 @@ How it changes is written where it happens: forward.py, backward.py, split_backw
 from dataclasses import dataclass, field
 
 from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
-from titan_tools.memory.formula.activations import FP32, Activations, keeps_whole_block
+from titan_tools.memory.formula.activations import Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes
 from titan_tools.memory.formula.holdings import Group
 from titan_tools.memory.formula.loss import LossBytes
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 from titan_tools.memory.parts import PARTS
 
 Key = tuple[int, int]  # stage, microbatch

@@ -5,9 +5,10 @@ torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (foreach_reduce) and _f
 
 from collections.abc import Iterator
 
-from titan_tools.memory.formula.activations import FP32, embedding_backward_bytes
+from titan_tools.memory.formula.activations import embedding_backward_bytes
 from titan_tools.memory.formula.holdings import Group
 from titan_tools.memory.formula.rank import Instant, Rank
+from titan_tools.memory.formula.run_shape import FP32
 from titan_tools.memory.schedules import Action
 
 

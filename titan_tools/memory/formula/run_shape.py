@@ -7,6 +7,8 @@ from converters.families.base import Family, ModelArgs
 from converters.layout import MeshShape
 from trainer.loss.registry import ALL_FORWARD_FIRST
 
+FP32 = 4  # bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
