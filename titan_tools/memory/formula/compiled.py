@@ -14,6 +14,7 @@ silu and its product; and attention's backward, while the feed-forward's results
 next one of its size without giving it back, so what is dead waits for the gradients of wq's, wk's and wv's inputs.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from titan_tools.memory.constants import Gpu
@@ -32,17 +33,22 @@ from titan_tools.memory.formula.run_shape import RunShape
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
     """What the microbatches of a run take, block by block, where blocks are compiled."""
-    layers, blocks = range(run.args.num_layers), with_compiled_norms(run)
+    return of_compiled_blocks(run, gpu, kept_block, moments)
+
+
+def of_compiled_blocks(
+    run: RunShape,
+    gpu: Gpu,
+    kept_block: Callable[[RunShape, int], int],
+    moments: Callable[[RunShape, int, Gpu], tuple[BlockMoment, ...]],
+) -> Activations:
+    """By what a block keeps and its backward's moments. Compiled norms, however written, keep what fused ones do."""
+    layers, blocks = range(run.args.num_layers), replace(run, traits=replace(run.traits, norm="fused"))
     return replace(
         activations_of(run),
         kept=tuple(kept_block(blocks, layer) for layer in layers),
         backward=tuple(moments(blocks, layer, gpu) for layer in layers),
     )
-
-
-def with_compiled_norms(run: RunShape) -> RunShape:
-    """However its norms are written, compiled ones keep what fused ones do."""
-    return replace(run, traits=replace(run.traits, norm="fused"))
 
 
 def kept_block(run: RunShape, layer: int) -> int:

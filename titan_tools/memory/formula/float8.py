@@ -28,7 +28,7 @@ from titan_tools.memory.formula.activations import (
     kept_whole_block,
 )
 from titan_tools.memory.formula.attention import attention_backward_bytes
-from titan_tools.memory.formula.compiled import with_compiled_norms
+from titan_tools.memory.formula.compiled import of_compiled_blocks
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 
 CAST_BYTES = 2 * FP32 + 1  # per element, at the highest point of an eager cast; one of them stays
@@ -62,12 +62,12 @@ class _Sizes:
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
     """What the microbatches of a run take, block by block, where blocks are compiled."""
-    layers, blocks = range(run.args.num_layers), with_compiled_norms(run)
-    return replace(
-        activations_of(run),
-        kept=tuple(kept_block(blocks, layer) for layer in layers),
-        backward=tuple((_feed_forward(blocks, layer), _attention(blocks, layer, gpu)) for layer in layers),
-    )
+    return of_compiled_blocks(run, gpu, kept_block, moments)
+
+
+def moments(run: RunShape, layer: int, gpu: Gpu) -> tuple[BlockMoment, ...]:
+    """The highest points of a compiled block's backward."""
+    return _feed_forward(run, layer), _attention(run, layer, gpu)
 
 
 def kept_block(run: RunShape, layer: int) -> int:
