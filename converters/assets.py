@@ -36,6 +36,7 @@ CARRIED = (
 )
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for those beside the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
 # end a generation: a base model never says the last two.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
@@ -52,12 +53,30 @@ def find_assets(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_token_ids(assets: Mapping[str, Path], *, vocab_size: int) -> dict[str, Any]:
-    """bos, eos and pad ids: what the generation config says, else what the tokenizer names, else nothing."""
+def read_token_ids(
+    assets: Mapping[str, Path], *, vocab_size: int, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """bos, eos and pad ids, each by itself: the generation config's, else config.json's, else what the tokenizer names.
+
+    So transformers' `generate` takes them, but for two things. Where a generation config leaves one out, so that
+    `generate` has none, the tokenizer is asked before config.json. And 1 and 2 in a config.json are its class's
+    defaults where nobody set ids: the tokenizer knows better.
+    """
+    told = _ids_in(config or {})
     if HF_GENERATION_CONFIG in assets:
-        config = read_json(assets[HF_GENERATION_CONFIG])
-        if ids := {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}:
-            return ids
+        sure = _ids_in(read_json(assets[HF_GENERATION_CONFIG]))
+    else:
+        sure = {key: id for key, id in told.items() if id != _CLASS_DEFAULTS.get(key)}
+    # A tokenizer takes its time to read, and a pad id alone is not worth it
+    named = {} if _CLASS_DEFAULTS.keys() <= sure.keys() else _ids_named_by_tokenizer(assets, vocab_size)
+    return told | named | sure
+
+
+def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+
+
+def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
         id_of = _ids_of_tokens(assets[TOKENIZER_JSON])
         config = read_json(assets[TOKENIZER_CONFIG])

@@ -29,16 +29,8 @@ def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
     `what` begins the messages. A byte order mark is passed over: editors on Windows leave one. NaN comes through, so
     that who reads a number can name the key it stands under.
     """
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) != len(pairs):
-            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        return content
-
     try:
-        content = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
+        content, twice = load_with_repeated_keys(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         hint = "an interrupted download, or a Git LFS pointer?"
         raise CheckpointError(f"{what} is not JSON: {in_words(error)}", hint=hint) from None
@@ -47,6 +39,19 @@ def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{what} holds a JSON {type(content).__name__}, not an object")
     return content
+
+
+def load_with_repeated_keys(text: str) -> tuple[Any, list[str]]:
+    """What JSON says, and every key that stands twice in one of its objects. Raises as `json.loads` does."""
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            twice.extend(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        return content
+
+    return json.loads(text, object_pairs_hook=unique), twice
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -7,11 +7,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
 from converters.crc import join_crc32
@@ -20,9 +21,10 @@ from converters.formats.paths import checked_file_name
 from converters.names import EDITABLE, MANIFEST
 
 VERSION = 2
-_READ_BYTES = 8 << 20
+_READ_BYTES = 1 << 20  # into memory of each reader's own: ranks check files before they load a model beside them
 _PART_BYTES = 256 << 20  # of a large file, which several threads sum
 _NUM_READERS = 4
+T = TypeVar("T")
 _FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
 
 
@@ -41,6 +43,12 @@ class TensorSum:
     dtype: str
     shape: tuple[int, ...]
     digest: str
+
+
+class DoAll(Protocol):
+    """Does all of `works`, in any order, and gives what each gives in theirs."""
+
+    def __call__(self, works: Sequence[Callable[[], T]]) -> list[T]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +141,17 @@ def check_sizes(folder: Path) -> Manifest | None:
     return manifest
 
 
-def check_files(folder: Path, names: Iterable[str] | None = None) -> list[str]:
-    """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well."""
+def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
+    """What each of `works` gives, a few of them at a time."""
+    with ThreadPoolExecutor(_NUM_READERS) as pool:
+        return [*pool.map(lambda work: work(), works)]
+
+
+def check_files(folder: Path, names: Iterable[str] | None = None, *, do_all: DoAll = in_threads) -> list[str]:
+    """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
+
+    `do_all` does the reading, a part of a file with each call: processes may share it.
+    """
     manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
@@ -144,10 +161,9 @@ def check_files(folder: Path, names: Iterable[str] | None = None) -> list[str]:
     whole = [name for name in wanted if name not in broken]
     parts = [(name, start) for name in whole for start in range(0, manifest.files[name].size or 1, _PART_BYTES)]
     sums = dict.fromkeys(whole, 0)
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        found = pool.map(lambda part: _sum_part(folder / part[0], part[1], manifest.files[part[0]].size), parts)
-        for (name, _), part in zip(parts, found, strict=True):
-            sums[name] = join_crc32(sums[name], part.crc32, part.size)
+    reads = [partial(_sum_part, folder / name, start, manifest.files[name].size) for name, start in parts]
+    for (name, _), part in zip(parts, do_all(reads), strict=True):
+        sums[name] = join_crc32(sums[name], part.crc32, part.size)
     for name in whole:
         if sums[name] != manifest.files[name].crc32:
             problems.append(f"{name}: its bytes have changed (CRC32)")
@@ -180,11 +196,12 @@ def _sum_part(path: Path, start: int, size: int) -> FileSum:
 
 def _sum(path: Path, start: int, num_bytes: int | None) -> FileSum:
     size = crc = 0
-    with path.open("rb") as file:
+    buffer = memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
-            crc = crc32(block, crc)
-            size += len(block)
+        while num_read := file.readinto(buffer if num_bytes is None else buffer[: num_bytes - size]):
+            crc = crc32(buffer[:num_read], crc)
+            size += num_read
     return FileSum(size, crc)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from converters.assets import TOKEN_IDS, find_assets, read_token_ids
+from converters.assets import find_assets, read_token_ids
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import Family, ModelArgs, RopeScaling
@@ -45,7 +45,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     """
     folder = snapshot_of(path) if path.is_dir() else path.parent
     assets = find_assets(folder)
-    told_ids: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     told_by = next((name for name in TELLING_FILES if (folder / name).is_file()), None)
     refuse_links_out(folder, [*assets.values(), *([folder / told_by] if told_by else [])])  # assets are copied along
     if told_by == MODEL_INFO:
@@ -54,7 +54,6 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         config = read_json(folder / HF_CONFIG)
         with _told_with(folder):
             family, args = read_hf_config(config)
-        told_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     elif told_by == META_PARAMS:
         shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
         params = read_json(folder / META_PARAMS)
@@ -68,8 +67,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         )
     check_args(args, what=str(folder / told_by))
     _check_parameters(family, args, what=str(folder / told_by))
-    # config.json holds the class's defaults (1 and 2) where nobody set ids: generation config and tokenizer know better
-    ids = read_token_ids(assets, vocab_size=args.vocab_size) or told_ids
+    ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config)
     return ModelInfo(family.name, args, assets, ids)
 
 

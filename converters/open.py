@@ -163,6 +163,8 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
     inside = [p for p in inside if step_of(p.name) is not None and p.is_dir() and not p.is_symlink()]
     if inside:
         return _name_newest(path, sorted(inside, key=lambda p: step_of(p.name) or 0), called="the folder of a run")
+    if runs := [str(path / name) for name in sorted(names) if _is_run(path / name)]:
+        return CheckpointError(f"{path}: a folder of runs, not a checkpoint", tries=runs[:8])
     epochs = sorted((epoch, name) for name in names if (epoch := epoch_of(name)) is not None)
     if epochs:
         return CheckpointError(
@@ -180,6 +182,14 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
     expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
     shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
     return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder holds one with steps in it; one that cannot be read is none."""
+    try:
+        return any(step_of(p.parent.name) is not None for p in path.glob(f"*/*/{DCP_METADATA}"))
+    except OSError:
+        return False
 
 
 def _name_newest(path: Path, steps: list[Path], *, called: str) -> CheckpointError:

@@ -1,8 +1,8 @@
 """Is what is copied what the source's manifest vouches for? Damage must not travel on under a new manifest."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from converters.catalog import Catalog
@@ -11,10 +11,8 @@ from converters.engine.copy import whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.manifest import Manifest, check_files, read_manifest
+from converters.manifest import DoAll, Manifest, check_files, in_threads, read_manifest
 from converters.names import MANIFEST
-
-_NUM_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +57,12 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
     return Vouched(catalog.root, digests, stored)
 
 
-def check_read_files(catalog: Catalog, names: Iterable[str]) -> None:
+def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
     """Raise CheckpointError where files are not those of the manifest: what holds tensors `names` or no tensor at all.
 
     For who reads values without a copy that could digest them on the way. Reads each file once, or, where they hold
     more of something else (the optimizer of a training checkpoint), just these tensors, against their digests. Nothing
-    to compare with, where there is no manifest.
+    to compare with, where there is no manifest. `do_all` does the reading: processes may share it.
     """
     manifest, holding = _manifest_of(catalog)
     if manifest is None:
@@ -73,11 +71,11 @@ def check_read_files(catalog: Catalog, names: Iterable[str]) -> None:
     read = manifest.files.keys() & {chunk.file for name in names for chunk in catalog.tensors[name].chunks}
     others = manifest.files.keys() - holding
     if not _is_small_part(catalog, names, manifest, read):
-        _require_files(catalog.root, others | read)
+        _require_files(catalog.root, others | read, do_all=do_all)
         return
-    _require_files(catalog.root, others)
-    with CatalogReader(catalog) as reader, ThreadPoolExecutor(_NUM_READERS) as pool:
-        found = dict(zip(names, pool.map(lambda name: _digest_of(reader, name), names), strict=True))
+    _require_files(catalog.root, others, do_all=do_all)
+    with CatalogReader(catalog) as reader:
+        found = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
     digests = {name: manifest.tensors[name].digest for name in names}
     Vouched(catalog.root, digests, stored={name: name for name in names}, lost="").check(found)
 
@@ -113,8 +111,8 @@ def _manifest_of(catalog: Catalog) -> tuple[Manifest | None, set[str]]:
     return manifest, holding
 
 
-def _require_files(folder: Path, names: Iterable[str]) -> None:
-    if problems := check_files(folder, sorted(names)):
+def _require_files(folder: Path, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
+    if problems := check_files(folder, sorted(names), do_all=do_all):
         raise CheckpointError(
             f"{folder}: files are not those that {MANIFEST} lists:{list_offenders(problems)}",
             hint=f"where they were changed on purpose, remove {MANIFEST}: it vouches for what is there no more",

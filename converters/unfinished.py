@@ -8,6 +8,7 @@ same plan) or removes it.
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,22 +42,36 @@ def making(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool)
     CheckpointError before any work where `dst` exists already or another process is making it.
     """
     check_destination(dst, overwrite=overwrite)
-    made = _claim(dst, fingerprint=fingerprint, resume=resume)
-    root = made.folder.parent
+    made = None
     try:
+        with _signals_held():  # one between the claim and its name here would leave what nobody knows of
+            made = _claim(dst, fingerprint=fingerprint, resume=resume)
         yield made
         commit(made.folder, dst, overwrite=overwrite)
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(made.folder.parent, ignore_errors=True)
     except BaseException as error:
+        if made is None:
+            raise
         if not (resume and can_go_on(error)):
-            shutil.rmtree(root, ignore_errors=True)
+            shutil.rmtree(made.folder.parent, ignore_errors=True)
             raise
         if isinstance(error, CheckpointError):
             raise CheckpointError(error.message, hint=GO_ON) from error
         error.add_note(GO_ON)
         raise
     finally:
-        made.journal.close()
+        if made is not None:
+            made.journal.close()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM to this thread arrive when the block has ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def can_go_on(error: BaseException) -> bool:

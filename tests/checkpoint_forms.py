@@ -26,7 +26,21 @@ class Form:
 
     write: Callable[[Path, Path], Path]
     says_model: bool = True  # else it needs --model-from
-    llama_only: bool = False  # Meta's and torchtune's formats have no Qwen 3
+    llama_only: bool = False  # Meta's and torchtune's formats have no Qwen 3; RoPE's first context is 8192 there
+
+
+def write_form(form: Form, hf: Path, place: Path) -> tuple[Path, Path | None]:
+    """What a user would name below `place`, and with --model-from where that does not say all of the model.
+
+    Where RoPE's scaling has a first context that the format cannot say, it is written as if that were 8192.
+    """
+    config = json.loads((hf / "config.json").read_text())
+    if not form.llama_only or config["rope_parameters"].get("original_max_position_embeddings", 8192) == 8192:
+        return form.write(hf, place), None if form.says_model else hf
+    sayable = shutil.copytree(hf, place / "sayable")
+    config["rope_parameters"]["original_max_position_embeddings"] = 8192
+    (sayable / "config.json").write_text(json.dumps(config))
+    return form.write(sayable, place), hf
 
 
 def write_byte_ranks(path: Path) -> None:

@@ -14,6 +14,24 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TOLD = "told"
+
+
+@pytest.fixture
+def tell(request):
+    """`tell(line)`: stands in the summary behind pytest's output, whether or not the test passes, also under xdist."""
+    return lambda line: request.node.user_properties.append((TOLD, line))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The lines that tests told."""
+    reports = [r for each in terminalreporter.stats.values() for r in each if getattr(r, "when", None) == "call"]
+    if lines := [line for report in reports for name, line in report.user_properties if name == TOLD]:
+        terminalreporter.section("told by tests")
+        for line in lines:
+            terminalreporter.line(line)
+
+
 @pytest.fixture
 def titan(monkeypatch, capsys):
     """Run a command line as `titan` does, not as a rank of a launch; (exit code, stdout, stderr). Never a traceback."""

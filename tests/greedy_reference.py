@@ -1,9 +1,10 @@
 """Greedy tokens as transformers generates them, and how ours compare: every token, and what rounding excuses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 CLOSE_CALL = 1e-4  # a gap between the reference's two likeliest tokens that rounding may turn over
 MOST_EXCUSED = 1e-3  # of all tokens compared
@@ -12,9 +13,10 @@ _BATCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """What transformers says after a prompt, and how far ahead of the second each token was."""
+    """What transformers says after a prompt: tokens, the second likeliest in the place of each, and how far behind."""
 
     tokens: list[int]
+    seconds: list[int]
     gaps: list[float]
 
 
@@ -27,17 +29,15 @@ class Comparison:
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{self.compared} tokens compared, {self.excused} excused (gap < {CLOSE_CALL})"
+        wrong = f", {len(self.wrong)} WRONG" if self.wrong else ""
+        return f"{self.compared:,} tokens compared, {self.excused} excused{wrong}"
 
 
 def greedy(model, prompts: Sequence[Sequence[int]], num_new: int, *, batch: int = _BATCH) -> list[Greedy]:
     """`num_new` tokens after each prompt by transformers' generate(do_sample=False), padded on the left."""
     said = []
     for start in range(0, len(prompts), batch):
-        some = prompts[start : start + batch]
-        longest = max(map(len, some))
-        padded = torch.tensor([[0] * (longest - len(p)) + list(p) for p in some])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in some])
+        padded, mask = _padded_left(prompts[start : start + batch])
         told = model.generate(
             padded,
             attention_mask=mask,
@@ -49,15 +49,28 @@ def greedy(model, prompts: Sequence[Sequence[int]], num_new: int, *, batch: int 
             output_logits=True,
             return_dict_in_generate=True,
         )
-        best = torch.stack(told.logits, 1).topk(2).values  # [B, new tokens, 2]
-        gaps = (best[..., 0] - best[..., 1]).tolist()
-        tokens = told.sequences[:, longest:].tolist()
-        said += [Greedy(t, g) for t, g in zip(tokens, gaps, strict=True)]
+        best = torch.stack(told.logits, 1).topk(2)  # [B, new tokens, 2]
+        tokens = told.sequences[:, padded.shape[1] :]
+        seconds = torch.where(best.indices[..., 0] == tokens, best.indices[..., 1], best.indices[..., 0])
+        gaps = best.values[..., 0] - best.values[..., 1]
+        said += [Greedy(*each) for each in zip(tokens.tolist(), seconds.tolist(), gaps.tolist(), strict=True)]
     return said
 
 
+@torch.inference_mode()
+def full_forward(model, prompts: Sequence[Sequence[int]], said: Sequence[list[int]]) -> Tensor:
+    """transformers' logits [prompts, new tokens, V] that each token of `said` was chosen by: one pass, no cache."""
+    num_new = len(said[0])
+    whole, mask = _padded_left([[*prompt, *tokens[:-1]] for prompt, tokens in zip(prompts, said, strict=True)])
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return model(whole, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=num_new).logits
+
+
 def compare(model, prompts: Sequence[Sequence[int]], ours: Sequence[list[int]], expected: list[Greedy]) -> Comparison:
-    """Our tokens against `expected`; behind an excused difference the reference goes on from what we said."""
+    """Our tokens against `expected`, one by one; behind an excused one the reference goes on from what we said.
+
+    A token that differs is excused where it is the reference's second, less than CLOSE_CALL behind its first.
+    """
     result = Comparison()
     for prompt, said, reference in zip(prompts, ours, expected, strict=True):
         assert len(said) == len(reference.tokens)
@@ -65,9 +78,11 @@ def compare(model, prompts: Sequence[Sequence[int]], ours: Sequence[list[int]], 
         while True:
             differing = next((i for i in range(at, len(said)) if said[i] != reference.tokens[i - at]), None)
             if differing is None:
+                result.compared += len(said) - at
                 break
-            gap = reference.gaps[differing - at]
-            if gap >= CLOSE_CALL:
+            result.compared += differing + 1 - at
+            gap, second = reference.gaps[differing - at], reference.seconds[differing - at]
+            if gap >= CLOSE_CALL or said[differing] != second:
                 result.wrong.append(f"token {differing} after {len(prompt)} prompt tokens, at a gap of {gap:.2g}")
                 break
             result.excused += 1
@@ -75,16 +90,23 @@ def compare(model, prompts: Sequence[Sequence[int]], ours: Sequence[list[int]], 
             if at == len(said):
                 break
             (reference,) = greedy(model, [[*prompt, *said[:at]]], len(said) - at)
-        result.compared += len(said)
     return result
 
 
-def assert_same(model, prompts: Sequence[Sequence[int]], ours: Sequence[list[int]], expected: list[Greedy]) -> None:
-    """Fail where a token differs without excuse, or too many do with one; print the counts."""
+def assert_same(
+    model,
+    prompts: Sequence[Sequence[int]],
+    ours: Sequence[list[int]],
+    expected: list[Greedy],
+    *,
+    tell: Callable[[str], None] = lambda line: None,
+    what: str = "",
+) -> None:
+    """Fail where a token differs without excuse, or too many do with one; `tell` hears the counts of `what`."""
     result = compare(model, prompts, ours, expected)
-    print(result)
+    tell(f"{what}: {result}")
     assert not result.wrong, result.wrong[:10]
-    assert result.compared == sum(len(said) for said in ours)
+    assert result.compared == sum(map(len, ours))
     assert result.excused <= MOST_EXCUSED * result.compared, str(result)
 
 
@@ -93,3 +115,12 @@ def ragged_prompts(*, num: int, longest: int, vocab_size: int, seed: int = 0) ->
     generator = torch.Generator().manual_seed(seed)
     lengths = [1, longest, *torch.randint(1, longest + 1, (num - 2,), generator=generator).tolist()]
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _padded_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Tokens and attention mask, [rows, longest] each."""
+    longest = max(map(len, rows))
+    missing = [longest - len(row) for row in rows]
+    tokens = torch.tensor([[0] * num + list(row) for num, row in zip(missing, rows, strict=True)])
+    mask = torch.tensor([[0] * num + [1] * (longest - num) for num in missing])
+    return tokens, mask

@@ -16,7 +16,17 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,  # torchtune's builders know no other
 }
-# Grouped-query attention everywhere; eleven layers where "10" could sort before "2"
+NUMBERS = {  # of all; grouped-query attention
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+# Eleven layers where "10" could sort before "2"
 TINY = {
     "llama2": {"num_hidden_layers": 11, "rms_norm_eps": 1e-6},
     "llama2_theta": {"vocab_size": 32016, "hidden_size": 16, "rope_theta": 1e6, "num_hidden_layers": 1},  # Code Llama
@@ -39,18 +49,8 @@ def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, n
     """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    defaults = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "rope_theta": 10000.0,
-    }
     of_qwen = family_of(name) == "qwen3"
-    config = (Qwen3Config if of_qwen else LlamaConfig)(**defaults | TINY[name] | (numbers or {}))
+    config = (Qwen3Config if of_qwen else LlamaConfig)(**NUMBERS | TINY[name] | (numbers or {}))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = (Qwen3ForCausalLM if of_qwen else LlamaForCausalLM)(config).eval()

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 class _NoText:
     """A tokenizer for tests that look at ids alone."""
 
-    bos_id, eos_ids, vocab_size = None, (), 1 << 30
+    prefix_ids, vocab_size = (), 1 << 30
 
     def encode(self, text, *, bos=False, eos=False, special=False):
         return []

@@ -78,14 +78,17 @@ def ids_of(text: str) -> list[int]:
 
 
 def write_tokenizer(folder: Path, *, chat_template: str | None = None) -> None:
-    """tokenizer.json of the 256 bytes and two special tokens, which transformers and titan read alike."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    """tokenizer.json of the 256 bytes and two special tokens, the first before each text as in Llama 3's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", BOS)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     if chat_template is not None:

@@ -1,6 +1,7 @@
 """The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
 
 import atexit
+import errno
 import gc
 import os
 import signal
@@ -27,7 +28,7 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
-from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error
+from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
 EXIT_CODES = """\b
 Exit codes:
@@ -154,6 +155,8 @@ def run() -> int:
     """Run the command of sys.argv; the one place where errors become lines on stderr."""
     if sys.stdout is None:  # started with a closed standard output
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
+    if sys.stderr is None:  # print would put what is said there among the results
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if "RANK" not in os.environ:  # ranks have a launcher, which tells from the signal that it was asked for
         signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -180,14 +183,14 @@ def run() -> int:
     except OSError as error:  # a place that cannot be read or written, met where nobody expected it
         if (told := as_machine_error(error)) is None:
             return _tell_fault(error)
-        _tell(told.message)
+        _tell(told.message, hint=told.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
         return told.exit_code
-    except MemoryError:
-        _tell("out of memory", hint="a limit of this machine, container or shell", tries=["--workers 1"])
-        return 2
     except Exception as error:
+        if told := as_memory_error(error):
+            _tell(told.message, hint=told.hint, tries=_fewer_workers())
+            return told.exit_code
         if "can't start new thread" in str(error):
-            _tell("no further thread can be started here", tries=["--workers 1"])
+            _tell("no further thread can be started here", tries=_fewer_workers())
             return 2
         return _tell_fault(error)
 
@@ -201,6 +204,21 @@ def _terminate(number: int, frame: Any) -> None:
     raise _Terminated
 
 
+def _fewer_workers() -> list[str]:
+    """What to try where the command that runs has workers."""
+    _, command = _asked_command()
+    return ["--workers 1"] if any("--workers" in option.opts for option in command.params) else []
+
+
+def _asked_command() -> tuple[str, Any]:
+    """The command that the command line names, as far as it names one: its words, and itself."""
+    path, command = "titan", typer.main.get_command(app)
+    for word in sys.argv[1:]:
+        if isinstance(command, TyperGroup) and word in command.commands:
+            path, command = f"{path} {word}", command.commands[word]
+    return path, command
+
+
 def _notes(error: BaseException) -> str:
     """What code on the way out had to say of an interruption."""
     return "; ".join(note for e in (error, error.__context__) for note in getattr(e, "__notes__", []))
@@ -210,7 +228,8 @@ def _tell_usage(error: typer.TyperException) -> int:
     if "NoArgsIsHelp" in type(error).__name__:  # `titan`, `titan convert`: the message is the help page
         print(error.format_message(), file=sys.stderr)
         return 2
-    command = getattr(getattr(error, "ctx", None), "command_path", "titan")
+    ctx = getattr(error, "ctx", None)  # not there for an option without its argument
+    command = ctx.command_path if ctx else _asked_command()[0]
     _tell(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
     return 2
 

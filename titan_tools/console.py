@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,16 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """The one JSON object of a `--json` run. NaN and infinity become null, so that every JSON reader takes it."""
-    print(json_text(_finite(value), indent=2), flush=True)
+    """The one JSON object of a `--json` run. NaN and infinity become null, so that every JSON reader takes it.
+
+    Indented, but a list of numbers takes one line, and so does a record of numbers in a list.
+    """
+    print("".join(_json_pieces(_finite(value), "\n")), flush=True)
 
 
-def json_text(value: Any, *, indent: int | None = None) -> str:
+def json_text(value: Any) -> str:
     """JSON for stdout: with the letters themselves where its encoding is UTF-8, else with their escapes."""
-    return json.dumps(value, indent=indent, ensure_ascii=not _takes_all_letters())
+    return json.dumps(value, ensure_ascii=not _takes_all_letters())
 
 
 def stream(text: str) -> None:
@@ -36,6 +39,34 @@ def stream(text: str) -> None:
 
 def _takes_all_letters() -> bool:
     return (sys.stdout.encoding or "utf-8").lower().replace("-", "").replace("_", "") == "utf8"
+
+
+def _json_pieces(value: Any, line_end: str, *, is_item: bool = False) -> Iterator[str]:
+    """`line_end`: a line feed and the indentation. `is_item`: of a list."""
+    if not isinstance(value, dict | list) or _fits_a_line(value, is_item=is_item):
+        yield json_text(value)
+        return
+    is_dict, inner, comma = isinstance(value, dict), line_end + "  ", ""
+    yield "{" if is_dict else "["
+    for name, item in ((json_text(key) + ": ", value[key]) for key in value) if is_dict else (("", i) for i in value):
+        yield comma + inner + name
+        yield from _json_pieces(item, inner, is_item=not is_dict)
+        comma = ","
+    yield line_end + ("}" if is_dict else "]")
+
+
+def _fits_a_line(value: dict | list, *, is_item: bool) -> bool:
+    if isinstance(value, dict):
+        return not value or (is_item and _are_all_numbers(value.values()))
+    return _are_all_numbers(value)
+
+
+def _are_all_numbers(values: Iterable[Any]) -> bool:
+    """Or null, true, false, and lists of such."""
+    return all(
+        not isinstance(value, str | dict) and (not isinstance(value, list) or _are_all_numbers(value))
+        for value in values
+    )
 
 
 def _finite(value: Any) -> Any:

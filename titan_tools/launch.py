@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import TitanError
-from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, reader_is_gone
+from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
 from trainer.parent import die_with_parent
 
 _STARTED_BY_US = "TITAN_LAUNCH"  # for ranks whose parent tells their errors: that parent's process id
@@ -190,8 +190,11 @@ def _tell_first_failure(failures: dict[int, Any]) -> int:
 
 
 @contextmanager
-def rank_errors() -> Iterator[None]:
-    """Around a rank's work: dies with its parent, and leaves its error to the parent to tell, if the parent is ours."""
+def rank_errors(*, less_memory: Sequence[str] = ()) -> Iterator[None]:
+    """Around a rank's work: dies with its parent, and leaves its error to the parent to tell, if the parent is ours.
+
+    `less_memory`: what to try where memory runs out.
+    """
     if not os.environ.get(_STARTED_BY_US):
         yield
         return
@@ -199,7 +202,7 @@ def rank_errors() -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        exit_code = _leave_message(error)
+        exit_code = _leave_message(error, less_memory)
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # what could not be written before cannot be now
                 stream.flush()
@@ -207,9 +210,11 @@ def rank_errors() -> Iterator[None]:
         os._exit(exit_code)
 
 
-def _leave_message(error: BaseException) -> int:
+def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
     """Write the error where the agent looks for it, in the agent's form plus ours; returns the exit code."""
-    if isinstance(error, OSError):
+    if told := as_memory_error(error):
+        error = TitanError(f"{told.message} on rank {os.environ.get('RANK', 0)}", hint=told.hint, tries=less_memory)
+    elif isinstance(error, OSError):
         error = as_machine_error(error) or error
     if isinstance(error, BrokenPipeError) and reader_is_gone():  # it has enough: nothing to tell
         exit_code, text, hint, tries, trace = PIPE_CLOSED, "", "", (), ""

@@ -1,6 +1,5 @@
 """Joining the other ranks: device, process groups, and how long a collective may take."""
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from converters.errors import ConfigError
 from trainer.gloo import use_one_worker
 from trainer.mesh import Meshes
+from trainer.own_gpu import own_gpu
 
 # Writing a large checkpoint, or waiting for its slowest rank, takes longer than any step.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
@@ -42,24 +41,6 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
     return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
-
-
-def own_gpu() -> torch.device:
-    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or what Slurm's srun calls it."""
-    number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
-    if not number.isdecimal():
-        raise ConfigError(
-            f"LOCAL_RANK = {number!r} does not say which GPU is this rank's",
-            hint="torchrun and `titan train` set it, a launcher of your own has to: 0, 1, … on each machine",
-        )
-    num_gpus = torch.cuda.device_count()
-    if int(number) >= num_gpus:
-        raise ConfigError(
-            f"rank {number} of this machine has no GPU: torch sees {num_gpus}",
-            hint="start no more ranks than GPUs on a machine; srun --gpus-per-task hides all GPUs but the rank's own",
-            tries=["srun --gpus-per-node", "CUDA_VISIBLE_DEVICES=, to run on the CPU"],
-        )
-    return torch.device("cuda", int(number))
 
 
 def set_train_timeout(meshes: Meshes, secs: int) -> None:

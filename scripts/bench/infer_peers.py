@@ -1,6 +1,8 @@
 """What infer.py compares with, each in a process of its own: transformers' generate, and products without a model.
 
-python scripts/bench/infer_peers.py (transformers|bare) FOLDER DTYPE PROMPT_FILE NEW_TOKENS
+python scripts/bench/infer_peers.py (transformers|bare) FOLDER DTYPE PROMPT_FILE NEW_TOKENS BATCH_SIZE
+
+PROMPT_FILE is text, or a batch of prompts where its name ends in .jsonl.
 """
 
 import json
@@ -8,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +21,6 @@ from models import shapes_of  # noqa: E402
 
 def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
     """Greedy generation of one prompt as its first call; times of tokens as a streamer gets them."""
-    from tokenizers import Tokenizer
-    from transformers import AutoModelForCausalLM
 
     class Clock:
         def __init__(self) -> None:
@@ -31,10 +32,7 @@ def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) ->
         def end(self) -> None:
             pass
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model, tokenizer = _model_and_tokenizer(folder, dtype)
     clock = Clock()
     tokens = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
     with torch.inference_mode():
@@ -47,7 +45,34 @@ def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) ->
     return {"ttft_ms": 1000 * (first - start), "tpot_ms": 1000 * mean(gaps), "prompt_tokens": tokens.shape[1]}
 
 
-def bare(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
+def transformers_batch(
+    folder: Path, dtype: torch.dtype, prompts: list[str], num_new: int, batch_size: int
+) -> dict[str, float]:
+    """Greedy generation of many prompts, `batch_size` at a time, padded on the left: all new tokens per second."""
+    model, tokenizer = _model_and_tokenizer(folder, dtype)
+    started = time.perf_counter()
+    for first in range(0, len(prompts), batch_size):
+        rows = [tokenizer.encode(p, add_special_tokens=False).ids for p in prompts[first : first + batch_size]]
+        longest = max(map(len, rows))
+        tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        with torch.inference_mode():
+            model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=num_new)
+    return {"tokens_per_sec": len(prompts) * num_new / (time.perf_counter() - started)}
+
+
+def _model_and_tokenizer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """What never stops by itself, and what cuts text."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def bare(folder: Path, dtype: torch.dtype, num_new: int) -> dict[str, float]:
     """Every product with a weight that one token takes, one after another: what nobody who calls F.linear can beat."""
     config = json.loads((folder / "config.json").read_text())
     shapes = [shape for name, shape in shapes_of(config).items() if len(shape) == 2]  # tied: the embedding's is one
@@ -66,9 +91,16 @@ def bare(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[st
 
 
 def main() -> None:
-    what, folder, dtype, prompt, num_new = sys.argv[1:]
-    measure = {"transformers": transformers, "bare": bare}[what]
-    print(json.dumps(measure(Path(folder), getattr(torch, dtype), Path(prompt).read_text(), int(num_new))))
+    what, folder, dtype, prompt, num_new, batch_size = sys.argv[1:]
+    model, text = (Path(folder), getattr(torch, dtype)), Path(prompt).read_text()
+    if what == "bare":
+        told = bare(*model, int(num_new))
+    elif prompt.endswith(".jsonl"):
+        prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
+        told = transformers_batch(*model, prompts, int(num_new), int(batch_size))
+    else:
+        told = transformers(*model, text, int(num_new))
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

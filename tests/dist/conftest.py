@@ -1,9 +1,13 @@
-"""Ranks for the tests of this folder: `pools[4].run(case, …)`."""
+"""Ranks for the tests of this folder: `pools[4].run(case, …)`, and those of a command."""
+
+import sys
 
 import pytest
 import torch
 
+from tests.dist.infer_ranks import OF_A_LAUNCH, Started
 from tests.dist.pool import Pool, SplitBackwardRefused
+from titan_tools import cli
 
 
 class Pools(dict):
@@ -49,3 +53,35 @@ def whole(pools, data, tmp_path_factory):
     dump = tmp_path_factory.mktemp("whole")
     assert pools[2].run(runs.run, runs.make_config(data, dump, **runs.FSDP2)) == ["", ""]
     return dump
+
+
+@pytest.fixture
+def titan_and_ranks(monkeypatch, capfd):
+    """`titan_and_ranks("infer", …)` → exit code, stdout, stderr, those of started ranks included."""
+    # what a launch sets in the environment is taken back; what makes a rank of this process must not be there
+    for name in (*OF_A_LAUNCH, "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
+        code = cli.run()
+        printed = capfd.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def started(tmp_path):
+    """`started(*arguments)`: two ranks of `titan`, which do not outlive the test."""
+    running = []
+
+    def start(*arguments, **more):
+        running.append(Started(tmp_path, *arguments, **more))
+        return running[-1]
+
+    yield start
+    for process in (process for one in running for process in one.processes):
+        process.kill()
+        process.join()

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 CASE_SECS = 120
-_FORK_SERVER = multiprocessing.get_context("forkserver")
-_FORK_SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.pipelining", "torchao.float8", "grain", "trainer.train"]
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(
+    ["torch", "torch.distributed.pipelining", "torchao.float8", "grain", "trainer.train", "titan_tools.infer.run"]
 )
 
 
@@ -80,8 +80,8 @@ class Pool:
 
     def _start(self) -> None:
         for rank in range(self.size):
-            ours, theirs = _FORK_SERVER.Pipe()
-            process = _FORK_SERVER.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
+            ours, theirs = FORK_SERVER.Pipe()
+            process = FORK_SERVER.Process(target=_serve, args=(rank, self.size, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.dist.pool import _FORK_SERVER
+from tests.dist.pool import FORK_SERVER
 from trainer.config.sections import Config
 
 ENOUGH_SECS = 120
@@ -41,7 +41,7 @@ class Running:
         self.processes = []
         for rank in range(world_size):
             arguments = (rank, world_size, self._store.port, config, inject, self._errors[rank])
-            self.processes.append(_FORK_SERVER.Process(target=_run, args=arguments, daemon=True))
+            self.processes.append(FORK_SERVER.Process(target=_run, args=arguments, daemon=True))
             self.processes[-1].start()
 
     def wait(self, *ranks: int) -> dict[int, Ended]:

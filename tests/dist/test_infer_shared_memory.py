@@ -1,5 +1,6 @@
 """Ranks of one machine bring parts together through shared memory: what messages give, in any timing, and no hang."""
 
+import mmap
 import os
 import random
 import time
@@ -12,8 +13,8 @@ from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.model import shared_memory
 from titan_tools.infer.model.shared_memory import PLACE_BYTES, share_memory, sum_in_shared_memory
-from titan_tools.infer.model.tensor_parallel import Messages
-from titan_tools.infer.ranks import LostRank
+from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives
+from titan_tools.infer.ranks.join import LostRank
 
 # The last one goes as messages in fp32; an odd number of them, so that each comes in both dtypes
 SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (5,), (2, PLACE_BYTES // 8 + 1)]
@@ -25,7 +26,7 @@ def part_of(rank, number, shape, dtype):
 
 def sums_and_gathers(tp):
     rank = dist.get_rank()
-    shared, messages = share_memory(rank=rank, tp=tp), Messages(tp)
+    shared, messages = share_memory(rank=rank, tp=tp), ProcessGroupCollectives(tp)
     assert shared is not None
     waits = random.Random(rank)
     told = []
@@ -54,7 +55,7 @@ def test_parts_come_together_as_by_messages_and_alike_on_all_ranks(pools, tp):
 def tokens_of(folder, tp):
     model = load(folder, tp=tp, rank=dist.get_rank())
     sum_in_shared_memory([model.body, model.head], rank=dist.get_rank(), tp=tp)
-    assert "SharedMemory" in repr(model.head.over_ranks)
+    assert "SharedMemory" in repr(model.head.collectives)
     return [c.tokens for c in complete(model, [[BOS, 7], [BOS, *range(30, 60)]], rows=2, max_new_tokens=16)]
 
 
@@ -75,7 +76,7 @@ def without(tp, hidden):
             setattr(shared_memory, hidden, ORIGINALS[hidden])
 
 
-ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "_watch")}
+ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "watch_ends")}
 
 
 @pytest.mark.parametrize("hidden", ORIGINALS)
@@ -93,31 +94,69 @@ def test_memory_that_is_another_is_not_taken():
         os.close(descriptor)
 
 
-def ended_and_late(tp):
-    """Rank 1 says nothing more; rank 0 gives it up when its process has ended, here a stand-in's, or is too late."""
+def waited(tp):
+    """Rank 1 comes late, as one whose terminal was stopped; what rank 0 got, and the share of a core it waited with."""
+    shared = share_memory(rank=dist.get_rank(), tp=tp)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1)
+    before = time.process_time(), time.monotonic()
+    summed = shared.sum(torch.ones(4))
+    return summed.tolist(), (time.process_time() - before[0]) / (time.monotonic() - before[1])
+
+
+def test_a_rank_that_is_late_is_waited_for_without_a_core(pools):
+    (summed, share), (other, _) = pools[2].run(waited, 2)
+    assert summed == other == [2] * 4 and share < 0.2
+
+
+class Naps:
+    """A poll and a clock of its own: rank 1 writes its part `secs` after the wait began."""
+
+    def __init__(self, shared, secs):
+        self.shared, self.secs, self.now, self.lengths = shared, secs, 0.0, []
+
+    def poll(self, milliseconds):
+        self.lengths.append((milliseconds, 1000 * self.now))
+        self.now += max(milliseconds, 1) / 1000
+        if self.now >= self.secs:
+            self.shared._counters[shared_memory._STRIDE] = 1
+        return []
+
+    def monotonic(self):
+        return self.now
+
+
+def test_naps_are_short_beside_the_wait_and_never_long(monkeypatch):
+    memory = mmap.mmap(-1, shared_memory._num_bytes(2))
+    read, write = os.pipe()
+    shared = shared_memory.SharedMemory(memory, rank=0, ended={read: 1})
+    shared._poll = naps = Naps(shared, 3)
+    monkeypatch.setattr(shared_memory, "time", naps)
+    assert shared.sum(torch.ones(4)).tolist() == [1] * 4
+    os.close(read), os.close(write)
+    assert all(nap <= min(10, waited / 8) for nap, waited in naps.lengths)
+    assert naps.lengths[-1][0] == 10 and naps.now < 3.02
+
+
+def ended(tp):
+    """Rank 1 says nothing more; rank 0 gives it up when its process has ended, here a stand-in's."""
     rank = dist.get_rank()
     shared = share_memory(rank=rank, tp=tp)
     if rank == 1:
         return
-    try:
-        shared_memory.COLLECTIVE_TIMEOUT, before = (
-            shared_memory.COLLECTIVE_TIMEOUT * 0,
-            shared_memory.COLLECTIVE_TIMEOUT,
-        )
-        with pytest.raises(LostRank, match="waited in vain"):
-            shared.sum(torch.ones(4))
-    finally:
-        shared_memory.COLLECTIVE_TIMEOUT = before
     child = os.fork()
     if child == 0:
+        time.sleep(0.3)
         os._exit(0)
     shared._poll.register(os.pidfd_open(child))
     shared._ended |= {fd: 1 for fd in range(3, 64) if fd not in shared._ended}
+    started = time.monotonic()
     with pytest.raises(LostRank, match="has lost another rank"):
         shared.sum(torch.ones(4))
+    assert time.monotonic() - started < 1.5
     os.waitpid(child, 0)
-    return
 
 
-def test_a_rank_that_ended_or_hangs_is_told(pools):
-    pools[2].run(ended_and_late, 2)
+def test_a_rank_that_ended_is_told(pools):
+    pools[2].run(ended, 2)

@@ -9,11 +9,16 @@ from contextlib import suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceProcessor
 
+from converters.assets import find_assets, write_tokenizer_for_hf
 from converters.errors import TitanError
 from tests.tiny_llama import BOS, EOS, ids_of, write_llama
+from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.tasks.batch_lines import read_batch
+from titan_tools.infer.tasks.made_with import MadeWith, write_made_with
 from titan_tools.infer.tasks.results_file import open_results
+from titan_tools.infer.tasks.results_lines import Expected
 from trainer.data import tokenizer as tokenizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,6 +49,19 @@ def refused(titan, hf, untouched):
         return err
 
     return check
+
+
+@pytest.fixture(params=["tokenizer.model", "tokenizer.json"])
+def llama2(broken, request):
+    """The folder with the tokenizer of a Llama 2, as Meta releases it and as converted."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (broken / name).unlink()
+    (broken / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    write_sentencepiece(broken / "tokenizer.model")
+    if request.param == "tokenizer.json":
+        write_tokenizer_for_hf(broken, find_assets(broken), vocab_size=301, max_seq_len=64)
+        (broken / "tokenizer.model").rename(broken / "its pieces")
+    return broken
 
 
 def result_of(told):
@@ -100,6 +118,27 @@ def test_i2_a_prompt_of_nothing_is_refused(refused, prompt, said):
     assert "--from-bos" in refused("--prompt", prompt, says=[said])
 
 
+@pytest.mark.parametrize("prompt", ["<s>", "</s>", " <s> </s>\n", "<s><s>"])
+def test_i2_special_tokens_of_a_llama_2_are_nothing_too(refused, llama2, prompt):
+    said = f"the prompt {prompt.strip()!r} is made of special tokens alone, and in a prompt they are text"
+    assert "--from-bos" in refused("--prompt", prompt, says=[said], folder=llama2)
+
+
+def test_i2_begin_of_text_of_a_llama_2(titan, llama2):
+    """Alone by a flag or written as such, else text; never doubled."""
+    (pieces,) = (path for path in llama2.iterdir() if path.name in ("tokenizer.model", "its pieces"))
+    encode = SentencePieceProcessor(model_file=str(pieces)).encode
+    for prompt, expected in {
+        ("", "--from-bos"): [1],
+        ("<s>", "--special-tokens"): [1],
+        ("<s>fox", "--special-tokens"): [1, *encode("fox")],
+        ("<s>fox",): [1, *encode("<s>fox")],
+        (" <fox> <s",): [1, *encode(" <fox> <s")],
+    }.items():
+        told = titan("infer", llama2, "--max-new-tokens", "2", "--json", "--prompt", *prompt)
+        assert result_of(told)["prompt_tokens"] == expected
+
+
 def test_i2_begin_of_text_alone_by_a_flag(titan, hf):
     short = ("--max-new-tokens", "5", "--json")
     empty = result_of(titan("infer", hf, "--prompt", "", "--from-bos", *short))
@@ -116,7 +155,14 @@ def test_i2_begin_of_text_is_not_doubled_and_text_stays_text(titan, hf):
 
 
 def test_i2_a_tokenizer_without_begin_of_text_cannot_begin_with_it(refused, broken):
-    (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    """Nor with one that a config names."""
+    for name, change in {
+        "tokenizer.json": {"post_processor": None},
+        "tokenizer_config.json": {"bos_token": None},
+        "generation_config.json": {"bos_token_id": None},
+        "config.json": {"bos_token_id": None},
+    }.items():
+        (broken / name).write_text(json.dumps(json.loads((broken / name).read_text()) | change))
     said = ["there is nothing to begin with: this tokenizer has no begin-of-text token"]
     refused("--prompt", "", "--from-bos", says=said, folder=broken)
 
@@ -208,7 +254,7 @@ SAMPLING = {
     "min-p above 1": (("--temperature", "1", "--min-p", "1.5"), "--min-p is 1.5"),
     "penalty 0": (("--repetition-penalty", "0"), "--repetition-penalty is 0.0"),
     "top-p without temperature": (("--top-p", "0.5"), "no effect at temperature 0"),
-    "logprobs beyond": (("--logprobs", "302"), "--logprobs is 302"),
+    "logprobs beyond": (("--logprobs", "302", "--json"), "--logprobs is 302"),
 }
 
 
@@ -240,12 +286,14 @@ BROKEN = st.one_of(
 )
 @given(content=BROKEN, lead=st.sampled_from([b"", b'{"prompt": "a"}\n', b'{"id": 0, "prompt": "a", "text": "b"}\n']))
 def test_i4_any_bytes_are_a_batch_or_told(tmp_path, content, lead):
-    """And any bytes of OUT are results, the beginning of one, or told; only errors of ours leave."""
+    """And any bytes of a results file are results, the beginning of one, or told; only errors of ours leave."""
     file = tmp_path / "lines"
     file.write_bytes(lead + content)
     with suppress(TitanError):
         for line in read_batch(file, lambda line: line, keys=("prompt",)):
             assert isinstance(line.id, str | int)
             json.dumps([line.id, line.values], ensure_ascii=False).encode()
-    with suppress(TitanError), open_results(file, [(0, 0)], lambda key, result: "") as results:
+    expected = Expected([(0, 0)], lambda key, result: "", MadeWith("model"))
+    write_made_with(file, expected.made_with)
+    with suppress(TitanError), open_results(file, expected) as results:
         assert file.read_bytes() == (lead if (0, 0) in results else b"")

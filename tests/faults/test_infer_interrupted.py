@@ -89,15 +89,16 @@ def at_line(number, when, act):
     os.write = watched
 
 
-def at_replace(when, act):
+def at_replace(name, when, act):
+    """Let `act` happen before or after the file of that name takes its place."""
     replace = os.replace
 
-    def watched(*arguments):
-        if when == "after":
-            replace(*arguments)
-        act()
-        if when == "before":
-            replace(*arguments)
+    def watched(source, target):
+        is_it = Path(target).name == name
+        if not is_it or when == "after":
+            replace(source, target)
+        if is_it:
+            act()
 
     os.replace = watched
 
@@ -106,14 +107,17 @@ def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+SETTINGS = "out.jsonl.settings.json"
 POINTS = {
+    "before its settings are there": (lambda: at_replace(SETTINGS, "before", kill_self), 0),
+    "after its settings are there": (lambda: at_replace(SETTINGS, "after", kill_self), 0),
     "before the first line": (lambda: at_line(1, "before", kill_self), 0),
     "in the first line": (lambda: at_line(1, "middle", kill_self), 0),
     "after the second line": (lambda: at_line(2, "after", kill_self), 2),
     "in the fifth line": (lambda: at_line(5, "middle", kill_self), 4),
     "before the last line": (lambda: at_line(6, "before", kill_self), 5),
-    "before it is put in order": (lambda: at_replace("before", kill_self), 6),
-    "after it is put in order": (lambda: at_replace("after", kill_self), 6),
+    "before it is put in order": (lambda: at_replace("out.jsonl", "before", kill_self), 6),
+    "after it is put in order": (lambda: at_replace("out.jsonl", "after", kill_self), 6),
 }
 
 
@@ -128,7 +132,7 @@ def test_a_batch_that_is_killed_goes_on_to_the_same_file(titan, hf, batch, whole
     assert code == 0 and out.read_bytes() == whole
     told = f"{num_kept} of 6 prompts are in" if num_kept < 6 else "all results are in"
     assert (f"{told} {out} already" in talk) == (num_kept > 0)
-    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "errors"}
+    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", SETTINGS, "errors"}
 
 
 def test_the_order_of_results_is_not_that_in_which_they_end(hf, batch, whole, tmp_path):
@@ -180,6 +184,38 @@ def test_who_started_the_ranks_says_where_the_finished_lines_are(titan, hf, batc
     assert (code, err) == (130, f"error: interrupted\nhint: {hint}\n")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_between_settings_and_results_binds_nobody(titan, hf, batch, tmp_path, when):
+    """Where no result is there yet a run with other options may follow, and its settings are those of the file."""
+    argv, out = command(hf, *batch), batch[1]
+    in_a_fork(argv, lambda: at_replace(SETTINGS, when, kill_self), tmp_path / "errors")
+    assert titan(*argv[1:], "--max-new-tokens", "2")[0] == 0
+    assert [len(json.loads(line)["tokens"]) for line in out.read_text().splitlines()] == [2] * 6
+    code, _, err = titan(*argv[1:])
+    assert code == 2 and "--max-new-tokens: 2 there, not given here" in err
+
+
+def test_a_line_that_was_cut_off_binds_nobody(titan, hf, batch, tmp_path):
+    argv, out = command(hf, *batch), batch[1]
+    in_a_fork(argv, POINTS["in the first line"][0], tmp_path / "errors")
+    assert out.stat().st_size and titan(*argv[1:], "--max-new-tokens", "2")[0] == 0
+    assert [len(json.loads(line)["tokens"]) for line in out.read_text().splitlines()] == [2] * 6
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_nothing_half_made(titan, hf, batch, whole, tmp_path, monkeypatch):
+    argv, out = command(hf, *batch), batch[1]
+    monkeypatch.setattr(os, "fsync", lambda descriptor: full())
+    code, _, err = titan(*argv[1:])
+    assert code == 2 and err.startswith(f"error: cannot write {out}.settings.json: No space left on device\nhint: no ")
+    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"} and not out.read_bytes()
+    monkeypatch.undo()
+    assert titan(*argv[1:])[0] == 0 and out.read_bytes() == whole
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_keeps_the_finished_lines(titan, hf, batch, whole):
     argv, out = command(hf, *batch), batch[1]
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -199,15 +235,12 @@ def test_a_full_disk_keeps_the_finished_lines(titan, hf, batch, whole):
 def test_a_disk_that_is_full_at_the_end_leaves_all_results(titan, hf, batch, whole, tmp_path, monkeypatch):
     argv, out = command(hf, *batch), batch[1]
 
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "replace", full)
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *a: full() if Path(a[1]) == out else replace(*a))
     code, _, err = titan(*argv[1:])
     assert code == 2 and f"cannot put {out} into the batch's order: No space left on device\nhint: all results" in err
     assert sorted(out.read_bytes().split(b"\n")) == sorted(whole.split(b"\n"))
-    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
-    monkeypatch.undo()
+    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", SETTINGS}
 
 
 def test_a_full_standard_output_is_told(titan, hf, batch, monkeypatch):

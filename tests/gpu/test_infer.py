@@ -12,11 +12,13 @@ from tests.greedy_reference import assert_same, greedy, ragged_prompts
 from tests.tiny_infer import NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import engine as engine_file
-from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding import sampling as sampling_file
+from titan_tools.infer.decoding.cache import Prefill, Span, attention_kernels
+from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.decoding.generate import Settings, generate
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.decoding.split_keys import can_split
-from titan_tools.infer.model.quantize import quantize
+from titan_tools.infer.model.quantize import quantize_weight
 from titan_tools.infer.text.prompts import Prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -36,6 +38,7 @@ ASK = ["--prompt", "def main(", "--max-new-tokens", "24", "--ignore-eos", "--jso
 COMMANDS = [
     ([], "float32"),
     (["--dtype", "bfloat16"], "bfloat16"),
+    (["--dtype", "float16"], "float16"),
     (["--dtype", "bfloat16", "--compile"], "bfloat16"),
     (["--dtype", "bfloat16", "--quantize", "int8"], "int8"),
     (["--dtype", "bfloat16", "--quantize", "float8"], "float8"),
@@ -94,7 +97,8 @@ def test_greedy_tokens_in_fp32_are_those_of_transformers_on_a_cpu(reference, fol
     assert_same(reference, prompts, ours, greedy(reference, prompts, 64))
 
 
-def test_seeded_tokens_in_fp32_are_those_of_the_cpu(reference, folder):
+def test_seeded_tokens_in_fp32_are_those_of_the_cpu(reference, folder, monkeypatch):
+    monkeypatch.setattr(sampling_file, "_FEW", 16)  # which is enough for top-p at some steps only
     prompts = ragged_prompts(num=6, longest=60, vocab_size=VOCAB_SIZE, seed=1)
     how = {"max_new_tokens": 32, "sampling": Sampling(0.9, top_k=80, top_p=0.95, seed=3)}
     on_gpu, on_cpu = (said(load(folder, device=d), prompts, rows=4, **how) for d in (GPU, torch.device("cpu")))
@@ -173,7 +177,7 @@ def test_rows_of_a_batch_in_eight_bits_are_those_of_each_alone(reference, folder
 def test_a_product_of_eight_bits_is_that_of_the_rounded_weight(how, dtype, shape):
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(shape, generator=generator) * torch.logspace(-4, 1, shape[0])[:, None]
-    weight, on_cpu = quantize(exact.to(GPU, dtype), how), quantize(exact.to(dtype), how)
+    weight, on_cpu = quantize_weight(exact.to(GPU, dtype), how), quantize_weight(exact.to(dtype), how)
     assert torch.equal(weight.data_NK.cpu().float(), on_cpu.data_NK.float())
     for num_rows in (1, 3, 70):
         x = torch.randn(num_rows, 1, shape[1], generator=generator).to(dtype)
@@ -187,7 +191,7 @@ def test_a_product_of_eight_bits_is_that_of_the_rounded_weight(how, dtype, shape
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_prompt_in_pieces_sees_what_lies_before_it(reference, folder, monkeypatch, dtype):
     """Behind earlier tokens bfloat16 goes to flash attention without a mask, fp32 to a mask."""
-    monkeypatch.setattr(engine_file, "PREFILL_TOKENS", 48)
+    monkeypatch.setitem(engine_file.PREFILL_TOKENS, "cuda", 48)
     tokens = tokens_of(200, seed=5)
     engine = Engine(load(folder, dtype=dtype, device=GPU), rows=2, room=256)
     engine.prefill(0, tokens_of(90, seed=6))  # another row's keys are not looked at
@@ -198,6 +202,52 @@ def test_a_long_prompt_in_pieces_sees_what_lies_before_it(reference, folder, mon
     again = engine.prefill(1, [*tokens[:150], *tokens_of(20, seed=7)], keep=150).cpu()
     exact = expected(reference, [*tokens[:150], *tokens_of(20, seed=7)], behind=169)[0]
     assert F.cosine_similarity(again, exact, dim=0) > (0.99 if dtype == torch.bfloat16 else 0.99999)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_in_one_pass_are_those_of_each_alone(reference, folder, dtype):
+    """Some from their beginning, some behind what their row holds or was given of another's."""
+    engine = Engine(load(folder, dtype=dtype, device=GPU), rows=4, room=512)
+    head = tokens_of(300)
+    engine.prefill(1, head)
+    engine.prefill(2, tokens_of(90, seed=1))
+    prompts = [tokens_of(3, seed=2), [*head, *tokens_of(20, seed=3)], tokens_of(110, seed=1), [*head[:280], 5, 6]]
+    keeps = [engine.take_beginning(row, prompt) for row, prompt in enumerate(prompts)]
+    assert keeps == [0, 300, 90, 280]
+    found = engine.prefill_rows([RowTokens(row, *each) for row, each in enumerate(zip(prompts, keeps, strict=True))])
+    exact = torch.cat([expected(reference, prompt, behind=len(prompt) - 1) for prompt in prompts])
+    assert_close(found.cpu(), exact, cosine=0.99 if dtype == torch.bfloat16 else 0.99999)
+
+
+def test_prompts_that_share_a_beginning_say_what_transformers_says(reference, folder):
+    head = tokens_of(280, seed=8)
+    prompts = [[*head, *prompt] for prompt in ragged_prompts(num=12, longest=20, vocab_size=VOCAB_SIZE, seed=9)]
+    ours = said(load(folder, device=GPU), [*prompts, prompts[0]], rows=4, max_new_tokens=32)
+    assert ours[-1] == ours[0]
+    assert_same(reference, prompts, ours[:-1], greedy(reference, prompts, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_grouped_heads_never_holds_all_scores(dtype):
+    """2048 queries of 32 heads over 16k keys: the scores alone would be 4 GiB in fp32."""
+    num_new, num_keys, head_dim = 2048, 16384, 64
+    keys, values = (torch.randn(1, num_keys, 4, head_dim, dtype=dtype, device=GPU).transpose(1, 2) for _ in range(2))
+    q_1LNH = torch.randn(1, num_new, 32, head_dim, dtype=dtype, device=GPU)
+    k_1LKH, v_1LKH = (torch.randn(1, num_new, 4, head_dim, dtype=dtype, device=GPU) for _ in range(2))
+    for start in (0, num_keys - num_new):
+        step = Prefill([Span(0, start, start + num_new)], device=GPU, dtype=dtype)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with attention_kernels(GPU):
+            out_1LNH = step.attend(keys, values, q_1LNH, k_1LKH, v_1LKH)
+        assert torch.cuda.max_memory_allocated() - before < 1 << 30
+        for at in (0, 1, 777, 2047):
+            seen = (kept[:, :, : start + at + 1].double() for kept in (keys, values))
+            exact = F.scaled_dot_product_attention(
+                q_1LNH[:, at : at + 1].double().transpose(1, 2), *seen, enable_gqa=True
+            )
+            close = 1e-4 if dtype == torch.float32 else 2e-2
+            torch.testing.assert_close(out_1LNH[:, at].double(), exact[:, :, 0], atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.convert_options import ModelFrom
+from titan_tools.early_interrupts import interrupts_end_it
 
 
 class _DType(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class _Quantize(StrEnum):
@@ -27,6 +29,7 @@ def infer(
     checkpoint: Annotated[
         Path,
         typer.Argument(
+            metavar="CHECKPOINT",
             help="A DCP folder, a run's folder (its newest whole step), an HF folder or cache snapshot, Meta's "
             "original one, torchtune's, or a torch file.",
             show_default=False,
@@ -38,7 +41,9 @@ def infer(
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.", show_default=False)] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 text, taken as it is, line ends included.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="A prompt from a file: UTF-8, taken as it is, line ends included.", show_default=False
+        ),
     ] = None,
     batch: Annotated[
         Path | None,
@@ -52,14 +57,15 @@ def infer(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Results of --batch, a JSON line each; ids that it holds already are skipped. Default: stdout.",
+            help="Where the results of --batch go, a JSON line each; a rerun skips finished ids. Default: stdout.",
             show_default=False,
         ),
     ] = None,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Prompts are a user's messages, in the checkpoint's chat template; without one, talk."
+            "--chat",
+            help="Put prompts into the checkpoint's chat template, as a user's message; without one, a conversation.",
         ),
     ] = False,
     system: Annotated[
@@ -70,81 +76,114 @@ def infer(
     ] = False,
     truncate: Annotated[
         _Truncate | None,
-        typer.Option(help="Let prompts that do not fit the context lose their beginning.", show_default=False),
+        typer.Option(
+            help="Drop the beginning of prompts that do not fit the context. Default: refuse them.", show_default=False
+        ),
     ] = None,
     from_bos: Annotated[
-        bool, typer.Option("--from-bos", help="Let an empty prompt be the begin-of-text token alone.")
+        bool, typer.Option("--from-bos", help="Allow an empty prompt: the begin-of-text token alone.")
     ] = False,
     special_tokens: Annotated[
         bool, typer.Option("--special-tokens", help="Read special tokens written in a prompt as such, not as text.")
     ] = False,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Default: 128, or what the context leaves after the prompt.", show_default=False),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Default: 128, in a conversation 1024 or a quarter of its context; never more than fit.",
+            show_default=False,
+        ),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be given again.", show_default=False),
+        typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.", show_default=False),
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the checkpoint's stop tokens.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the checkpoint's stop tokens.")
+    ] = False,
     context: Annotated[
         int | None,
         typer.Option(
             min=2,
+            metavar="N",
             help="Tokens a conversation may hold (default: the model's, at most 8192), or of the windows that --score "
             "reads (default: the model's).",
             show_default=False,
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from the K likeliest tokens. Default: all.", show_default=False)
+        int | None,
+        typer.Option(metavar="K", help="Sample from the K likeliest tokens. Default: all.", show_default=False),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from the fewest tokens that hold this much probability. Default: all.", show_default=False
+            metavar="P",
+            help="Sample from the fewest tokens that hold this much probability. Default: all.",
+            show_default=False,
         ),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Leave out tokens less likely than this share of the likeliest. Default: none.", show_default=False
+            metavar="P",
+            help="Leave out tokens less likely than this share of the likeliest one. Default: 0.",
+            show_default=False,
         ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Divides the logits of tokens that were there before; 1 is none.")
+        float, typer.Option(metavar="X", help="Divides the logits of tokens that were there before; 1 is none.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling; the same tokens at any --tp and --batch-size.")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the sampling; gives the same tokens at any --tp and --batch-size.")
+    ] = 0,
+    samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Completions of each prompt; several need a --temperature.")
+    ] = 1,
     logprobs: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="K", help="Tell each token's log-probability and the K likeliest.", show_default=False
+            min=0,
+            metavar="K",
+            help="With --json or --batch: each token's log-probability, and the K likeliest tokens.",
+            show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: results and stats.")] = False,
     tp: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tensor-parallel ranks to start. Default: 1, or the size of the launch.", show_default=False
+            min=1,
+            metavar="N",
+            help="Number of tensor-parallel ranks. Default: 1, or torchrun's number of ranks.",
+            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
         _DType | None,
         typer.Option(
-            help="To compute in. Default: the checkpoint's own; with --quantize bfloat16.", show_default=False
+            help="Dtype of the computation. Default: the checkpoint's own, if it is one of these, else float32; "
+            "with --quantize bfloat16.",
+            show_default=False,
         ),
     ] = None,
     quantize: Annotated[
-        _Quantize | None, typer.Option(help="Hold the weights in 8 bits. Default: as computed in.", show_default=False)
+        _Quantize | None,
+        typer.Option(help="Round the weights of linear layers to 8 bits. Default: off.", show_default=False),
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the decode step: a slow start, then faster.")
+        bool, typer.Option("--compile", help="Compile the decode step: a slower start, then faster decoding.")
     ] = False,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences at a time. Default: 8 on a CPU, 32 on a GPU.", show_default=False),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Sequences that decode together. Default: 8 on a CPU, 32 on a GPU; fewer if its memory is short.",
+            show_default=False,
+        ),
     ] = None,
     model_from: ModelFrom = None,
     request: Annotated[
@@ -165,10 +204,11 @@ def infer(
     """
     from dataclasses import replace
 
-    from titan_tools.infer.decoding.sampling import Sampling
-    from titan_tools.infer.request import Request, load_request
-    from titan_tools.infer.run import infer
-    from titan_tools.infer.text.prompts import read_prompt
+    with interrupts_end_it():
+        from titan_tools.infer.decoding.sampling import Sampling
+        from titan_tools.infer.request import Request, load_request
+        from titan_tools.infer.run import infer
+        from titan_tools.infer.text.prompts import read_prompt
 
     if request is not None:
         infer(replace(load_request(request), checkpoint=checkpoint, tp=tp))
@@ -176,7 +216,7 @@ def infer(
     infer(
         Request(
             checkpoint,
-            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            Sampling(temperature, top_k, top_p, min_p or None, repetition_penalty, seed),
             text=read_prompt(text=prompt, file=prompt_file, source=source),
             batch=batch,
             out=out,

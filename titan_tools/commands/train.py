@@ -47,7 +47,7 @@ def train(
     if world_size is not None or rank or as_json:
         raise ConfigError("--world-size, --rank and --json belong to --dry-run", tries=["--dry-run", "--nproc N"])
     if inside_launch():
-        with rank_errors():
+        with rank_errors(less_memory=[f"titan estimate-memory {config}, which tells what takes it"]):
             from trainer.train import main
 
             main(settings)

@@ -1,6 +1,7 @@
 """From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from converters.assets import find_assets
@@ -9,33 +10,40 @@ from converters.formats.hf_cache import snapshot_of
 from converters.manifest import check_files, read_manifest
 from converters.model_info import says_model
 from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
-from titan_tools.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
 _DATA = ".distcp"  # the files that hold tensors
 
 
-def find_checkpoints(path: Path) -> Iterator[Path]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint to try, and why newer steps than it were skipped; each reason is given once."""
+
+    folder: Path
+    is_step: bool = False  # of a run whose folder was named: where it is damaged, there may be an older one
+    skipped: tuple[str, ...] = ()
+
+
+def find_checkpoints(path: Path) -> Iterator[Found]:
     """`path` itself, or those steps of a run's folder that look whole, newest first.
 
-    To ask for another one is to say that the last one was damaged. Raises CheckpointError where no step is left.
+    Who asks for the next step has found the last one damaged, and reports that. Raises CheckpointError where no step is
+    left.
     """
     run = None
     if path.is_dir() and not (path / DCP_METADATA).is_file():
         run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
     if run is None:
-        yield path
+        yield Found(path)
         return
     problems, num_told = [], 0
     for step in list_steps(run):
         folder = step_folder(run, step)
         problem = size_problem(folder) or _small_file_problem(folder)
         if not problem:
-            for skipped in problems[num_told:]:
-                note(f"skipped {skipped}")
-            yield folder
-            problem, num_told = "it is damaged", len(problems) + 1  # whoever found that has told it
+            yield Found(folder, True, tuple(problems[num_told:]))
+            problem, num_told = "it is damaged", len(problems) + 1
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is whole:" + list_offenders(problems))
 

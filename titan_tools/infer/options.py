@@ -1,4 +1,4 @@
-"""Which options of `titan infer` go together: all that do not are told at once, before anything is read."""
+"""Which options of `titan infer` go together. All that do not are one error, before anything is read."""
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
@@ -11,7 +11,7 @@ from titan_tools.infer.text.prompts import FROM_BOS, what_is_missing
 
 
 class _Problem(NamedTuple):
-    told: str
+    message: str
     tries: tuple[str, ...] = ()
 
 
@@ -24,9 +24,11 @@ def check_options(request: Request) -> None:
         problems.append(_Problem(error.message, error.tries))
     if not problems:
         return
-    message = problems[0].told
+    message = problems[0].message
     if len(problems) > 1:
-        message = f"{len(problems)} things cannot be:" + list_offenders([problem.told for problem in problems])
+        message = f"{len(problems)} problems with these options:" + list_offenders(
+            [problem.message for problem in problems]
+        )
     raise ConfigError(message, tries=list(dict.fromkeys(line for problem in problems for line in problem.tries)))
 
 
@@ -40,6 +42,14 @@ def _problems(request: Request) -> Iterator[_Problem]:
     if request.samples > 1 and request.sampling.temperature == 0 and not request.score:
         yield _Problem(
             f"--samples {request.samples} at temperature 0 would all be alike: give --temperature", ("--temperature 1",)
+        )
+    is_text = request.batch is None and not request.as_json
+    if request.logprobs is not None and is_text and not is_conversation(request):
+        yield _Problem("--logprobs has no place in plain text", ("--json",))
+    if request.quantize and request.dtype == "float16":
+        yield _Problem(
+            "--quantize with --dtype float16: sums over 8-bit weights grow beyond 65504, where float16 ends",
+            ("--dtype bfloat16",),
         )
     if request.score:
         yield from _without_meaning(_OF_GENERATION, request, "with --score, which makes no new tokens")
@@ -63,7 +73,7 @@ def _of_prompts(request: Request) -> Iterator[_Problem]:
         )
     if request.text is not None and request.batch is not None:
         yield _Problem("--batch has prompts of its own: leave the other prompt out")
-    if request.text is not None and (missing := what_is_missing(request.text, from_bos=request.from_bos)):
+    elif request.text is not None and (missing := what_is_missing(request.text, from_bos=request.from_bos)):
         can_be_empty = not (request.chat or request.score)
         yield _Problem(f"the prompt {missing}", (FROM_BOS,) if can_be_empty else ('--prompt "Once upon a time"',))
     if request.batch is None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from titan_tools.console import count
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Timings
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.task import Work
 
 GIB = 1024**3
@@ -53,7 +53,8 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: Ranks, work: Work, 
     steps, decode_secs = timings.num_decode_steps, timings.decode_secs
     gb_per_sec = None
     if steps:
-        num_bytes = steps * engine.model.bytes_per_token + timings.cache_tokens_read * engine.bytes_per_cached_token
+        model, num_cached = engine.model, timings.cache_tokens_read
+        num_bytes = steps * model.bytes_per_token + num_cached * model.bytes_per_cached_token
         gb_per_sec = num_bytes / decode_secs / 1e9
     peak = peak_gb_per_sec(ranks.device)
     return {
@@ -76,7 +77,8 @@ def describe(stats: dict[str, Any], *, num: int = 1) -> str:
         told.append(f"first token after {stats['ttft_ms']:.0f} ms{' (mean)' if num != 1 else ''}")
     if stats["tpot_ms"] is not None:
         told.append(f"then {stats['tpot_ms']:.1f} ms each")
-    told.append(f"{stats['tokens_per_sec']:.1f} tokens/s")
+    if stats["tokens_per_sec"] is not None:
+        told.append(f"{stats['tokens_per_sec']:.1f} tokens/s")
     if stats["bandwidth_share"] is not None:
         told.append(f"{stats['bandwidth_share']:.0%} of the memory's bandwidth")
     told += [f"{stats['peak_memory_gib']:.2f} GiB per rank", f"tp {stats['tp']}", stats["dtype"]]

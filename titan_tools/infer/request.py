@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
+from converters.errors import ConfigError
 from titan_tools.infer.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call. None: `tp` is the launch's size or 1, `max_new_tokens` what fits, `dtype` as stored."""
+    """One call: the command's options by their names. None is what its help calls the default."""
 
     checkpoint: Path
     sampling: Sampling
@@ -25,7 +26,7 @@ class Request:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    context: int | None = None  # tokens that a conversation may hold
+    context: int | None = None  # tokens that a conversation may hold, or a window of a score
     truncate: str | None = None  # "left": prompts that do not fit lose their beginning
     from_bos: bool = False  # an empty prompt is the begin-of-text token alone
     special_tokens: bool = False  # <|…|> in a prompt are tokens, not text
@@ -58,8 +59,13 @@ def save_request(request: Request, path: Path) -> None:
 
 
 def load_request(path: Path) -> Request:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    assert values.keys() == {field.name for field in fields(Request)}
+    """Raises ConfigError for a file of somebody else's: the option that names it is for ranks."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Request)}:
+        raise ConfigError(f"--request {path}: not what titan writes for the ranks that it starts; leave it out")
     for name in _PATHS:
         if values[name] is not None:
             values[name] = Path(values[name])

@@ -1,6 +1,5 @@
 """`titan infer` from checkpoint to text: look for everything that can be wrong, start ranks, load, do the task."""
 
-import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,47 +15,92 @@ from titan_tools.infer.decoding.compiled import check_compiler
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
-from titan_tools.infer.find import find_checkpoints, find_model_place, find_tokenizer
+from titan_tools.infer.find import Found, find_checkpoints, find_model_place, find_tokenizer
+from titan_tools.infer.free_memory import rows_that_fit
+from titan_tools.infer.model.float16 import why_slow_in
+from titan_tools.infer.model.freed_memory import keep_freed_memory
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.model.quantize import why_slow
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.model.slices import check_tp
 from titan_tools.infer.options import check_options
-from titan_tools.infer.ranks import Ranks, check_devices, degree, joined, own_device
+from titan_tools.infer.origin import origin_of
+from titan_tools.infer.out_of_memory import memory_for_sequences, memory_for_weights
+from titan_tools.infer.ranks.devices import check_devices, degree
+from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.ranks.join import joined
 from titan_tools.infer.request import Request, save_request
+from titan_tools.infer.same_inputs import require_same_inputs
 from titan_tools.infer.task import Task, Work
 from titan_tools.infer.tasks.batch import prepare_batch
 from titan_tools.infer.tasks.chat import prepare_chat
-from titan_tools.infer.tasks.say import prepare_one
+from titan_tools.infer.tasks.made_with import recorded_moment
+from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
-from titan_tools.launch import inside_launch, rank_errors, run_ranks, started_by_titan
+from titan_tools.launch import inside_launch, rank_errors, run_ranks
 
 _INTERRUPTED = 130
+_COMPUTED_IN = ("float32", "bfloat16", "float16")  # unless another dtype is asked for
 
 
 def infer(request: Request) -> None:
     """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
     with rank_errors():
         check_options(request)
-        for checkpoint in find_checkpoints(request.checkpoint):
-            with open_native(checkpoint, model_from=find_model_place(request.model_from)) as weights:
-                work = _look(request, weights)
-                task = _prepare(work)
-                if task.rows == 0:
-                    task.run(None, Ranks(1, 0, torch.device("cpu")))
-                    return
-                if checkpoint != request.checkpoint:
-                    note(f"reading {checkpoint}")
-                if _passes_over(weights, is_named=checkpoint == request.checkpoint):
-                    continue
-                model = _load(work, weights) if work.tp == 1 or inside_launch() else None
-            break
-        if model is not None:
-            _run(task, work, model)
+        tp = degree(request.tp)
+        if tp > 1 and not inside_launch():
+            if _is_worth_ranks(_at_its_moment(request)):
+                _start_ranks(request, tp)
             return
-    _start_ranks(request, checkpoint, work)
+        with joined(tp) as ranks:
+            _infer(ranks.done_by_first(lambda: _at_its_moment(request)), ranks)
+
+
+def _infer(request: Request, ranks: Ranks) -> None:
+    """On every rank the same, step by step: what is wrong on one ends all of them, with the same words."""
+    steps = find_checkpoints(request.checkpoint)
+    while True:
+        found = ranks.done_by_first(lambda: next(steps))
+        with ranks.done_by_each(_open, request, found) as weights:
+            work = ranks.done_by_each(_look, request, weights)
+            comes_once = found.is_step and _is_pipe(request.batch)  # it must not be used up by a damaged step
+            if comes_once and _is_damaged(found, weights, ranks):
+                continue
+            task = ranks.done_by_each(_prepare, work)
+            if task.rows == 0:
+                task.run(None, ranks)
+                return
+            require_same_inputs(work, ranks)
+            if not comes_once and _is_damaged(found, weights, ranks):
+                continue
+            model = ranks.done_by_each(_load, work, weights, ranks, rows=task.rows)
+        _run(task, work, model, ranks)
+        return
+
+
+def _is_worth_ranks(request: Request) -> bool:
+    """Whether ranks have anything to do. What is wrong with it is told before they start."""
+    found = next(find_checkpoints(request.checkpoint))
+    with _open(request, found) as weights:
+        task = _prepare(_look(request, weights))
+    if task.rows == 0:
+        task.run(None, Ranks(1, 0, torch.device("cpu")))
+    return task.rows > 0
+
+
+def _at_its_moment(request: Request) -> Request:
+    """What was asked for, as of the time at which the results in --out were begun, if there are any."""
+    return replace(request, moment=recorded_moment(request.out) or request.moment)
+
+
+def _open(request: Request, found: Found) -> NativeWeights:
+    return open_native(found.folder, model_from=find_model_place(request.model_from))
+
+
+def _is_pipe(batch: Path | None) -> bool:
+    return batch is not None and batch.exists() and not batch.is_file() and not batch.is_dir()
 
 
 def _look(request: Request, weights: NativeWeights) -> Work:
@@ -66,7 +110,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     check_tp(args, tp)
     check_devices(tp)
     if request.compile:
-        check_compiler(own_device())
+        check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     check_sampling(request.sampling, vocab_size=args.vocab_size)
     check_logprobs(request.logprobs, vocab_size=args.vocab_size)
     folder = find_tokenizer(weights.catalog.root, request.model_from)
@@ -74,8 +118,9 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     template = replace(read_template(folder), moment=request.moment) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
     # Beside 8 bits kernels take bfloat16 alone, and more exact sums would not make up for what they lose
-    own = "bfloat16" if request.quantize else stored if stored in ("float32", "bfloat16") else "float32"
-    return Work(request, args, vocabulary, template, tp, request.dtype or own)
+    own = "bfloat16" if request.quantize else stored if stored in _COMPUTED_IN else "float32"
+    origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
+    return Work(request, args, vocabulary, template, tp, request.dtype or own, origin)
 
 
 def _prepare(work: Work) -> Task:
@@ -89,76 +134,69 @@ def _prepare(work: Work) -> Task:
     return prepare_chat(work)
 
 
-def _passes_over(weights: NativeWeights, *, is_named: bool) -> bool:
-    """Whether the checkpoint is a run's damaged step, of which there may be older ones; that is told, as in training.
+def _is_damaged(found: Found, weights: NativeWeights, ranks: Ranks) -> bool:
+    """Whether this step of a run is damaged, so that an older one takes its place; a note says so, as in training.
 
-    Raises CheckpointError where it is damaged and may not be passed over: the user named it.
+    Each rank reads a share of the files. Raises CheckpointError for damage in a checkpoint that the user named itself.
     """
-    if not _looks_for_all():
-        return False
+    if ranks.is_first:
+        for skipped in found.skipped:
+            note(f"skipped {skipped}")
+        if found.is_step:
+            note(f"reading {found.folder}")
+    names = weights.source.ledger.used.values()
     try:
-        check_read_files(weights.catalog, weights.source.ledger.used.values())
+        ranks.done_by_each(check_read_files, weights.catalog, names, do_all=ranks.shared_out)
     except CheckpointError as damage:
-        if is_named or inside_launch():  # ranks must agree on the step
+        if not found.is_step:
             raise
-        note(f"WARNING: passing over a damaged step: {damage.message}")
+        if ranks.is_first:
+            note(f"WARNING: passing over a damaged step: {damage.message}")
         return True
     return False
 
 
-def _looks_for_all() -> bool:
-    """Whether this process is the one that reads every file for damage: the first, and before it starts others."""
-    return not inside_launch() or (os.environ["RANK"] == "0" and not started_by_titan())
+def _load(work: Work, weights: NativeWeights, ranks: Ranks, *, rows: int) -> SlicedModel:
+    how, dtype, device = work.request.quantize, getattr(torch, work.dtype), ranks.device
+    reason = why_slow(how, dtype=dtype, device=device, rows=rows) if how else why_slow_in(dtype, device)
+    if reason and ranks.is_first:
+        note(reason)
+    with memory_for_weights(work, weights.info):
+        return load_model(
+            weights.source,
+            weights.info,
+            dtype=dtype,
+            device=device,
+            tp=ranks.tp,
+            rank=ranks.rank,
+            quantize=how,
+            packed=not work.request.compile,
+        )
 
 
-def _run(task: Task, work: Work, model: SlicedModel) -> None:
+def _run(task: Task, work: Work, model: SlicedModel, ranks: Ranks) -> None:
     """Do the task together with the other ranks."""
     compile = work.request.compile
-    with joined(work.tp, model.device) as ranks:
-        task = _at_one_moment(task, work, ranks)
-        if model.device.type == "cpu" and not compile:  # which would find no graph in it
+    rows = rows_that_fit(model, work.args, ranks, rows=task.rows, room=task.room)
+    if model.device.type == "cpu":
+        keep_freed_memory()
+        if not compile:  # which would find no graph in it
             sum_in_shared_memory([model.body, model.head], rank=ranks.rank, tp=ranks.tp)
-        task.run(Engine(model, rows=task.rows, room=task.room, compile=compile), ranks)
+    with memory_for_sequences(work, model, rows=rows, room=task.room):
+        task.run(Engine(model, rows=rows, room=task.room, compile=compile), ranks)
 
 
-def _at_one_moment(task: Task, work: Work, ranks: Ranks) -> Task:
-    """The task, made anew where its chat template tells the time: ranks that torchrun started have one each."""
-    if work.template is None or not work.template.tells_time:
-        return task
-    moment = ranks.told_by_first(work.template.moment)
-    if moment == work.template.moment:
-        return task
-    return _prepare(replace(work, template=replace(work.template, moment=moment)))
-
-
-def _start_ranks(request: Request, checkpoint: Path, work: Work) -> None:
-    """The same command once per rank, on the very step that was found here; what was asked travels in a file."""
+def _start_ranks(request: Request, tp: int) -> None:
+    """The same command once per rank; what was asked travels in a file."""
     with tempfile.TemporaryDirectory(prefix="titan-infer-") as folder:
         asked = Path(folder) / "request.json"
         save_request(request, asked)
-        argv = ["infer", f"--tp={work.tp}", f"--request={asked}", "--", str(checkpoint)]
+        argv = ["infer", f"--tp={tp}", f"--request={asked}", "--", str(request.checkpoint)]
         try:
-            exit_code = run_ranks(argv, nproc=work.tp, saves=False)
+            exit_code = run_ranks(argv, nproc=tp, saves=False)
         except BaseException as error:
             if request.out and request.out.exists():
                 error.add_note(f"finished results are in {request.out}; the same command goes on from there")
             raise
     if exit_code:  # no rank had anything to tell: they were stopped from outside
         raise typer.Exit(_INTERRUPTED if exit_code < 0 else exit_code)
-
-
-def _load(work: Work, weights: NativeWeights) -> SlicedModel:
-    rank = int(os.environ["RANK"]) if work.tp > 1 else 0
-    how, dtype, device = work.request.quantize, getattr(torch, work.dtype), own_device()
-    if how and rank == 0 and (reason := why_slow(how, dtype=dtype, device=device)):
-        note(reason)
-    return load_model(
-        weights.source,
-        weights.info,
-        dtype=dtype,
-        device=device,
-        tp=work.tp,
-        rank=rank,
-        quantize=how,
-        packed=not work.request.compile,
-    )

@@ -1,11 +1,13 @@
 """What a call of `titan infer` is there to do: one prompt, a batch, a conversation, or scoring. Each has a file."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Protocol
 
 from converters.families.base import ModelArgs
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.origin import Origin
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.request import Request
 from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.vocabulary import Vocabulary
@@ -13,7 +15,7 @@ from titan_tools.infer.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request, and what headers, tokenizer and numbers told about it before ranks start and weights are read."""
+    """A request, and all that headers, tokenizer and numbers show before ranks start and weights are read."""
 
     request: Request
     args: ModelArgs
@@ -21,6 +23,8 @@ class Work:
     template: ChatTemplate | None  # of a chat
     tp: int
     dtype: str
+    origin: Origin | None = None  # where results are kept, for a later run, and where ranks must have the same
+    batch_digest: Any = field(default_factory=blake2b)  # taken as its lines are read
 
 
 class Task(Protocol):

@@ -8,22 +8,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from converters.assets import find_assets, read_token_ids
+from converters.assets import find_assets
 from converters.errors import DataError
-from converters.json_file import read_json
-from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tokenizers.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers.tiktoken_model import (
+    BEGIN,
+    LLAMA3_PATTERN,
+    looks_like_tiktoken,
+    read_ranks,
+    special_tokens_after,
+)
+from converters.tokenizers.tokenizer_json import read_tokenizer_json
+from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_model_file, prefix_of_post_processor
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
+_LEAD = "\U000ffffd"  # a character of nobody, which merges with nothing
 _RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
 
 
 class Tokenizer(Protocol):
-    """Generation stops at any of `eos_ids`, documents end with the first; `bos_id` is None where there is none."""
+    """Documents begin with `bos_id`, None where there is none, and end with the first of `eos_ids`.
+
+    A prompt begins with `prefix_ids`, which may be others: see tokenizer_ends.py.
+    """
 
     bos_id: int | None
     eos_ids: tuple[int, ...]
+    prefix_ids: tuple[int, ...]
+    special_names: frozenset[str] | None  # what `special` finds in a text; None where other spellings count too
     vocab_size: int  # the largest id + 1
     byte_values: Mapping[int, int]  # ids of single bytes, a run of which is text as a whole or U+FFFD as a whole
 
@@ -34,19 +47,22 @@ class Tokenizer(Protocol):
         """The text of the ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
 
 
-def load_tokenizer(folder: Path | str) -> Tokenizer:
+def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Tokenizer:
     """The tokenizer of a prepared data folder, an HF folder, a checkpoint (its assets) or a Meta folder.
 
     A tiktoken file comes before a tokenizer.json, SentencePiece (Llama 2) after it. Raises DataError where there is
     none or it is damaged.
+
+    In training a tokenizer.json that says so cuts or pads what it reads, as in torchtitan, and words that one adds to a
+    tiktoken file are text as special tokens are. `as_transformers` reads texts whole, and such words as tokens.
     """
     folder = Path(folder)
     assets = find_assets(folder)
     model, described = assets.get(TIKTOKEN_MODEL), assets.get(TOKENIZER_JSON)
     if model and looks_like_tiktoken(model):
-        return _TiktokenTokenizer(model, described, assets)
+        return _TiktokenTokenizer(model, described, assets, as_transformers=as_transformers)
     if described:
-        return _JsonTokenizer(described, assets)
+        return _JsonTokenizer(described, assets, as_transformers=as_transformers)
     if model:
         return _SentencePieceTokenizer(model, assets)
     what = "has no" if folder.is_dir() else "is not a folder, so it has no"
@@ -57,14 +73,19 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 class _TiktokenTokenizer:
-    def __init__(self, model: Path, described: Path | None, assets: Mapping[str, Path]):
+    def __init__(self, model: Path, described: Path | None, assets: Mapping[str, Path], *, as_transformers: bool):
         import tiktoken
 
         ranks = read_ranks(model)
         missing = 256 - sum(bytes([value]) in ranks for value in range(256))
         if missing:
             raise DataError(f"{model}: {missing} of the 256 single bytes have no rank, so some text has no ids")
-        specials = _added_tokens(described) if described else _specials_after(len(ranks))
+        words: set[str] = set()
+        if described:
+            specials, words, self.prefix_ids = _described(described)
+        else:
+            specials = _specials_after(len(ranks))
+            self.prefix_ids = prefix_of_model_file(assets, specials[BEGIN])
         inside = [name for name, id in specials.items() if id < len(ranks)]
         if inside:
             raise DataError(f"{described}: special tokens {inside} have ids of ordinary tokens in {model}")
@@ -73,11 +94,13 @@ class _TiktokenTokenizer:
             str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
         self.vocab_size, self.byte_values = self._encoding.max_token_value + 1, {}
-        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
+        self._words = words if as_transformers else set()
+        self.special_names = frozenset(specials) - self._words
+        self.bos_id, self.eos_ids = document_ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
-        allowed = "all" if special else set()
+        allowed = "all" if special else self._words
         ids: list[int] = []
         for part in _without_long_white_space(text):
             ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
@@ -92,7 +115,7 @@ class _TiktokenTokenizer:
 
 
 class _JsonTokenizer:
-    def __init__(self, path: Path, assets: Mapping[str, Path]):
+    def __init__(self, path: Path, assets: Mapping[str, Path], *, as_transformers: bool):
         import tokenizers
 
         try:
@@ -101,7 +124,12 @@ class _JsonTokenizer:
             raise DataError(f"{path}: not a tokenizer: {error}") from None
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.byte_values = _byte_values(self._tokenizer)
-        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
+        self.special_names = _special_names(self._tokenizer)
+        self.prefix_ids = prefix_of_post_processor(self._tokenizer.post_processor)
+        self.bos_id, self.eos_ids = document_ends(assets, self.vocab_size)
+        if as_transformers:
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
@@ -126,17 +154,26 @@ class _SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: neither a tiktoken nor a SentencePiece file: {error}") from None
         self.vocab_size, self.byte_values = len(self._pieces), {}
-        self.bos_id, self.eos_ids = _ends(assets, self.vocab_size)
         control = [id for id in range(self.vocab_size) if self._pieces.is_control(id)]
         self._control = {self._pieces.id_to_piece(id): id for id in control}
+        self._is_legacy = is_legacy(assets)
+        self.special_names = frozenset(self._control)
+        begin = self._pieces.bos_id()  # -1 for none
+        self.prefix_ids = prefix_of_model_file(assets, begin if begin >= 0 else None)
+        self.bos_id, self.eos_ids = document_ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
         if not (special and self._control):  # to the library they are text
             return _framed(self, self._pieces.encode(text), bos=bos, eos=eos)
         ids: list[int] = []
-        for part in re.split(f"({'|'.join(map(re.escape, self._control))})", text):
-            ids += [self._control[part]] if part in self._control else self._pieces.encode(part)
+        for place, part in enumerate(re.split(f"({'|'.join(map(re.escape, self._control))})", text)):
+            if place % 2:
+                ids.append(self._control[part])
+            elif place and part and not self._is_legacy:
+                ids += self._pieces.encode(_LEAD + part)[len(self._pieces.encode(_LEAD)) :]
+            else:
+                ids += self._pieces.encode(part)
         return _framed(self, ids, bos=bos, eos=eos)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -149,6 +186,14 @@ class _SentencePieceTokenizer:
             else:
                 run.append(id)
         return text + self._pieces.decode(run)
+
+
+def _special_names(tokenizer) -> frozenset[str] | None:
+    """Of a tokenizer.json; None where text is changed before one is looked for, or not every place counts."""
+    special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    changes = tokenizer.normalizer is not None
+    exact = not any(token.single_word or (changes and token.normalized) for token in special)
+    return frozenset(token.content for token in special) if exact else None
 
 
 def _byte_values(tokenizer) -> dict[int, int]:
@@ -171,24 +216,15 @@ def _specials_after(num_ranks: int) -> dict[str, int]:
     return {name: num_ranks + i for i, name in enumerate(names)}
 
 
-def _added_tokens(path: Path) -> dict[str, int]:
+def _described(path: Path) -> tuple[dict[str, int], set[str], tuple[int, ...]]:
+    """What a tokenizer.json adds to a tiktoken file: tokens, those of them that are not special, a prompt's prefix."""
+    content, _ = read_tokenizer_json(path)
     try:
-        return {str(token["content"]): int(token["id"]) for token in read_json(path)["added_tokens"]}
-    except (KeyError, TypeError, ValueError) as error:
+        specials = {str(token["content"]): int(token["id"]) for token in content["added_tokens"]}
+        words = {str(token["content"]) for token in content["added_tokens"] if token.get("special") is False}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path}: no readable list of added_tokens ({type(error).__name__}: {error})") from None
-
-
-def _ends(assets: Mapping[str, Path], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
-    ids = read_token_ids(assets, vocab_size=vocab_size)
-    eos = ids.get("eos_token_id", [])
-    bos = None if _says_no_bos(assets) else ids.get("bos_token_id")
-    return bos, tuple(eos if isinstance(eos, list) else [eos])
-
-
-def _says_no_bos(assets: Mapping[str, Path]) -> bool:
-    """Qwen's tokenizer begins no text with a token, though its generation config names one."""
-    config = read_json(assets[TOKENIZER_CONFIG]) if TOKENIZER_CONFIG in assets else {}
-    return config.get("add_bos_token") is False or ("bos_token" in config and config["bos_token"] is None)
+    return specials, words, prefix_of_post_processor(content.get("post_processor"))
 
 
 def _without_long_white_space(text: str) -> Iterator[str]:

@@ -92,8 +92,25 @@ def test_ids_from_each_source(meta_tokenizer, ours, tmp_path):
     (ours / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot_id|>"}, "pad_token": None}))
     assert read_token_ids(find_assets(ours), vocab_size=700) == {"eos_token_id": first + 7}
     (ours / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "pad_token_id": None}))
-    assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": 1}
+    assert read_token_ids(find_assets(ours), vocab_size=700) == {"bos_token_id": 1, "eos_token_id": first + 7}
     assert read_token_ids({}, vocab_size=700) == {}
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, {"eos_token_id": [7, 8]}, {"bos_token_id": 600, "eos_token_id": [7, 8]}),
+        (None, {"bos_token_id": 1, "eos_token_id": 2}, {"bos_token_id": 600, "eos_token_id": 601}),  # nobody set these
+        (None, {"bos_token_id": 1, "eos_token_id": 7}, {"bos_token_id": 600, "eos_token_id": 7}),
+        ({"eos_token_id": 9}, {"eos_token_id": 7}, {"bos_token_id": 600, "eos_token_id": 9}),
+        ({"bos_token_id": 5}, {"eos_token_id": 7}, {"bos_token_id": 5, "eos_token_id": 601}),
+        ({}, {"bos_token_id": None, "pad_token_id": 3}, {"bos_token_id": 600, "eos_token_id": 601, "pad_token_id": 3}),
+    ],
+)
+def test_each_id_is_read_by_itself(ours, generation, config, expected):
+    if generation is not None:
+        (ours / "generation_config.json").write_text(json.dumps(generation))
+    assert read_token_ids(find_assets(ours), vocab_size=700, config=config) == expected
 
 
 def test_files_are_carried_and_a_generation_config_made(meta_tokenizer, tmp_path):

@@ -62,6 +62,16 @@ def test_places_that_hold_no_checkpoint(tmp_path):
         open_checkpoint(tmp_path / "pipe")
 
 
+def test_a_folder_of_runs_names_them(tmp_path):
+    for run in ("first", "second"):
+        (tmp_path / run / "checkpoint/step-10").mkdir(parents=True)
+        (tmp_path / run / "checkpoint/step-10/.metadata").touch()
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(CheckpointError, match="a folder of runs, not a checkpoint") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.tries == (str(tmp_path / "first"), str(tmp_path / "second"))
+
+
 def test_places_that_cannot_be_read(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         open_checkpoint(tmp_path / ("x" * 300))

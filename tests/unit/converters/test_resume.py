@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -107,6 +108,20 @@ def test_without_resume_an_interrupt_leaves_nothing(tmp_path, src):
     with pytest.raises(KeyboardInterrupt) as caught:
         run(src, tmp_path / "out", resume=False, stop_after=13)
     assert not getattr(caught.value, "__notes__", [])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_a_signal_while_a_place_is_claimed_leaves_nothing(tmp_path, src, monkeypatch):
+    """It arrives when the claim has a name to be removed by."""
+    opened = Journal.__init__
+
+    def open_and_interrupt(journal, path):
+        opened(journal, path)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Journal, "__init__", open_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(src, tmp_path / "out", resume=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
 
 

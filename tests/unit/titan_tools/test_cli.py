@@ -1,5 +1,6 @@
 """The command line as a whole: every help page and its examples, errors, exit codes, speed of `titan --help`."""
 
+import errno
 import functools
 import os
 import resource
@@ -132,7 +133,7 @@ def test_help_has_a_short_form_and_there_is_a_version():
 
 
 _CHECKPOINT_COMMANDS = [["convert", "auto"], ["convert", "dcp-to-torch"], *(
-    [name] for name in ("reshard", "seed", "inspect", "diff", "verify", "download")
+    [name] for name in ("reshard", "seed", "inspect", "diff", "verify", "download", "infer")
 )]  # fmt: skip
 
 
@@ -142,26 +143,42 @@ def test_help_names_arguments_and_values_as_its_text_does(command):
     arguments = [
         line.split()[0] for line in shown.split("Arguments:")[1].split("Options:")[0].splitlines() if line[2:3].strip()
     ]
-    assert arguments and all(name.isupper() for name in arguments)
-    assert not [line for line in shown.splitlines() if line.startswith("  --") and ("<str>" in line or "<int" in line)]
+    assert arguments and all(name.isupper() or name == "-" for name in arguments)
+    kinds = ("<str>", "<int>", "<int ", "<float>")
+    assert not [line for line in shown.splitlines() if line.startswith("  --") and any(kind in line for kind in kinds)]
 
 
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
         (MemoryError(), "error: out of memory\n"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "error: out of memory\n"),
+        (RuntimeError("CUDA out of memory. GPU 0 …"), "error: out of memory\nhint: CUDA out of memory. GPU 0 …\n"),
         (RuntimeError("can't start new thread"), "error: no further thread can be started here\n"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, problem, message):
-    def fails(**options):
+@pytest.mark.parametrize(
+    ("command", "has_workers"),
+    [(["convert", "auto"], True), (["--import", "m", "reshard"], True), (["infer"], False), (["convert"], False)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, problem, message, command, has_workers):
+    def fails(self, *_, **__):
         raise problem
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(typer.Typer, "__call__", fails)
+    monkeypatch.setattr(sys, "argv", ["titan", *command])
     assert cli.run() == 2
     err = capsys.readouterr().err
-    assert err.startswith(message) and "--workers 1" in err and "Traceback" not in err
+    assert err.startswith(message) and ("--workers 1" in err) == has_workers and "Traceback" not in err
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="bash's limit of a file's size is Linux'")
+def test_a_limit_of_a_files_size_is_no_fault_of_titan(tmp_path):
+    command = f"ulimit -f 0; exec {sys.executable} -m titan_tools models > {tmp_path / 'out'}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "error: standard output: File too large\n")
 
 
 @pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)
@@ -174,6 +191,12 @@ def test_a_reader_that_has_enough_is_no_failed_check():
     shell = f"{shlex.join([*TITAN, 'models', '--json'])} | true; exit ${{PIPESTATUS[0]}}"
     codes = {subprocess.run(["bash", "-c", shell], capture_output=True, timeout=60).returncode for _ in range(3)}
     assert codes <= {0, 141}
+
+
+def test_what_is_said_to_a_closed_stderr_is_not_among_the_results(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["titan", "inspect", "no such place"])
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.run() == 2 and capsys.readouterr().out == ""
 
 
 def test_output_that_cannot_be_written_is_one_line():

@@ -23,16 +23,9 @@ IDS = ["a", 1, "naïve\n東京 ", 3, 10**20]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def place(tmp_path):
-    """A folder with the batch `in.jsonl`."""
-    write_lines(tmp_path / "in.jsonl", LINES)
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
-def whole(hf, tmp_path_factory):
-    """What an uninterrupted run of LINES writes."""
+def made(hf, tmp_path_factory):
+    """The folder of an uninterrupted run of LINES."""
     from titan_tools import cli
 
     folder = tmp_path_factory.mktemp("whole")
@@ -41,7 +34,21 @@ def whole(hf, tmp_path_factory):
         argv = ["titan", "infer", hf, "--batch", folder / "in.jsonl", "--out", folder / "out.jsonl"]
         patch.setattr(sys, "argv", [*map(str, argv)])
         assert cli.run() == 0
-    return (folder / "out.jsonl").read_bytes()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(made):
+    """What it writes."""
+    return (made / "out.jsonl").read_bytes()
+
+
+@pytest.fixture
+def place(made, tmp_path):
+    """A folder with the batch `in.jsonl`, and what tells how results in `out.jsonl` were made."""
+    for name in ("in.jsonl", "out.jsonl.settings.json"):
+        shutil.copy(made / name, tmp_path)
+    return tmp_path
 
 
 def test_results_are_those_of_each_prompt_by_itself(titan, hf, whole):
@@ -75,14 +82,17 @@ def test_the_batch_size_changes_nothing_but_the_order_of_work(titan, hf, place, 
     assert (code, out) == (0, whole.decode()) and "5 completions" in talk
 
 
-def test_lines_leave_in_the_batchs_order_as_soon_as_they_can(hf, place, monkeypatch):
+def test_lines_leave_in_the_batchs_order_as_soon_as_they_can(monkeypatch):
     """With two rows the second prompt ends long before the first, and waits for it."""
+    from titan_tools.infer.decoding.sampling import Sampling
+    from titan_tools.infer.request import Request
     from titan_tools.infer.tasks import sinks
+    from titan_tools.infer.tasks.results_lines import Expected
 
     events = []
     monkeypatch.setattr(sinks, "stream", lambda line: events.append(json.loads(line)["id"]))
-    keys = [(id, 0) for id in IDS]
-    with sinks.open_sink(None, keys, lambda key, result: "", as_json=False) as sink:
+    expected = Expected([(id, 0) for id in IDS], lambda key, result: "", None)
+    with sinks.open_sink(Request(Path("model"), Sampling()), expected) as sink:
         for id, due in ((1, []), ("a", ["a", 1]), (3, ["a", 1]), (IDS[2], IDS[:4]), (10**20, IDS)):
             sink.append((id, 0), {"id": id})
             assert events == due
@@ -96,9 +106,11 @@ def test_samples_of_a_batch_are_those_of_each_prompt(titan, hf, place):
     assert all(len(result["logprobs"]) == 4 for result in results)
     assert results[0]["tokens"] != results[1]["tokens"]
     out_file = place / "out.jsonl"
+    asked = ("--batch", place / "in.jsonl", "--out", out_file, *sampled)
+    assert titan("infer", hf, *asked)[0] == 0 and out_file.read_text() == out
     out_file.write_text(out.split("\n")[0] + "\n")  # one sample of the first prompt
-    again = ("--out", out_file, "--batch-size", "1", "--json")  # in order: nothing puts away a line that stands twice
-    code, told, talk = titan("infer", hf, "--batch", place / "in.jsonl", *again, *sampled)
+    # in order: nothing puts away a line that stands twice
+    code, told, talk = titan("infer", hf, *asked, "--batch-size", "1", "--json")
     assert code == 0 and "skipped" not in talk
     assert tokens_of(json.loads(told)["results"]) == tokens_of(results) == tokens_of(read_lines(out_file.read_text()))
 
@@ -124,7 +136,7 @@ def test_a_rerun_goes_on_wherever_the_file_ends(titan, hf, place, whole):
         num_whole = sum(end <= cut for end in ends[1:])
         assert (code, told, out.read_bytes()) == (0, "", whole)
         assert (f"{num_whole} of 5 prompts are in {out} already: skipped" in talk) == (num_whole > 0)
-    assert [file.name for file in place.iterdir()] == ["in.jsonl", "out.jsonl"] or len([*place.iterdir()]) == 2
+    assert {file.name for file in place.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.settings.json"}
 
 
 def test_a_crash_of_the_machine_that_leaves_nuls_is_a_torn_line(titan, hf, place, whole):
@@ -140,6 +152,7 @@ def test_lines_in_another_order_are_put_in_order_and_nothing_is_made_again(titan
     real.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
     real.chmod(0o640)
     out.symlink_to(real)
+    (place / "out.jsonl.settings.json").rename(place / "real.jsonl.settings.json")
     code, told, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--json")
     assert code == 0 and json.loads(told)["results"] == read_lines(whole.decode())
     assert json.loads(told)["stats"]["ttft_ms"] is None and "all results are in" in talk
@@ -160,7 +173,8 @@ def test_where_all_results_are_there_nothing_is_loaded(titan, hf, place, whole, 
     assert stats["tp"] == tp and stats["tokens_per_sec"] is stats["ttft_ms"] is None
 
 
-def test_a_template_that_tells_the_time_lets_a_rerun_go_on_later(titan, hf, place):
+def test_a_template_that_tells_the_time_tells_a_rerun_that_of_the_first_run(titan, hf, place):
+    """So that its prompts are those of the lines that are there, and the end is an uninterrupted run's."""
     timed = shutil.copytree(hf, place / "timed")
     config = json.loads((timed / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ strftime_now('%f') }}{{ messages[0].content }}"
@@ -169,14 +183,14 @@ def test_a_template_that_tells_the_time_lets_a_rerun_go_on_later(titan, hf, plac
     out = place / "out.jsonl"
     argv = ("infer", timed, "--chat", "--batch", place / "in.jsonl", "--out", out, "--max-new-tokens", "2")
     assert titan(*argv)[0] == 0
-    first, second = out.read_bytes().splitlines(keepends=True)
-    times = [json.loads(line)["prompt_tokens"][:6] for line in (first, second)]
+    whole = out.read_bytes()
+    times = [result["prompt_tokens"][:6] for result in read_lines(whole.decode())]
     assert times[0] == times[1]  # it is one moment in all of a run
-    out.write_bytes(first)
+    out.write_bytes(whole.splitlines(keepends=True)[0])
     code, _, talk = titan(*argv)
-    assert code == 0 and f"1 of 2 prompts are in {out} already: skipped" in talk
-    again = out.read_bytes().splitlines(keepends=True)
-    assert again[0] == first and json.loads(again[1])["prompt_tokens"][:6] != times[1]
+    assert code == 0 and f"1 of 2 prompts are in {out} already: skipped" in talk and out.read_bytes() == whole
+    out.unlink()
+    assert titan(*argv)[0] == 0 and read_lines(out.read_text())[0]["prompt_tokens"][:6] != times[0]
 
 
 def test_a_batch_may_have_grown_since(titan, hf, place, whole):
@@ -198,27 +212,25 @@ def changed(line, **values):
 
 
 OTHER_OUTS = {
-    "another prompt": (changed(1, prompt="b"), (), "line 2 (id 1): another prompt"),
-    "other tokens": (changed(0, prompt_tokens=[256, 1]), (), "line 1 (id 'a'): other tokens of the same prompt"),
-    "an id that is gone": (changed(3, id="other"), (), "line 4 (id 'other'): no such id in the batch"),
-    "an id of another type": (changed(1, id="1"), (), "line 2 (id '1'): no such id in the batch"),
-    "twice": (lambda whole: whole + whole[: whole.index(b"\n") + 1], (), "line 6 (id 'a') stands there twice"),
-    "samples": (lambda w: w, ("--samples", "2", "--temperature", "1"), "line 1 (id 'a'): another number of --samples"),
-    "sample": (changed(0, sample=1), (), "line 1 (id 'a'): another number of --samples"),
-    "logprobs": (lambda whole: whole, ("--logprobs", "0"), "line 1 (id 'a'): made without --logprobs"),
-    "longer": (lambda whole: whole, ("--max-new-tokens", "3"), "line 1 (id 'a'): more tokens than --max-new-tokens"),
-    "notes": (lambda whole: b"my notes\n", (), "line 1 is no result"),
-    "notes without an end": (lambda whole: b"my notes", (), "line 1 is no result"),
-    "a prompt": (lambda whole: b'{"id": "a", "prompt": "def main("}', (), "line 1 (id 'a'): no result"),
-    "bytes": (lambda whole: b"\xff\xfe\n", (), "line 1 is no result"),
+    "another prompt": (changed(1, prompt="b"), "line 2 (id 1): another prompt"),
+    "other tokens": (changed(0, prompt_tokens=[256, 1]), "line 1 (id 'a'): other tokens of the same prompt"),
+    "an id that is gone": (changed(3, id="other"), "line 4 (id 'other'): no such id in the batch"),
+    "an id of another type": (changed(1, id="1"), "line 2 (id '1'): no such id in the batch"),
+    "twice": (lambda whole: whole + whole[: whole.index(b"\n") + 1], "line 6 (id 'a') stands there twice"),
+    "sample": (changed(0, sample=1), "line 1 (id 'a'): of more --samples than this run has"),
+    "a first of samples": (changed(0, sample=0), "line 1 (id 'a'): of more --samples than this run has"),
+    "notes": (lambda whole: b"my notes\n", "line 1 is no result"),
+    "notes without an end": (lambda whole: b"my notes", "line 1 is no result"),
+    "a prompt": (lambda whole: b'{"id": "a", "prompt": "def main("}', "line 1 (id 'a'): no result"),
+    "bytes": (lambda whole: b"\xff\xfe\n", "line 1 is no result"),
 }
 
 
-@pytest.mark.parametrize("content, options, said", OTHER_OUTS.values(), ids=OTHER_OUTS.keys())
-def test_a_file_of_other_results_is_refused_and_stays(titan, hf, place, whole, untouched, content, options, said):
+@pytest.mark.parametrize("content, said", OTHER_OUTS.values(), ids=OTHER_OUTS.keys())
+def test_a_file_of_other_results_is_refused_and_stays(titan, hf, place, whole, untouched, content, said):
     out, before = place / "out.jsonl", content(whole)
     out.write_bytes(before)
-    code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out, *options)
+    code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
     assert (code, told, out.read_bytes()) == (2, "", before)
     assert f"error: {out} holds something else than results of this batch:\n  " in err and said in err
     assert "try: --out ANOTHER_FILE" in err
@@ -228,6 +240,7 @@ def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched
     (place / "closed").mkdir(mode=0o555)
     (place / "link").symlink_to(place / "in.jsonl")
     (place / "loop").symlink_to(place / "loop")
+    before = {file.name for file in place.iterdir()}
     refused = {
         place / "in.jsonl": "is the batch itself",
         place / "link": "is the batch itself",
@@ -240,7 +253,7 @@ def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched
     for out, said in refused.items():
         code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
         assert (code, told) == (2, "") and said in err, err
-    assert sorted(file.name for file in place.iterdir()) == ["closed", "in.jsonl", "link", "loop"]
+    assert {file.name for file in place.iterdir()} == before
 
 
 def test_two_cannot_write_one_file(titan, hf, place, untouched):
@@ -253,8 +266,12 @@ def test_two_cannot_write_one_file(titan, hf, place, untouched):
 def test_a_writer_that_replaced_the_file_while_another_waited_is_noticed(tmp_path):
     """The lock is of the file that was, so the one that is there now must be locked anew."""
     from titan_tools.infer.tasks import results_file
+    from titan_tools.infer.tasks.made_with import MadeWith, write_made_with
+    from titan_tools.infer.tasks.results_lines import Expected
 
+    expected = Expected([(0, 0), (1, 0)], lambda key, result: "", MadeWith("model"))
     (tmp_path / "out").write_bytes(b'{"id": 0, "text": "old"}\n')
+    write_made_with(tmp_path / "out", expected.made_with)
     lock = results_file._lock
 
     def replaced_meanwhile(descriptor, path, how):
@@ -266,5 +283,5 @@ def test_a_writer_that_replaced_the_file_while_another_waited_is_noticed(tmp_pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results_file, "_lock", replaced_meanwhile)
-        with results_file.open_results(tmp_path / "out", [(0, 0), (1, 0)], lambda key, result: "") as results:
+        with results_file.open_results(tmp_path / "out", expected) as results:
             assert (0, 0) not in results and (1, 0) in results

@@ -72,7 +72,7 @@ def test_everything_that_is_wrong_in_a_batch_is_told_at_once(titan, hf, tmp_path
     file.write_bytes(b"\n".join(WRONG))
     code, out, err = titan("infer", hf, "--batch", file, "--out", tmp_path / "out.jsonl")
     assert code == 2 and out == "" and not (tmp_path / "out.jsonl").exists()
-    assert f"error: {file}: {len(SAID)} of its lines cannot be:\n" in err
+    assert f"error: {file}: {len(SAID)} lines cannot be used:\n" in err
     assert [said for said in SAID if f"\n  {said}" not in err] == []
     content = file.read_bytes()
     for what, offset in (
@@ -211,8 +211,10 @@ def test_a_pipe_is_a_batch_for_one_rank_only(titan, hf, untouched):
     with subprocess.Popen(["true"], stdout=subprocess.PIPE) as empty:
         pipe = f"/dev/fd/{empty.stdout.fileno()}"
         code, _, err = titan("infer", hf, "--batch", pipe, "--tp", "2")
-        assert code == 2 and "is no file, and each of 2 ranks reads it for itself" in err
+        assert code == 2 and "is not a regular file, and each of 2 ranks reads it by itself" in err
         code, _, err = titan("infer", hf, "--batch", pipe)
         assert code == 2 and "holds no line" in err
+    code, _, err = titan("infer", hf, "--batch", "missing", "--tp", "2")  # which is no pipe
+    assert code == 2 and err == "error: cannot read the batch missing: No such file or directory\n"
     code, _, err = titan("infer", hf, "--batch", "-")
     assert code == 2 and "try: --batch /dev/stdin" in err

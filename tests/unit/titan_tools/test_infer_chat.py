@@ -1,6 +1,7 @@
 """`titan infer --chat` without a prompt: a conversation, from a script's lines or at a terminal."""
 
 import io
+import json
 import sys
 from itertools import count
 
@@ -16,7 +17,7 @@ from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.chat_history import History
-from titan_tools.infer.tasks.say import settings_of
+from titan_tools.infer.tasks.settings import settings_of
 from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer
 
@@ -115,6 +116,15 @@ def test_all_that_was_said_is_what_one_prompt_says(talk, titan, folder):
     assert titan("infer", folder, "--chat", *asked)[1] == out
 
 
+def test_an_empty_system_message_is_one_in_a_conversation_as_before_a_prompt(talk, folder, prefills):
+    """Some templates put a message of their own where there is none."""
+    assert talk(folder, ["Hello"], "--max-new-tokens", "1", "--system", "")[0] == 0
+    assert talk(folder, [], "--max-new-tokens", "1", "--system", "", "--prompt", "Hello")[0] == 0
+    (conversation, _), (prompt, _) = prefills
+    assert load_tokenizer(folder).decode(conversation).startswith("<|begin_of_text|>s:<|end_of_text|>u:Hello")
+    assert conversation == prompt
+
+
 def test_commands(talk, folder, prefills):
     lines = ["one", "/retry", "/system be kind", "two", "/reset", "/help", "three", "/system", "four", "/exit", "five"]
     code, out, err = talk(folder, lines, "--max-new-tokens", "3", "--temperature", "1")
@@ -170,7 +180,7 @@ def test_a_message_too_long_changes_nothing(history):
         history.ask("x" * 100, [])
     with pytest.raises(Exception, match="the system message takes"):
         history.change_system("x" * 100)
-    assert history.messages == ["a", "b"] and history.system == ""
+    assert history.messages == ["a", "b"] and history.system is None
     assert history.ask_again(turn.prompt.tokens).keep == len(turn.prompt.tokens) - 1
 
 
@@ -190,6 +200,7 @@ def test_an_answer_of_nothing_takes_its_message_along(history):
         ([], "standard input holds no message"),
         (["", " "], "standard input holds no message"),
         (b"fine\nb\xffd\n", "line 2 of standard input is not UTF-8: byte 0xff at offset 1"),
+        (b"fine\n\xc3\xa9\0d\n", "line 2 of standard input holds a NUL byte at offset 2"),
         (["/rest"], "there is no command /rest"),
         (["/retry"], "nothing was said"),
         (["x" * 300], "a prompt of 306 tokens, and the context has 256"),
@@ -214,6 +225,19 @@ def test_what_cannot_be_is_told_before_anything_is_read(talk, folder, monkeypatc
     monkeypatch.setattr("titan_tools.infer.run.load_model", None)
     code, _, err = talk(folder, ["Hello"], *options)
     assert code == 2 and told in err
+
+
+@pytest.mark.parametrize(("last", "helps"), [("a", True), ("a" * 250, False)])
+def test_to_cut_a_chat_is_suggested_where_less_of_it_would_fit(titan, folder, tmp_path, last, helps):
+    said = [("user", "x" * 240), ("assistant", "yes"), ("user", last)]
+    line = {"messages": [{"role": role, "content": content} for role, content in said]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    asked = ("infer", folder, "--chat", "--batch", tmp_path / "in.jsonl", "--max-new-tokens", "9")
+    code, _, err = titan(*asked)
+    assert code == 2 and "do not fit the model's context" in err and ("--truncate left" in err) == helps
+    assert (titan(*asked, "--truncate", "left")[0] == 0) == helps
+    code, _, err = titan("infer", folder, "--chat", "--prompt", "x" * 300)
+    assert code == 2 and "--truncate" not in err  # a message is kept whole
 
 
 def test_templates_that_refuse_or_are_not_there(talk, tmp_path):
@@ -249,6 +273,15 @@ def test_ctrl_c_stops_an_answer_and_no_more(talk, model_and_folder, monkeypatch,
         assert reference.say(text, 10).startswith(answer) and len(answer) < 10
         said = [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         reference.messages = before + (said if answer else [])
+
+
+def test_ctrl_c_before_the_first_token_of_all_leaves_no_figures_to_tell(talk, folder, monkeypatch):
+    def interrupted(*args, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "choose", interrupted)
+    code, out, err = talk(folder, ["one", "/exit"], terminal=True)
+    assert code == 0 and out == "\n" and "(stopped)" in err and "tokens/s" not in err and "completion" not in err
 
 
 def test_no_standard_input(talk, folder, titan, monkeypatch):

@@ -2,17 +2,12 @@
 
 import json
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from converters.errors import CheckpointError, ConfigError
 from tests.chat_templates import CHATML, MISTRAL, TEMPLATES, said, write_tokenizer
-from titan_tools.infer import run
-from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.request import Request
-from titan_tools.infer.task import Work
 from titan_tools.infer.text import template_sandbox
 from titan_tools.infer.text.chat_template import ChatTemplate, read_template
 from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
@@ -85,24 +80,6 @@ def test_a_template_is_told_the_requests_time():
     moment = datetime(1999, 12, 31, 23, 59)
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, moment=moment)
     assert template.render(said(("user", "a"))) == "31 Dec 1999" and template.tells_time
-
-
-def test_ranks_of_torchrun_read_the_first_ones_clock():
-    """Their prompts are made before they meet, so those of the others are made once more."""
-    first, own = datetime(1999, 12, 31, 23, 59), datetime(2000, 1, 1)
-
-    class Others:
-        def told_by_first(self, value):
-            return first
-
-    def work(source):
-        request = Request(Path("model"), Sampling(), text="a")
-        return Work(request, None, None, ChatTemplate(source, {}, moment=own), 2, "float32")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_prepare", lambda work: work.template.moment)
-        assert run._at_one_moment("as it was", work("{{ strftime_now('%d') }}"), Others()) == first
-        assert run._at_one_moment("as it was", work("no clock"), Others()) == "as it was"
 
 
 def test_a_template_that_writes_too_much_is_told(monkeypatch):

@@ -1,9 +1,16 @@
 """Tokens of conversations: text between special tokens is read as transformers reads it, and stays text."""
 
+import json
+from copy import copy
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as JsonTokenizer
+from tokenizers import processors
 from transformers import AutoTokenizer
 
-from converters.errors import ConfigError
+from converters.errors import ConfigError, TitanError
 from tests.chat_templates import CHATML, SPECIAL, TEMPLATES, said, write_tokenizer
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.chat_tokens import encode_chat, turn_end_ids
@@ -82,3 +89,79 @@ def test_the_token_behind_an_answer_ends_a_turn(tmp_path, name, expected):
 def test_a_template_without_such_a_token_ends_no_turn(tmp_path, template):
     folder = write_tokenizer(tmp_path / "tokenizer", template)
     assert turn_end_ids(read_template(folder), load_tokenizer(folder)) == frozenset()
+
+
+@pytest.mark.parametrize("name", ["llama31", "mistral", "chatml"])
+def test_a_begin_of_text_token_is_the_template_s_alone(tmp_path, name):
+    """The tokenizer would put one before a text too: there would be two, or one that the template does not want."""
+    folder = write_tokenizer(tmp_path / "tokenizer", TEMPLATES[name])
+    tokenizer = JsonTokenizer.from_file(str(folder / "tokenizer.json"))
+    bos = json.loads((folder / "tokenizer_config.json").read_text())["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    messages, ours, theirs = said(("user", "Hello")), load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert ours.prefix_ids == (tokenizer.token_to_id(bos),) == tuple(theirs("").input_ids)
+    ids = encode_chat(read_template(folder), ours, messages)
+    assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids.count(ours.prefix_ids[0]) == (name != "chatml")
+
+
+class Counting:
+    def __init__(self, tokenizer):
+        self.special_names, self._tokenizer, self.num_encoded = tokenizer.special_names, tokenizer, 0
+
+    def encode(self, text, **how):
+        self.num_encoded += 1
+        return self._tokenizer.encode(text, **how)
+
+
+@pytest.mark.parametrize("text", ["", "Hello", "x = [1] < 2 <b>|</b> <|im", "<think>", "[/INST", "e\u0301 <\uff5cim"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_messages_without_special_tokens_are_encoded_once(tmp_path, name, text):
+    folder = write_tokenizer(tmp_path / "tokenizer", TEMPLATES[name])
+    template, tokenizer, messages = read_template(folder), Counting(load_tokenizer(folder)), said(("user", text))
+    assert encode_chat(template, tokenizer, messages) == tokenizer.encode(template.render(messages), special=True)
+    assert tokenizer.num_encoded == 2
+
+
+PIECES = [
+    *sorted(SPECIAL),
+    "<",
+    "<|",
+    "|>",
+    "im_end",
+    "/think",
+    "[",
+    "INST]",
+    "s>",
+    "</",
+    " ",
+    "\n",
+    "a",
+    "\U000f0000",
+    "é",
+]
+CUTS = "{% for m in messages %}<s>{{ m.content.replace('/think', '').replace('é', '<') }}</s>{% endfor %}[INST]"
+
+
+@pytest.fixture(scope="module", params=[CHATML, TEMPLATES["llama31"], CUTS], ids=["chatml", "llama31", "cuts"])
+def chat(request, tmp_path_factory):
+    folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "it", request.param)
+    return read_template(folder), load_tokenizer(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), min_size=1, max_size=3))
+def test_the_short_way_gives_what_the_long_one_gives(chat, texts):
+    template, tokenizer = chat
+    long = copy(tokenizer)
+    long.special_names = None  # as of a tokenizer whose names are not all that counts
+    messages, found = said(*(("user", text) for text in texts)), []
+    for one in (tokenizer, long):
+        try:
+            found.append(encode_chat(template, one, messages))
+        except TitanError as error:
+            found.append(error.message)
+    assert found[0] == found[1]

@@ -11,7 +11,9 @@ import torch
 from converters.convert import convert
 from tests.tiny_llama import BOS, write_llama, write_meta
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.tasks import say
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model import float16
+from titan_tools.infer.tasks import one_prompt
 
 PROMPT = "def main("
 SHORT = ("--prompt", PROMPT, "--max-new-tokens", "12")
@@ -45,8 +47,9 @@ def test_json_is_one_object_with_results_and_stats(titan, hf):
     assert result["prompt_tokens"][0] == BOS and len(result["prompt_tokens"]) == 1 + len(PROMPT)
     stats = told["stats"]
     assert (stats["tp"], stats["dtype"], stats["seed"]) == (1, "float32", 0)
-    for name in ("ttft_ms", "tpot_ms", "tokens_per_sec", "peak_memory_gib"):
-        assert stats[name] > 0
+    measured = ["ttft_ms", "tpot_ms", "tokens_per_sec", "bandwidth_gb_per_sec"]
+    assert list(stats) == [*measured, "bandwidth_share", "peak_memory_gib", "tp", "dtype", "seed"]
+    assert all(stats[name] > 0 for name in (*measured, "peak_memory_gib")) and stats["bandwidth_share"] is None
 
 
 def test_text_alone_goes_to_stdout(titan, hf):
@@ -55,6 +58,23 @@ def test_text_alone_goes_to_stdout(titan, hf):
     assert code == 0
     assert text == json.loads(out)["results"][0]["text"] + "\n"
     assert "tokens/s" in talk
+
+
+@pytest.mark.parametrize("chat", [(), ("--chat",)])
+def test_text_comes_while_tokens_are_made(titan, hf, tmp_path, monkeypatch, chat):
+    shutil.copytree(hf, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode() + b"\n")))
+    said, decode = [], Engine.decode
+
+    def watched(engine, tokens):
+        said.append(sys.stdout.getvalue())
+        return decode(engine, tokens)
+
+    monkeypatch.setattr(Engine, "decode", watched)
+    _, out, _ = titan("infer", tmp_path, *(chat or ("--prompt", PROMPT)), "--max-new-tokens", "12")
+    assert len(said) == 11 and all(out.startswith(text) for text in said)
+    assert len(set(said)) > 2 and len(said[-1]) >= len(out) - 8
 
 
 def test_every_format_says_the_same(titan, hf, dcp, tmp_path):
@@ -98,6 +118,26 @@ def test_prompt_from_file_and_stdin(titan, hf, tmp_path, monkeypatch, how):
     assert code == 0 and json.loads(out)["results"][0]["prompt"] == text
 
 
+@pytest.mark.parametrize("stdin", [None, "closed"])
+def test_a_prompt_from_a_closed_standard_input_is_refused(titan, hf, untouched, monkeypatch, stdin):
+    if stdin:
+        stdin = io.StringIO()
+        stdin.close()
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code, out, err = titan("infer", hf, "-")
+    assert (code, out) == (2, "")
+    assert err == "error: there is no standard input to read a prompt from\ntry: --prompt TEXT\n"
+
+
+def test_who_waits_at_a_terminal_for_a_prompt_says_so(titan, hf, monkeypatch):
+    stdin = io.TextIOWrapper(io.BytesIO(b"def main("))
+    stdin.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", stdin)
+    code, out, err = titan("infer", hf, "-", *SHORT[2:])
+    assert code == 0 and err.startswith("reading the prompt from the terminal; Ctrl-D on a line of its own ends it\n")
+    assert out == titan("infer", hf, *SHORT)[1]
+
+
 def test_new_tokens_stop_at_the_context_by_themselves(titan, hf):
     _, out, _ = titan("infer", hf, "--prompt", "a" * 200, "--json")
     assert len(tokens(out)) == 256 - 201
@@ -134,7 +174,7 @@ def test_an_answer_ends_before_a_stop_string(titan, hf, broken, monkeypatch, opt
     at = whole["tokens"].index({"z": 89, "\x14": 208}[end])  # ids of the tiny tokenizer
     assert result["tokens"] == whole["tokens"][: at + 1] and len(result["logprobs"]) == at + 1
     pieces = []
-    monkeypatch.setattr(say, "stream", pieces.append)
+    monkeypatch.setattr(one_prompt, "stream", pieces.append)
     titan("infer", broken, *SHORT, *options)
     assert "".join(pieces) == result["text"] + "\n" and len(pieces) > 3
 
@@ -149,68 +189,13 @@ def test_dtype_is_the_checkpoints_unless_said(titan, dcp, hf, tmp_path):
     assert told == ["bfloat16", "float32", "bfloat16"]
 
 
-REFUSED = {
-    "no prompt": ((), "give a prompt: --prompt TEXT"),
-    "two prompts": (("--prompt", "a", "-"), "give one prompt"),
-    "stray argument": (("hello",), "only - (standard input) can stand there"),
-    "prompt file missing": (("--prompt-file", "/no/such"), "cannot read the prompt file /no/such"),
-    "no new tokens": (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens"),
-    "prompt and batch": (("--prompt", "a", "--batch", "in.jsonl"), "--batch has prompts of its own"),
-    "out without batch": (
-        ("--prompt", "a", "--out", "f"),
-        "--out is where the results of a --batch go\ntry: --batch FILE",
-    ),
-    "system without chat": (("--prompt", "a", "--system", "s"), "--system is a message of a --chat\ntry: --chat"),
-    "empty stop": (("--prompt", "a", "--stop", ""), "--stop is empty"),
-    "samples alike": (
-        ("--prompt", "a", "--samples", "2"),
-        "would all be alike: give --temperature\ntry: --temperature 1",
-    ),
-    "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is of a --batch, or of --samples"),
-    "context of one": (("--prompt", "a", "--context", "99"), "--context is of a conversation"),
-    "from-bos alone": (("--from-bos",), "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input"),
-    "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no meaning in a chat"),
-    "special tokens in a chat": (
-        ("--prompt", "a", "--chat", "--special-tokens"),
-        "--special-tokens has no meaning in a",
-    ),
-    "empty chat": (("--prompt", "", "--chat"), "the prompt is empty"),
-    "conversation in JSON": (("--chat", "--json"), "--json has no meaning in a conversation; give a prompt"),
-    "score of nothing": (("--score",), "- for standard input, or --batch FILE\n"),
-    "more than the context": (
-        ("--prompt", "a", "--max-new-tokens", "255"),
-        "at most 254 new tokens fit behind this prompt\ntry: --max-new-tokens 254\n",
-    ),
-    "score of a cut text": (
-        ("--prompt", "a", "--score", "--truncate", "left"),
-        "--truncate has no meaning with --score",
-    ),
-    "tp beyond the heads": (("--prompt", "a", "--tp", "8"), "valid: 1, 2, 4"),
-    "tp between": (("--prompt", "a", "--tp", "3"), "--tp 3 cannot split 4 attention heads and 2 key/value heads"),
-    "dtype": (("--prompt", "a", "--dtype", "int4"), "int4"),
-}
-
-
-@pytest.mark.parametrize("arguments, said", REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_is_refused(titan, hf, monkeypatch, arguments, said):
-    monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr(infer_run, "load_model", lambda *_, **__: pytest.fail("weights were read"))
-    code, out, err = titan("infer", hf, *arguments)
-    assert code == 2 and out == ""
-    assert err.startswith("error: ") and said in err and "Traceback" not in err
-
-
-def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
-    options = ("--score", "--temperature", "-1", "--stop", "", "--max-new-tokens", "3", "--out", "x", "--system", "s")
-    code, out, err = titan("infer", hf, "--prompt", "", *options, "--batch-size", "2")
-    assert code == 2 and out == ""
-    assert err.startswith(
-        "error: 9 things cannot be:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
-    )
-    for name in ("--temperature", "--stop", "--max-new-tokens"):
-        assert f"\n  {name} has no meaning with --score, which makes no new tokens\n" in err
-    assert err.count("--batch-size") == 1
-    assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_float16_is_computed_in_float16_and_told_where_it_is_slow(titan, hf, tmp_path, monkeypatch, has_kernels):
+    convert(hf, tmp_path / "half", to="hf", dtype="float16")
+    monkeypatch.setattr(float16, "has_kernels", lambda: has_kernels)
+    code, out, err = titan("infer", tmp_path / "half", *SHORT, "--json")
+    assert code == 0 and json.loads(out)["stats"]["dtype"] == "float16"
+    assert ("prompts are read slowly" in err) == (not has_kernels)
 
 
 def test_a_terminal_that_does_not_know_all_letters_shows_the_others(titan, hf, tmp_path, monkeypatch):
@@ -231,6 +216,12 @@ def test_a_terminal_that_does_not_know_all_letters_shows_the_others(titan, hf, t
             assert said.isascii() and json.loads(said) == json.loads(expected)
         else:
             assert "?" in said and said == expected.encode("latin-1", "replace").decode("latin-1")
+
+
+def test_a_min_p_of_zero_is_none(titan, hf):
+    sampled = (*SHORT, "--temperature", "1")
+    assert titan("infer", hf, *sampled, "--min-p", "0")[:2] == titan("infer", hf, *sampled)[:2]
+    assert titan("infer", hf, *SHORT, "--min-p", "0")[0] == 0  # nor is it refused beside greedy
 
 
 def test_samples_are_shown_one_after_another(titan, hf):
@@ -274,28 +265,16 @@ def test_standard_input_is_refused_under_torchrun(titan, hf, monkeypatch):
     assert code == 2 and "no standard input" in err
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "titan_model.json"])
-def test_a_file_that_changed_since_its_manifest_is_told_before_anything_is_said(
-    titan, dcp, tmp_path, monkeypatch, name, tp
-):
-    monkeypatch.setattr(infer_run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+def test_a_file_that_changed_since_its_manifest_is_told_before_anything_is_said(titan, dcp, tmp_path, name):
     shutil.copytree(dcp, tmp_path / "bad")
     data = bytearray((tmp_path / "bad" / name).read_bytes())
     place = len(data) // 2 if name.endswith("distcp") else data.index(b"10000.0") + 1  # rope_theta 11000
     data[place] ^= 1
     (tmp_path / "bad" / name).write_bytes(data)
-    code, out, err = titan("infer", tmp_path / "bad", *SHORT, "--tp", tp)
+    code, out, err = titan("infer", tmp_path / "bad", *SHORT)
     assert code == 2 and out == ""
     assert f"\n  {name}: its bytes have changed (CRC32)" in err and f"try: titan verify {tmp_path / 'bad'}" in err
-
-
-@pytest.mark.parametrize("rank, started_by, looks", [("0", "", True), ("1", "", False), ("0", "4711", False)])
-def test_one_rank_at_most_reads_for_damage(monkeypatch, rank, started_by, looks):
-    """Under torchrun the first; under our own launch none, because the parent has."""
-    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TITAN_LAUNCH": started_by}.items():
-        monkeypatch.setenv(name, value)
-    assert infer_run._looks_for_all() is looks
 
 
 @pytest.mark.parametrize("ranks_left_with, code", [(0, 0), (3, 3), (-15, 130)])

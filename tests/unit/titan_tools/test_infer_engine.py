@@ -18,7 +18,7 @@ from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import compiled, graphs
 from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import split_keys as split_keys_file
-from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.engine import Engine, RowTokens
 
 VOCAB_SIZE = 97
 ROOM = 60
@@ -76,22 +76,24 @@ def one_pass(reference, tokens):
         return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("how", ["dynamic", "static", "split", "compiled"])
-def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how, request):
-    """Rows begin, go on, are taken up behind what they hold, copied and cut, as many at work as may be."""
+@pytest.mark.parametrize("how", ["dynamic", "one by one", "copied heads", "static", "split", "compiled"])
+def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how, request, monkeypatch):
+    """Rows begin, alone or several in one pass, go on, are taken up behind what they hold, copied and cut."""
     reference, model = pair
     copied = request.getfixturevalue("split_keys") if how == "split" else []
-    modes = {"dynamic": {"static": False}, "compiled": {"compile": True}}.get(how, {"static": True})
+    monkeypatch.setattr(cache_file, "_MOST_PADDING", 0 if how == "one by one" else 1000)
+    monkeypatch.setattr(cache_file, "copies_heads", lambda *_: how == "copied heads")
+    modes = {"static": {"static": True}, "split": {"static": True}, "compiled": {"compile": True}}.get(how, {})
     engine = Engine(model, rows=5, room=ROOM, **modes, backend="aot_eager")
     draw = random.Random(1)
-    expected, furthest, num_steps = [[] for _ in range(5)], 0, {"decode": 0, "prefill": 0, "copy": 0}
+    expected, furthest, num_steps = [[] for _ in range(5)], 0, {"decode": 0, "prefill": 0, "copy": 0, "pack": 0}
 
     def check(row, logits_V):
         nonlocal furthest
         furthest = max(furthest, float((logits_V - one_pass(reference, expected[row])[-1]).abs().max()))
 
-    while min(num_steps.values()) < 6:
-        step, row = draw.choice(["decode", "decode", "decode", "prefill", "copy"]), draw.randrange(5)
+    while min(num_steps.values()) < 5:
+        step, row = draw.choice(["decode", "decode", "decode", "prefill", "copy", "pack"]), draw.randrange(5)
         num_at_work = next((n for n, tokens in enumerate(expected) if not tokens), 5)
         if step == "prefill" or not num_at_work:
             row = min(row, num_at_work)  # no gap between rows at work
@@ -99,6 +101,16 @@ def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes,
             new = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 12))]
             expected[row] = expected[row][:keep] + new
             check(row, engine.prefill(row, expected[row], keep=keep))
+        elif step == "pack":
+            rows = draw.sample(range(5), 5)[: draw.randint(2, 5)]
+            rows = [row for row in rows if row < num_at_work] + [num_at_work] * (num_at_work < 5)
+            keeps = [draw.choice([0, draw.randint(0, len(expected[row]))]) for row in rows]
+            for row, keep in zip(rows, keeps, strict=True):
+                new = [draw.randrange(VOCAB_SIZE) for _ in range(draw.randint(1, 12))]
+                expected[row] = expected[row][:keep] + new
+            prompts = [RowTokens(row, expected[row], keep) for row, keep in zip(rows, keeps, strict=True)]
+            for row, logits_V in zip(rows, engine.prefill_rows(prompts), strict=True):
+                check(row, logits_V)
         elif step == "copy":
             source = draw.randrange(num_at_work)
             row, length = min(row, num_at_work), draw.randint(1, len(expected[source]))
@@ -109,7 +121,7 @@ def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes,
             new = [draw.randrange(VOCAB_SIZE) for _ in range(num_at_work)]
             for tokens, token in zip(expected, new, strict=False):
                 tokens.append(token)
-            if how != "dynamic":
+            if modes:
                 expected[num_at_work:] = [[] for _ in expected[num_at_work:]]
             for row, logits_V in enumerate(engine.decode(new)):
                 check(row, logits_V)
@@ -154,42 +166,6 @@ def test_shapes_are_few(pair, short_shapes):
     assert [graphs.power_of_two(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
 
 
-@pytest.mark.parametrize("keep", [0, 11])
-def test_a_long_prompt_in_pieces_equals_one_pass(pair, monkeypatch, keep):
-    reference, model = pair
-    tokens = [(17 * i) % VOCAB_SIZE for i in range(50)]
-    full = one_pass(reference, tokens)
-    monkeypatch.setattr(engine_file, "PREFILL_TOKENS", 16)
-    engine = Engine(model, rows=2, room=ROOM)
-    if keep:
-        engine.prefill(1, tokens[:keep])
-    pieces = list(engine.hidden(1, tokens, keep=keep))
-    assert [len(p) for p in pieces] == ([16, 16, 16, 2] if not keep else [16, 16, 7])
-    with torch.inference_mode():
-        assert (model.head(torch.cat(pieces)) - full[keep:]).abs().max() < 1e-4
-    assert (engine.decode([5, 6])[1] - one_pass(reference, [*tokens, 6])[-1]).abs().max() < 1e-4
-
-
-def test_pieces_and_their_masks_stay_bounded():
-    starts = [0, 2048, 1 << 15, 1 << 17, 1 << 20]
-    sizes = [engine_file._piece_tokens(start) for start in starts]
-    assert sizes[:2] == [2048, 2048]
-    assert all(size * (start + size) <= 1 << 26 for start, size in zip(starts, sizes, strict=True))
-    assert min(sizes) >= 60
-
-
-def test_the_head_sees_one_token_of_a_prompt(pair):
-    _, model = pair
-    shapes = []
-    hook = model.head.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape[:-1])))
-    engine = Engine(model, rows=2, room=ROOM)
-    engine.prefill(0, list(range(40)))
-    engine.prefill(1, [1, 2, 3])
-    engine.decode([1, 2])
-    hook.remove()
-    assert shapes == [(1,), (1,), (2,)]
-
-
 def test_what_a_row_held_before_does_not_matter(pair, short_shapes):
     """A shorter sequence beside a longer one sees neither its own row's past nor, in a new cache, garbage."""
     reference, model = pair
@@ -203,23 +179,6 @@ def test_what_a_row_held_before_does_not_matter(pair, short_shapes):
         engine.prefill(0, list(range(40)))
         assert (engine.decode([1, 2])[1] - fresh).abs().max() < 1e-6
         assert (fresh - one_pass(reference, [7, 8, 2])[-1]).abs().max() < 1e-4
-
-
-def test_who_is_interrupted_holds_only_what_is_there(pair, monkeypatch):
-    """Ctrl-C in a prefill of new tokens: what was held behind them is gone, what was held before them is not."""
-    reference, model = pair
-    engine = Engine(model, rows=1, room=ROOM)
-    engine.prefill(0, list(range(30)))
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    hook = model.body.layers["2"].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.prefill(0, [*range(10), *range(50, 70)], keep=10)
-    hook.remove()
-    assert engine.held == [list(range(10))]
-    assert (engine.prefill(0, list(range(30)), keep=10) - one_pass(reference, list(range(30)))[-1]).abs().max() < 1e-4
 
 
 class Graph:
@@ -282,7 +241,7 @@ def test_room_takes_memory_when_it_is_used(pair):
     heads_dim = pair[1].num_kv_heads * pair[1].body.layers["0"].attention.head_dim
     room = (8 << 30) // (2 * len(pair[1].body.layers) * heads_dim * 4)
     engine = Engine(pair[1], rows=1, room=room)
-    assert engine.bytes_per_cached_token * room > 7 << 30
+    assert engine.model.bytes_per_cached_token * room > 7 << 30
     engine.prefill(0, [1, 2, 3])
     with open("/proc/self/statm") as pages:
         assert int(pages.read().split()[1]) * 4096 < 4 << 30

@@ -97,39 +97,63 @@ def test_bfloat16_keeps_rope_in_float32_far_out(tmp_path, name):
         assert (wrong - exact).abs().max() > bound
 
 
-TOKENIZERS = {  # tokenizer_config.json, and whether a text begins with BOS
-    "llama": ({"bos_token": "<|begin_of_text|>"}, True),
-    "qwen": ({"bos_token": None, "add_bos_token": False}, False),
-    "none named": ({"bos_token": None}, False),
-    "not added": ({"bos_token": "<|begin_of_text|>", "add_bos_token": False}, False),
+TOKENIZERS = {  # tokenizer_config.json, whether the tokenizer puts BOS before a text, and generation_config.json
+    "llama": ({"bos_token": "<|begin_of_text|>"}, True, {"bos_token_id": BOS, "eos_token_id": EOS}),
+    "ends alone in a generation config": ({"bos_token": "<|begin_of_text|>"}, True, {"eos_token_id": EOS}),
+    "qwen": ({"bos_token": None, "add_bos_token": False}, False, {"bos_token_id": BOS, "eos_token_id": EOS}),
+    "smollm": ({"bos_token": "<|begin_of_text|>"}, False, None),
+    "none named": ({"bos_token": None}, False, None),
 }
 
 
 @pytest.mark.parametrize("called", TOKENIZERS)
 def test_a_prompt_begins_as_the_tokenizer_says(titan, tmp_path, called):
-    """Qwen 3's generation config names a bos_token_id that its tokenizer never puts before a text."""
-    config, has_bos = TOKENIZERS[called]
+    """Not as what is named: Qwen 3's generation config and SmolLM2's tokenizer name a BOS that stands before no text.
+
+    --from-bos begins with it, as `generate` does without a prompt.
+    """
+    config, has_bos, generation = TOKENIZERS[called]
     hf = tmp_path / "hf"
     write_tiny(hf, "qwen3", numbers=NUMBERS | {"num_hidden_layers": 2})
     write_tokenizer(hf)
     told = config | {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (hf / "tokenizer_config.json").write_text(json.dumps(told))
-    assert json.loads((hf / "generation_config.json").read_text())["bos_token_id"] == BOS
-    convert(hf, tmp_path / "dcp", to="dcp")
-    plain = Tokenizer.from_file(str(hf / "tokenizer.json")).encode(PROMPT).ids
-    for place in (hf, tmp_path / "dcp"):
-        code, out, err = titan("infer", place, "--prompt", PROMPT, "--max-new-tokens", "1", "--json")
-        assert code == 0, err
-        assert json.loads(out)["results"][0]["prompt_tokens"] == ([BOS] if has_bos else []) + plain
     if not has_bos:
-        assert AutoTokenizer.from_pretrained(hf)(PROMPT).input_ids == plain
+        described = json.loads((hf / "tokenizer.json").read_text())
+        (hf / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}))
+    if generation is None:
+        (hf / "generation_config.json").unlink()
+    else:
+        (hf / "generation_config.json").write_text(json.dumps(generation))
+    convert(hf, tmp_path / "dcp", to="dcp")
+    theirs = AutoTokenizer.from_pretrained(hf)(PROMPT).input_ids
+    assert (theirs[0] == BOS) == has_bos
+    for place in (hf, tmp_path / "dcp"):
+        for prompt, expected in ((("--prompt", PROMPT), theirs), (("--prompt", "", "--from-bos"), [BOS])):
+            code, out, err = titan("infer", place, *prompt, "--max-new-tokens", "1", "--json")
+            assert code == 0, err
+            assert json.loads(out)["results"][0]["prompt_tokens"] == expected
+
+
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_a_text_is_scored_behind_what_a_prompt_begins_with(titan, tmp_path, has_bos):
+    write_tiny(tmp_path, "llama3", numbers=NUMBERS | {"num_hidden_layers": 2})
+    write_tokenizer(tmp_path)
+    if not has_bos:
+        described = json.loads((tmp_path / "tokenizer.json").read_text())
+        (tmp_path / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}))
+    code, out, err = titan("infer", tmp_path, "--prompt", PROMPT, "--score", "--json")
+    assert code == 0, err
+    (result,) = json.loads(out)["results"]
+    theirs = AutoTokenizer.from_pretrained(tmp_path)(PROMPT).input_ids
+    assert (result["prompt_tokens"], result["num_tokens"]) == (theirs, len(theirs) - 1)
 
 
 def test_any_of_several_ends_ends_as_in_transformers(titan, tmp_path):
     """A list in the generation config comes before the single id of config.json (Llama 3's Instruct, Qwen 3)."""
     model = write_tiny(tmp_path / "hf", "qwen3", numbers=NUMBERS | {"num_hidden_layers": 2})
     write_tokenizer(tmp_path / "hf")
-    prompt = [BOS, *Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).encode(PROMPT).ids]
+    prompt = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).encode(PROMPT).ids
     (free,) = greedy(model, [prompt], NUM_NEW)
     ends = [EOS, free.tokens[9], free.tokens[7]]
     path = tmp_path / "hf" / "generation_config.json"

@@ -2,22 +2,28 @@
 
 import subprocess
 import sys
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
-from converters.errors import CheckpointError
+from converters.convert import convert
+from converters.errors import CheckpointError, UnsupportedError
 from converters.weights import open_native
+from tests.biased_families import BIASED, registered, write_biased
 from tests.tiny_families import TINY, write_tiny
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import packed as packed_file
-from titan_tools.infer.model.fused import FusedLinear, fuse
+from titan_tools.infer.model.fused import FusedLinear, can_fuse, fuse
 from titan_tools.infer.model.load import load_model
 from titan_tools.infer.model.packed import PackedWeight, can_pack
+from trainer.models import registry as trained_families
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 WIDE = {"hidden_size": 512, "intermediate_size": 1200, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -103,9 +109,13 @@ def test_packed_weights_round_like_plain_ones_in_bfloat16(wide):
 def test_a_packed_weight_multiplies_any_rows(shape):
     weight = torch.randn(1030, 1024)
     x = torch.randn(*shape, 2)[..., 0]  # not contiguous
-    torch.testing.assert_close(F.linear(x, PackedWeight(weight)), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+    bias = torch.randn(1030, 2)[:, 0]  # neither
+    packed = PackedWeight(weight)
+    torch.testing.assert_close(F.linear(x, packed), F.linear(x, weight), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(F.linear(x, packed, bias), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(F.linear(x, packed, bias=bias), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
     with pytest.raises(TypeError):
-        F.linear(x, PackedWeight(weight), torch.zeros(1030))
+        F.linear(x, packed, bias, bias)
     with pytest.raises(TypeError):
         torch.mm(x, PackedWeight(weight))
 
@@ -144,6 +154,68 @@ def test_nothing_is_packed_where_the_operators_are_not_there_or_do_something_els
 def test_nothing_is_packed_on_another_processor(monkeypatch):
     monkeypatch.setattr(packed_file.platform, "machine", lambda: "aarch64")
     assert not can_pack((1024, 1024), torch.float32, CPU)
+
+
+@pytest.fixture(scope="module", params=BIASED)
+def biased(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("biased")
+    model = write_biased(folder, request.param, tie_word_embeddings=request.param == "qwen2")
+    with registered(request.param):
+        yield folder, model
+
+
+def logits_of_theirs(model):
+    """As `logits_of`."""
+    with torch.no_grad():
+        return model(torch.tensor([[*TOKENS, 7, 8]])).logits[0, -3:]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "separate"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_biases_are_added_as_transformers_adds_them(biased, monkeypatch, packed, fused):
+    folder, theirs = biased
+    monkeypatch.setattr(packed_file, "_LEAST_BYTES", 1)
+    model = load(folder, packed=packed, fused=fused)
+    weight = model.body.layers["0"].attention.wq.weight
+    assert isinstance(weight, PackedWeight) == (packed and can_pack((64, 32), torch.float32, CPU))
+    torch.testing.assert_close(logits_of(model), logits_of_theirs(theirs), rtol=1e-5, atol=1e-5)
+    read = sum(p.nbytes for p in theirs.parameters())
+    assert model.bytes_per_token == read - (0 if theirs.config.tie_word_embeddings else theirs.lm_head.weight.nbytes)
+
+
+@pytest.mark.parametrize("how", ["int8", "float8"])
+def test_biases_beside_quantised_weights_are_those_of_torchaos_model(biased, how):
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    folder, theirs = biased
+    theirs = deepcopy(theirs)
+    theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.clone())  # of a tied one the output alone is rounded
+    config = {"int8": Int8WeightOnlyConfig, "float8": Float8WeightOnlyConfig}[how]
+    quantize_(theirs, config(version=2, set_inductor_config=False))
+    torch.testing.assert_close(logits_of(load(folder, quantize=how)), logits_of_theirs(theirs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_conversion_carries_biases_there_and_back(biased, tmp_path):
+    folder, theirs = biased
+    convert(folder, tmp_path / "dcp", to="dcp")
+    torch.testing.assert_close(logits_of(load(tmp_path / "dcp")), logits_of_theirs(theirs), rtol=1e-5, atol=1e-5)
+    convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
+    ours, exact = (load_file(place / "model.safetensors") for place in (tmp_path / "hf", folder))
+    assert ours.keys() == exact.keys() and all(torch.equal(ours[name], exact[name]) for name in exact)
+
+
+def test_layers_of_which_one_has_no_bias_stay_apart():
+    layers = [nn.Linear(6, 4, bias=bias) for bias in (True, False, True)]
+    assert can_fuse(layers[::2]) and not can_fuse(layers)
+
+
+def test_a_family_that_lists_other_parameters_than_its_model_has_is_refused(tmp_path, monkeypatch):
+    write_llama(tmp_path)
+    with registered("qwen2"), open_native(tmp_path) as weights:
+        family = replace(weights.info, family="qwen2")  # lists biases; Llama's file has none
+        monkeypatch.setitem(trained_families._FAMILIES, "qwen2", trained_families.get_trainer_family("llama3"))
+        with pytest.raises(UnsupportedError, match=r"(?s)'qwen2'.* layers\.0\.attention\.wk\.bias .*in the list alone"):
+            load_model(weights.source, family, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("how", ["int8", "float8"])

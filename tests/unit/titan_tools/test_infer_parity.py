@@ -1,5 +1,6 @@
 """Greedy tokens are those of transformers' generate: 64 ragged prompts, alone and many at a time, past RoPE's first
-context. Every token is compared, also behind one that rounding turned over, and the counts are printed.
+context, from every kind of checkpoint. Every token is compared, also behind one that rounding turned over, and the
+counts are told at the end of pytest's output.
 """
 
 import json
@@ -8,47 +9,80 @@ import shutil
 import pytest
 import torch
 
-from tests.checkpoint_forms import FORMS, write_byte_ranks
+from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
 from titan_tools.infer.model.packed import PackedWeight
 
 VOCAB = 302  # 256 bytes and what Llama 3's special tokens need
-NUMBERS = {"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_layers": 3}
+NUMBERS = {"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_layers": 2}
 # Llama 3's own numbers but for the first context, which prompts and new tokens go past
-SHORT = {"original_max_position_embeddings": 64}
+SHORT = SCALING | {"original_max_position_embeddings": 64}
+FOUR = ("llama 3.1", "llama 3.2, tied", "qwen3", "qwen3, tied")
 MODELS = {
-    "llama 3.1": ("llama3", {"rope_scaling": SCALING | SHORT}),
-    "llama 3.2, tied": ("llama3_tied", {"rope_scaling": SCALING | SHORT | {"factor": 32.0}}),
+    "llama 3.1": ("llama3", {"rope_scaling": SHORT}),
+    "llama 3.2, tied": ("llama3_tied", {"rope_scaling": SHORT | {"factor": 32.0}}),
     "llama 3, plain RoPE": ("llama3", {"rope_scaling": None}),
     "qwen3": ("qwen3", {}),
     "qwen3, tied": ("qwen3_tied", {}),
 }
+LONG = {
+    "llama 3.1 past 8192": ("llama3", {"rope_scaling": SCALING, "max_position_embeddings": 131072}),
+    "llama 3.2, tied, past 8192": (
+        "llama3_tied",
+        {"rope_scaling": SCALING | {"factor": 32.0}, "max_position_embeddings": 131072},
+    ),
+}
 PROMPTS = ragged_prompts(num=64, longest=150, vocab_size=VOCAB)
+LONG_PROMPT = ragged_prompts(num=2, longest=8300, vocab_size=VOCAB)[1]
+LONG_PROMPTS = [LONG_PROMPT, LONG_PROMPT[-8180:]]  # one begins past 8192, one gets there
 NUM_NEW = 256
 FEW = 32  # in the normal set
+SLOW = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def make(folder, called):
-    """transformers' model, and ours read from its folder."""
-    name, numbers = MODELS[called]
-    return write_tiny(folder, name, numbers=NUMBERS | numbers), load(folder)
+class Known:
+    """transformers' model, its folder, and what it says, which is asked once."""
+
+    def __init__(self, folder, called):
+        self.called, self.folder, self._said = called, folder, {}
+        name, numbers = (MODELS | LONG)[called]
+        self.model = write_tiny(folder, name, numbers=NUMBERS | numbers)
+        write_byte_ranks(folder / "tokenizer.model")  # Meta's and torchtune's code open no other
+        self.prompts = LONG_PROMPTS if called in LONG else PROMPTS
+
+    def said(self, num_new):
+        if num_new not in self._said:
+            batch = 1 if self.called in LONG else len(PROMPTS)
+            self._said[num_new] = greedy(self.model, self.prompts, num_new, batch=batch)
+        return self._said[num_new]
+
+    def assert_says(self, ours, *, rows, num_new, tell, form="hf"):
+        """That our model says the same in `rows` sequences at once."""
+        said = tokens_of(ours, self.prompts, rows=rows, num_new=num_new)
+        what = f"{self.called}, {form}, rows {rows}"
+        assert_same(self.model, self.prompts, said, self.said(num_new), tell=tell, what=what)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def pair(request, tmp_path_factory):
-    """Both models, what transformers says after each prompt, and the folder."""
-    folder = tmp_path_factory.mktemp("hf")
-    return *make(folder, request.param), {}, folder
+def tokens_of(model, prompts, *, rows, num_new):
+    return [c.tokens for c in complete(model, prompts, rows=rows, max_new_tokens=num_new)]
 
 
 @pytest.fixture(scope="module")
-def pair_of_llama(tmp_path_factory):
-    """Both models and their folder."""
-    folder = tmp_path_factory.mktemp("llama")
-    return *make(folder, "llama 3.1"), folder
+def asked():
+    """Models that transformers was asked about."""
+    return {}
+
+
+@pytest.fixture
+def known(request, asked, tmp_path_factory):
+    """The model of that name; "llama 3.1" without one."""
+    called = getattr(request, "param", "llama 3.1")
+    if called not in asked:
+        asked[called] = Known(tmp_path_factory.mktemp("hf"), called)
+    return asked[called]
 
 
 @pytest.fixture
@@ -59,33 +93,79 @@ def memory_full_of_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def expected(pair, num_new):
-    reference, _, said, _ = pair
-    if num_new not in said:
-        said[num_new] = greedy(reference, PROMPTS, num_new)
-    return said[num_new]
+def in_forms(models, forms=tuple(FORMS)):
+    """Each of `models` in those of `forms` that can hold it."""
+    return [(m, form) for m in models for form in forms if m.startswith("llama") or not FORMS[form].llama_only]
 
 
-def say(pair, prompts, *, rows, num_new):
-    return [c.tokens for c in complete(pair[1], prompts, rows=rows, max_new_tokens=num_new)]
+def one_by_one():
+    """Every form of a Llama and of a Qwen 3, tied and untied in turn: where batches are right, weights are."""
+    pairs = [pair for n, form in enumerate(FORMS) for pair in in_forms(FOUR[n % 2 :: 2], [form])]
+    return [*pairs, *((m, "hf") for m in MODELS if (m, "hf") not in pairs)]
 
 
-FAST = ("llama 3.1", "qwen3")
-SOME = pytest.mark.parametrize("pair", FAST, indirect=True)
-SLOW = pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8], ids=["rows 1", "rows 8"])
+@pytest.mark.parametrize("known", ["llama 3.1", "qwen3"], indirect=True)
+def test_64_prompts(known, rows, memory_full_of_nan, tell):
+    known.assert_says(load(known.folder), rows=rows, num_new=FEW, tell=tell)
 
 
-@SOME
-@pytest.mark.parametrize("rows", [1, 8])
-def test_64_prompts(pair, rows, memory_full_of_nan):
-    assert_same(pair[0], PROMPTS, say(pair, PROMPTS, rows=rows, num_new=FEW), expected(pair, FEW))
+OF_MODELS = ("known", "form")
+SOME_FORMS = ("dcp for a mesh", "torchtitan", "torch .pt", "meta, two shards", "torchtune's own")
+
+
+@pytest.mark.parametrize(OF_MODELS, in_forms(["llama 3.1", "qwen3"], SOME_FORMS), indirect=["known"])
+def test_64_prompts_from_some_forms(known, form, tmp_path, tell):
+    place, model_from = write_form(FORMS[form], known.folder, tmp_path)
+    known.assert_says(load(place, model_from=model_from), rows=64, num_new=FEW, tell=tell, form=form)
+
+
+@SLOW
+@pytest.mark.parametrize(OF_MODELS, in_forms(MODELS), indirect=["known"])
+def test_64_ragged_prompts_of_256_new_tokens(known, form, tmp_path, tell):
+    place, model_from = write_form(FORMS[form], known.folder, tmp_path)
+    known.assert_says(load(place, model_from=model_from), rows=64, num_new=NUM_NEW, tell=tell, form=form)
+
+
+@SLOW
+@pytest.mark.parametrize(OF_MODELS, one_by_one(), indirect=["known"])
+def test_64_prompts_of_256_new_tokens_one_by_one(known, form, tmp_path, tell):
+    place, model_from = write_form(FORMS[form], known.folder, tmp_path)
+    known.assert_says(load(place, model_from=model_from), rows=1, num_new=NUM_NEW, tell=tell, form=form)
+
+
+@SLOW
+@pytest.mark.parametrize("known", MODELS, indirect=True)
+def test_64_prompts_of_256_new_tokens_that_take_each_others_place(known, tell):
+    known.assert_says(load(known.folder), rows=8, num_new=NUM_NEW, tell=tell)
+
+
+SAY_ROPE_EACH_THEIR_OWN_WAY = [
+    *("hf", "dcp", "dcp for a mesh", "torch folder", "torch .pt"),
+    *(name for name, form in FORMS.items() if form.llama_only),
+]
+
+
+@SLOW
+@pytest.mark.parametrize(OF_MODELS, in_forms(LONG, SAY_ROPE_EACH_THEIR_OWN_WAY), indirect=["known"])
+def test_beyond_the_8192_tokens_that_llama_3_began_with(known, form, tmp_path, tell):
+    """Here Meta's and torchtune's formats say all numbers themselves, and only here does that show."""
+    place, model_from = write_form(FORMS[form], known.folder, tmp_path)
+    known.assert_says(load(place, model_from=model_from), rows=2, num_new=FEW, tell=tell, form=form)
+
+
+@SLOW
+@pytest.mark.parametrize("known", MODELS, indirect=True)
+def test_the_padded_reference_says_what_it_says_of_each_prompt_alone(known):
+    said = [g.tokens for prompt in PROMPTS[:8] for g in greedy(known.model, [prompt], NUM_NEW)]
+    assert_same(known.model, PROMPTS[:8], said, known.said(NUM_NEW)[:8])
 
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2051}
 
 
 @pytest.mark.parametrize("called", ["llama 3.2, tied", "qwen3"])
-def test_weights_large_enough_to_be_packed(called, tmp_path):
+def test_weights_large_enough_to_be_packed(called, tmp_path, tell):
     """Those above lie as they came: a CPU's kernels gain nothing where a weight fits a core's cache."""
     name, numbers = MODELS[called]
     reference = write_tiny(tmp_path, name, numbers=NUMBERS | numbers | WIDE, std=0.05)
@@ -94,72 +174,34 @@ def test_weights_large_enough_to_be_packed(called, tmp_path):
     prompts = ragged_prompts(num=6, longest=100, vocab_size=WIDE["vocab_size"])
     said = greedy(reference, prompts, FEW)
     for rows in (1, 5):
-        ours = [c.tokens for c in complete(model, prompts, rows=rows, max_new_tokens=FEW)]
-        assert_same(reference, prompts, ours, said)
+        ours = tokens_of(model, prompts, rows=rows, num_new=FEW)
+        assert_same(reference, prompts, ours, said, tell=tell, what=f"{called}, packed, rows {rows}")
 
 
-@SLOW
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_64_prompts_of_256_new_tokens(pair, rows):
-    assert_same(pair[0], PROMPTS, say(pair, PROMPTS, rows=rows, num_new=NUM_NEW), expected(pair, NUM_NEW))
-
-
-PLAIN = "llama 3, plain RoPE"  # params.json knows no other first context than 8192
-EVERY_FORM = [(PLAIN, f) for f in FORMS] + [("qwen3, tied", f) for f, form in FORMS.items() if not form.llama_only]
-
-
-@SLOW
-@pytest.mark.parametrize(("pair", "form"), EVERY_FORM, indirect=["pair"])
-def test_64_prompts_of_256_new_tokens_from_every_form(pair, form, tmp_path):
-    reference, _, _, hf = pair
-    write_byte_ranks(hf / "tokenizer.model")
-    place = FORMS[form].write(hf, tmp_path)
-    ours = load(place, model_from=None if FORMS[form].says_model else hf)
-    said = [c.tokens for c in complete(ours, PROMPTS, rows=len(PROMPTS), max_new_tokens=NUM_NEW)]
-    assert_same(reference, PROMPTS, said, expected(pair, NUM_NEW))
-
-
-@SLOW
-@pytest.mark.parametrize("form", ["hf", "dcp", "meta", "torchtune", "torchtune's own"])
-def test_beyond_the_8192_tokens_that_llama_3_began_with(form, tmp_path):
-    """Meta's and torchtune's formats do not say RoPE's scaling in numbers; only here it shows."""
-    numbers = {"rope_scaling": SCALING, "max_position_embeddings": 131072, "num_hidden_layers": 2}
-    reference = write_tiny(tmp_path / "hf", "llama3", numbers=NUMBERS | numbers)
-    write_byte_ranks(tmp_path / "hf" / "tokenizer.model")
-    (tmp_path / "out").mkdir()
-    place = FORMS[form].write(tmp_path / "hf", tmp_path / "out")
-    prompts = ragged_prompts(num=2, longest=8300, vocab_size=VOCAB)
-    said = [c.tokens for c in complete(load(place), prompts, rows=2, max_new_tokens=FEW)]
-    assert_same(reference, prompts, said, greedy(reference, prompts, FEW, batch=1))
-
-
-@SLOW
-def test_the_padded_reference_says_what_it_says_of_each_prompt_alone(pair):
-    said = [g.tokens for prompt in PROMPTS[:8] for g in greedy(pair[0], [prompt], NUM_NEW)]
-    assert_same(pair[0], PROMPTS[:8], said, expected(pair, NUM_NEW)[:8])
-
-
-def test_the_comparison_goes_on_behind_a_close_call_and_sees_what_is_wrong(pair_of_llama):
+def test_the_comparison_goes_on_behind_a_close_call_and_sees_what_is_wrong(known):
     """That equal tokens mean something."""
-    reference, model, folder = pair_of_llama
-    prompts = PROMPTS[:4]
+    reference, model, prompts = known.model, load(known.folder), PROMPTS[:4]
     said = greedy(reference, prompts, FEW)
-    ours = [c.tokens for c in complete(model, prompts, rows=4, max_new_tokens=FEW)]
-    turned = [*ours[2][:5], (ours[2][5] + 1) % VOCAB]
-    turned += complete(model, [[*prompts[2], *turned]], max_new_tokens=FEW - 6)[0].tokens
-    assert compare(reference, prompts, [*ours[:2], turned, ours[3]], said).wrong
+    ours = tokens_of(model, prompts, rows=4, num_new=FEW)
+    turned = [*ours[2][:5], said[2].seconds[5]]
+    turned += tokens_of(model, [[*prompts[2], *turned]], rows=1, num_new=FEW - 6)[0]
+    with_turned = [*ours[:2], turned, ours[3]]
+    assert compare(reference, prompts, with_turned, said).wrong
     said[2].gaps[5] = 0.0
-    found = compare(reference, prompts, [*ours[:2], turned, ours[3]], said)
+    found = compare(reference, prompts, with_turned, said)
     assert (found.wrong, found.excused, found.compared) == ([], 1, 4 * FEW)
+    assert turned[6:] != ours[2][6:]
+    said[2].seconds[5] += 1  # another one than the second is no close call
+    assert compare(reference, prompts, with_turned, said).wrong
+    said[2].seconds[5] -= 1
     turned[17] = (turned[17] + 1) % VOCAB  # where the reference goes on from what we said
-    assert compare(reference, prompts, [*ours[:2], turned, ours[3]], said).wrong
+    assert compare(reference, prompts, with_turned, said).wrong
 
 
-def test_rope_that_forgets_its_scaling_is_seen(pair_of_llama, tmp_path):
-    reference, _, folder = pair_of_llama
-    shutil.copytree(folder, tmp_path / "plain")
-    config = json.loads((folder / "config.json").read_text())
+def test_rope_that_forgets_its_scaling_is_seen(known, tmp_path):
+    shutil.copytree(known.folder, tmp_path / "plain")
+    config = json.loads((known.folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
-    ours = [c.tokens for c in complete(load(tmp_path / "plain"), PROMPTS[:4], rows=4, max_new_tokens=FEW)]
-    assert len(compare(reference, PROMPTS[:4], ours, greedy(reference, PROMPTS[:4], FEW)).wrong) == 4
+    ours = tokens_of(load(tmp_path / "plain"), PROMPTS[:4], rows=4, num_new=FEW)
+    assert len(compare(known.model, PROMPTS[:4], ours, greedy(known.model, PROMPTS[:4], FEW)).wrong) == 4

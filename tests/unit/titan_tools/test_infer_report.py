@@ -4,10 +4,14 @@ import inspect
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import BOS, write_llama
@@ -17,7 +21,7 @@ from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Settings, Timings, generate
 from titan_tools.infer.decoding.logprobs import TokenLogprobs
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.report import describe, peak_gb_per_sec, result_of, stats_of
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
@@ -104,6 +108,7 @@ def test_without_a_decode_step_its_numbers_are_none_and_the_line_leaves_them_out
     assert stats["tpot_ms"] is stats["bandwidth_gb_per_sec"] is stats["bandwidth_share"] is None
     assert describe(stats).startswith("first token after 500 ms, 2.0 tokens/s, ")
     assert describe(stats, num=3).startswith("3 completions, first token after 500 ms (mean), ")
+    assert describe(stats | {"tokens_per_sec": None}).startswith("first token after 500 ms, ")
     scored = stats | {"ttft_ms": None}
     assert describe(scored).startswith("2.0 tokens/s, ") and describe(scored).endswith(" GiB per rank, tp 1, float32")
 
@@ -156,3 +161,58 @@ def test_json_has_no_nan_in_it(capsys):
     print_json({"results": [{"logprob": float("nan")}], "stats": {"tpot_ms": float("inf")}})
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert told == {"results": [{"logprob": None}], "stats": {"tpot_ms": None}}
+
+
+def test_numbers_of_json_stand_on_one_line(capsys):
+    top = {"token": 5, "logprob": -0.5, "top": [(5, -0.5), (7, -1.5)]}
+    result = {"id": "é", "tokens": [5, True], "logprobs": [top, top], "prompt_tokens": []}
+    print_json({"results": [result], "stats": {"tp": 1, "seed": 0}, "shapes": [[2, 3], None], "names": ["a", {}]})
+    assert (
+        capsys.readouterr().out
+        == """\
+{
+  "results": [
+    {
+      "id": "é",
+      "tokens": [5, true],
+      "logprobs": [
+        {"token": 5, "logprob": -0.5, "top": [[5, -0.5], [7, -1.5]]},
+        {"token": 5, "logprob": -0.5, "top": [[5, -0.5], [7, -1.5]]}
+      ],
+      "prompt_tokens": []
+    }
+  ],
+  "stats": {
+    "tp": 1,
+    "seed": 0
+  },
+  "shapes": [[2, 3], null],
+  "names": [
+    "a",
+    {}
+  ]
+}
+"""
+    )
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text() | st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(value=ANY_JSON)
+def test_json_holds_what_was_to_be_printed(value):
+    with redirect_stdout(StringIO()) as printed:
+        print_json(value)
+    assert json.loads(printed.getvalue()) == value
+
+
+def test_the_example_of_the_docs_is_what_is_printed(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text(encoding="utf-8")
+    example = page.partition("```json\n")[2].partition("```")[0]
+    print_json(json.loads(example))
+    assert capsys.readouterr().out == example
+    result = result_of(Completion(Prompt("0", "", []), 0, [], "", "stop", None))
+    assert [*json.loads(example)["results"][0]] == [*result] and [*json.loads(example)["stats"]] == KEYS

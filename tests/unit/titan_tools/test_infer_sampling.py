@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from converters.errors import CheckpointError, ConfigError
+from titan_tools.infer.decoding import sampling as sampling_file
 from titan_tools.infer.decoding.sampling import Sampling, Seat, _draw, check_sampling, choose, token_weights, uniform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,18 +77,40 @@ def test_a_large_vocabulary_equals_transformers():
         sampling = Sampling(1.0, top_p=top_p)
         expected = transformers_scores(None, logits_BV, sampling).softmax(-1)
         torch.testing.assert_close(probabilities(logits_BV, sampling), expected, atol=1e-12, rtol=0)
+        for num_sorted in (1, 60, 1024):
+            few = token_weights(logits_BV, sampling, num_sorted=num_sorted)
+            for row, whole in zip(few, token_weights(logits_BV, sampling), strict=True):
+                assert torch.equal(row, whole) if (whole > 0).sum() < num_sorted else not row.any()
     kept = (token_weights(logits_BV, Sampling(1.0, top_p=0.9)) > 0).sum(-1)
     assert kept[1] < 1024 < kept[0]
+
+
+def test_where_few_tokens_are_too_few_for_top_p_all_are_sorted(monkeypatch):
+    logits_BV = torch.stack([some_logits(301, seed=seed) * (seed % 3) for seed in range(20)])
+    seats, drawn, times = [Seat("a", 0, row) for row in range(20)], [], []
+    within_top_p = sampling_file._within_top_p
+
+    def watched(*arguments, **how):
+        times.append(how)
+        return within_top_p(*arguments, **how)
+
+    monkeypatch.setattr(sampling_file, "_within_top_p", watched)
+    for few in (301, 9, 1):
+        monkeypatch.setattr(sampling_file, "_FEW", few)
+        drawn.append([choose(logits_BV, Sampling(1.0, top_p=0.8, min_p=p), seats) for p in (None, 0.01)])
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert len(times) == 2 + 4 + 4
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 100.0])
 def test_greedy_with_a_penalty_equals_transformers(penalty):
     logits_BV = torch.stack([some_logits(seed=seed) for seed in range(30)])
     logits_BV[10:] = logits_BV[10:] / 10 - 0.3  # most of the likeliest near 0, on both sides
+    logits_BV[20:] -= logits_BV[20:].amax(-1, keepdim=True) + 0.1  # and all below
     seen_BL = logits_BV.topk(4).indices
-    seen_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, seen_BL, True)
+    penalized_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, seen_BL, True)
     sampling = Sampling(repetition_penalty=penalty)
-    tokens = choose(logits_BV, sampling, [Seat("a", 0, i) for i in range(30)], seen_BV=seen_BV)
+    tokens = choose(logits_BV, sampling, [Seat("a", 0, i) for i in range(30)], penalized_BV=penalized_BV)
     expected = transformers_scores(seen_BL, logits_BV, Sampling(1.0, repetition_penalty=penalty))
     assert tokens == expected.argmax(-1).tolist()
     assert (tokens == logits_BV.argmax(-1).tolist()) == (penalty <= 1)
@@ -99,8 +122,8 @@ def test_a_penalty_goes_before_the_filters():
     seen_BL, num_draws = torch.tensor([[0, 3]]), 4000
     sampling = Sampling(0.9, top_k=2, min_p=0.1, repetition_penalty=2.5)
     seats = [Seat("a", 0, i) for i in range(num_draws)]
-    seen_BV = torch.tensor([[True, False, False, True]]).expand(num_draws, -1)
-    drawn = choose(logits.expand(num_draws, -1), sampling, seats, seen_BV=seen_BV)
+    penalized_BV = torch.tensor([[True, False, False, True]]).expand(num_draws, -1)
+    drawn = choose(logits.expand(num_draws, -1), sampling, seats, penalized_BV=penalized_BV)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / num_draws
     expected = transformers_scores(seen_BL, logits[None], sampling).softmax(-1)[0]
     assert expected[0] == expected[3] == 0 and (shares - expected).abs().max() < 4 * (0.25 / num_draws) ** 0.5
@@ -111,17 +134,17 @@ def test_a_penalty_goes_before_the_filters():
 def test_a_row_is_the_same_alone_and_in_any_batch(size):
     """Odd sizes shift the rows against vector units and cache lines."""
     logits_BV = torch.stack([some_logits(size, seed=seed) for seed in range(9)]).bfloat16().float()
-    seen_BV = torch.rand(logits_BV.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    penalized_BV = torch.rand(logits_BV.shape, generator=torch.Generator().manual_seed(1)) < 0.2
     seats = [Seat(f"p{row}", row % 3, 10 + row) for row in range(9)]
     for sampling in (*FILTERED[::5], Sampling(), Sampling(1.2, repetition_penalty=1.3), Sampling(1e-4, top_p=0.9)):
         if sampling.temperature:
             alone = torch.cat([token_weights(row[None], sampling) for row in logits_BV])
             assert torch.equal(token_weights(logits_BV, sampling), alone)
-        together = choose(logits_BV, sampling, seats, seen_BV=seen_BV)
+        together = choose(logits_BV, sampling, seats, penalized_BV=penalized_BV)
         for row in range(9):
             one = slice(row, row + 1)
-            assert choose(logits_BV[one], sampling, seats[one], seen_BV=seen_BV[one]) == together[one]
-        last = choose(logits_BV[4:].flip(0), sampling, seats[:3:-1], seen_BV=seen_BV[4:].flip(0))
+            assert choose(logits_BV[one], sampling, seats[one], penalized_BV=penalized_BV[one]) == together[one]
+        last = choose(logits_BV[4:].flip(0), sampling, seats[:3:-1], penalized_BV=penalized_BV[4:].flip(0))
         assert last == together[:3:-1]
 
 
@@ -188,9 +211,9 @@ def test_greedy_takes_the_likeliest():
 def test_logits_that_are_not_finite_are_told(bad, sampling):
     logits_BV = torch.stack([some_logits(), some_logits(seed=1), some_logits(seed=2)])
     logits_BV[1, 7] = bad
-    seats, seen_BV = [Seat("a", 0, 11), Seat("b", 0, 12), Seat("c", 0, 13)], logits_BV > 0
+    seats, penalized_BV = [Seat("a", 0, 11), Seat("b", 0, 12), Seat("c", 0, 13)], logits_BV > 0
     with pytest.raises(CheckpointError, match="position 12 of prompt 'b' are not finite"):
-        choose(logits_BV, sampling, seats, seen_BV=seen_BV)
+        choose(logits_BV, sampling, seats, penalized_BV=penalized_BV)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -250,5 +273,5 @@ def test_every_bad_value_is_told_at_once():
 def test_values_at_the_bounds_are_taken(sampling):
     check_sampling(sampling, vocab_size=300)
     logits_BV = some_logits(300)[None]
-    (token,) = choose(logits_BV, sampling, [Seat("a", 0, 0)], seen_BV=logits_BV.abs() > 1)
+    (token,) = choose(logits_BV, sampling, [Seat("a", 0, 0)], penalized_BV=logits_BV.abs() > 1)
     assert 0 <= token < 300

@@ -6,15 +6,11 @@ import shutil
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.json_lines import write_lines
-from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, ids_of, write_llama
 from titan_tools.infer.decoding import likelihood
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.likelihood import Likelihood, windows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXT = "# Design\n\nEin Absatz über `titan`: it moves bytes, 東京.\n"
@@ -92,16 +88,6 @@ def test_a_file_longer_than_the_context_goes_through_in_windows(titan, hf, refer
     assert result["logprob"] == pytest.approx(torch.cat(expected).double().sum().item(), rel=1e-6)
 
 
-@given(num_tokens=st.integers(2, 200), first=st.integers(1, 60), context=st.integers(1, 40))
-def test_windows_predict_each_token_once_behind_half_a_context(num_tokens, first, context):
-    predicted = first
-    for window in windows(num_tokens, first=first, context=context):
-        assert window.start >= 0 and len(window) - 1 <= context and window.stop > predicted
-        assert predicted - window.start >= min(predicted, context / 2)
-        predicted = window.stop
-    assert predicted == max(first, num_tokens)
-
-
 def test_logits_are_made_a_few_at_a_time(titan, hf, monkeypatch):
     whole, _ = one(titan, hf, "--prompt", TEXT, "--logprobs", "2")
     monkeypatch.setattr(likelihood, "LOGITS_BYTES", 7 * 4 * 301)
@@ -116,39 +102,6 @@ def test_logits_are_made_a_few_at_a_time(titan, hf, monkeypatch):
     assert set(heads[:-1]) == {7} and sum(heads) == whole["num_tokens"]
     assert pieces["logprob"] == pytest.approx(whole["logprob"], rel=1e-6)
     assert [told["token"] for told in pieces["logprobs"]] == [told["token"] for told in whole["logprobs"]]
-
-
-def test_what_was_generated_has_the_score_that_it_was_generated_with(reference):
-    model = load(reference[0])
-    prompt = [BOS, 72, 101, 108]
-    (said,) = complete(model, [prompt], max_new_tokens=40, logprobs=0)
-    reader = Likelihood(Engine(model, rows=1, room=64), context=CONTEXT, vocab_size=301)
-    told = []
-    for targets, logits_PV in reader.logits(prompt + said.tokens, first=len(prompt)):
-        told += logits_PV.log_softmax(-1)[range(len(targets)), targets].tolist()
-    assert told == pytest.approx([one.logprob for one in said.logprobs], abs=1e-4)
-
-
-def test_a_shared_beginning_is_read_once_and_changes_nothing(reference):
-    model = load(reference[0])
-    beginning = [BOS, *range(40, 80)]
-    texts = [beginning + end for end in ([1, 2], [1, 3, 4], [5], [1, 2])]
-    num_read = []
-    model.body.register_forward_pre_hook(lambda _, args: num_read.append(args[0].shape[1]))
-
-    def nats(reader, tokens):
-        told = [
-            torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="none")
-            for targets, logits in reader.logits(tokens, first=len(beginning))
-        ]
-        return torch.cat(told)
-
-    together = Likelihood(Engine(model, rows=1, room=64), context=CONTEXT, vocab_size=301)
-    shared = [nats(together, tokens) for tokens in texts]
-    assert num_read == [len(beginning) + 1, 3, 1, 2]
-    for tokens, told in zip(texts, shared, strict=True):
-        alone = nats(Likelihood(Engine(model, rows=1, room=64), context=CONTEXT, vocab_size=301), tokens)
-        assert torch.allclose(told, alone, atol=1e-5)
 
 
 PAIRS = [
@@ -183,6 +136,8 @@ def test_a_batch_scores_completions_as_transformers_does(titan, hf, reference, t
             == len(result["logprobs"])
             == len(completion or pair["prompt"]) + (blanks if completion else 0)
         )
+        nats = -result["logprob"] / result["num_tokens"]
+        assert result["bits_per_byte"] == pytest.approx(nats / math.log(2))  # a token is a byte here
         assert result["prompt"] == pair["prompt"] and result.get("completion") == pair.get("completion")
         assert result["prompt_tokens"] + result.get("tokens", []) == tokens
         assert ("tokens" in result) == bool(completion)
@@ -195,6 +150,7 @@ def test_a_rerun_scores_what_is_missing_and_sums_up_all(titan, hf, tmp_path):
     pairs, path = write_lines(tmp_path / "pairs", PAIRS), tmp_path / "scores"
     lines, talk = batch(titan, hf, pairs)
     assert "all: 61 tokens" in talk
+    batch(titan, hf, pairs, "--out", path)
     path.write_text("".join(lines.splitlines(keepends=True)[1:3]) + '{"id": "al')
     table, talk = batch(titan, hf, pairs, "--out", path)
     assert "2 of 5 texts are in" in talk and table.splitlines()[-1].split()[0] == "61"
@@ -223,7 +179,7 @@ def test_an_out_of_other_texts_is_refused(titan, hf, tmp_path, changed, said):
     ("arguments", "said"),
     [
         (("--prompt", "a", "--temperature", "1"), "--temperature has no meaning with --score"),
-        (("--prompt", "a", "--logprobs", "302"), "--logprobs is 302"),
+        (("--prompt", "a", "--logprobs", "302", "--json"), "--logprobs is 302"),
         (("--prompt", "a", "--context", "257"), "--context is 257, but the model's is 256 tokens"),
         (("--prompt", ""), "the prompt is empty"),
         (("--batch", "LINES"), "line 1 (id 0): it has no text to score"),
@@ -251,9 +207,8 @@ def test_a_smaller_context_is_a_smaller_window(titan, hf, reference, tmp_path):
 def test_without_a_begin_of_text_token_the_first_token_has_no_score(titan, hf, reference, tmp_path):
     folder = tmp_path / "no_bos"
     shutil.copytree(hf, folder)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        told = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({k: v for k, v in told.items() if not k.startswith("bos_")}))
+    described = json.loads((folder / "tokenizer.json").read_text())  # that a config names one says nothing
+    (folder / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}))
     result, _ = one(titan, folder, "--prompt", "abcd")
     assert result["prompt_tokens"] == ids_of("abcd") and result["num_tokens"] == 3
     expected = expected_logprobs(reference[1], ids_of("abcd")).sum().item()

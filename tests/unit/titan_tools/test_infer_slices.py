@@ -7,8 +7,9 @@ import pytest
 
 from converters.catalog import Box
 from converters.errors import ConfigError
+from converters.families.base import Parameter
 from converters.families.llama3 import FLAVORS, parameters
-from titan_tools.infer.model.slices import check_tp, slice_for_rank, summed_inputs, together, valid_tp
+from titan_tools.infer.model.slices import check_tp, same_input, slice_for_rank, summed_inputs, valid_tp
 
 ODD = replace(FLAVORS["debug_gqa"], vocab_size=301, ffn_hidden=90)  # 8 heads, 4 KV heads
 
@@ -65,16 +66,23 @@ def test_a_degree_that_cannot_work_names_those_that_can():
 
 
 def test_layers_with_the_same_input_are_together():
-    groups = together(parameters(ODD))
-    assert sorted(fqn for group in groups for fqn in group) == sorted(p.fqn for p in parameters(ODD))
-    first = "layers.0."
-    assert [tuple(fqn.removeprefix(first).removesuffix(".weight") for fqn in g) for g in groups if len(g) > 1][:2] == [
-        ("attention.wq", "attention.wk", "attention.wv"),
-        ("feed_forward.w1", "feed_forward.w3"),
-    ]
-    assert len(groups) == len(parameters(ODD)) - 3 * ODD.num_layers
+    expected = []
+    for n in range(ODD.num_layers):
+        expected.append(tuple(f"layers.{n}.attention.{name}" for name in ("wq", "wk", "wv")))
+        expected.append(tuple(f"layers.{n}.feed_forward.{name}" for name in ("w1", "w3")))
+    assert same_input(parameters(ODD)) == expected
 
 
-def test_a_layer_whose_siblings_are_not_there_stays_alone():
+def test_a_layer_whose_siblings_are_not_there_is_in_no_group():
     without = [p for p in parameters(ODD) if not p.fqn.endswith(".w3.weight")]
-    assert ("layers.0.feed_forward.w1.weight",) in together(without)
+    assert not any("w1" in path for group in same_input(without) for path in group)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_biases_are_cut_as_the_rows_of_their_weights(tp):
+    for parameter in parameters(ODD):
+        if parameter.tp_dim == 0 and len(parameter.shape) == 2:
+            bias = Parameter(parameter.fqn.replace(".weight", ".bias"), parameter.shape[:1], 0)
+            for rank in range(tp):
+                whole, rows = (slice_for_rank(p, ODD, tp=tp, rank=rank) for p in (parameter, bias))
+                assert (rows.offsets, rows.sizes) == (whole.offsets[:1], whole.sizes[:1]), bias.fqn

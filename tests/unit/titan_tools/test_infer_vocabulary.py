@@ -10,6 +10,7 @@ from converters.errors import CheckpointError, DataError
 from converters.model_info import read_model_info
 from converters.outputs.base import OutputOptions
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
+from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.find import find_tokenizer
 from titan_tools.infer.text.vocabulary import read_vocabulary
 from trainer.data.train_tokenizer import train_ranks
@@ -48,16 +49,46 @@ def test_the_generation_config_says_the_ends(hf, said, ends):
     assert read(hf).stop_ids == ends
 
 
+def ends_of_generate(folder):
+    """Where transformers' own generation would end."""
+    from transformers import AutoModelForCausalLM
+
+    found = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+    return {*(found if isinstance(found, list) else [found])} - {None}
+
+
 def test_who_says_the_ends_where_the_generation_config_does_not(hf):
     change(hf / "config.json", eos_token_id=7)
     change(hf / GENERATION, eos_token_id=None)
-    assert read(hf).stop_ids == {EOS}  # the tokenizer's name for it
+    assert read(hf).stop_ids == {EOS} and ends_of_generate(hf) == set()  # the tokenizer's name is better than no end
     (hf / GENERATION).unlink()
+    for said in (7, [7, 8]):
+        change(hf / "config.json", eos_token_id=said)
+        assert read(hf).stop_ids == ends_of_generate(hf) == {*([said] if said == 7 else said)}
+    change(hf / "config.json", eos_token_id=2)  # LlamaConfig's default, which nobody set
     assert read(hf).stop_ids == {EOS}
     (hf / "tokenizer_config.json").unlink()
-    assert read(hf).stop_ids == {7}
-    change(hf / "config.json", eos_token_id=[7, 8])
-    assert read(hf).stop_ids == {7, 8}
+    assert read(hf).stop_ids == ends_of_generate(hf) == {2}
+    change(hf / "config.json", eos_token_id=None)
+    assert read(hf).stop_ids == ends_of_generate(hf) == set()
+
+
+def test_what_generation_begins_with_where_there_is_no_text(hf):
+    """`generate` without a prompt: the generation config's id, else config.json's; else what the tokenizer names."""
+    described = json.loads((hf / "tokenizer.json").read_text())
+    (hf / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}))
+    change(hf / "config.json", bos_token_id=8)
+    change(hf / GENERATION, bos_token_id=9)
+    assert (read(hf).prefix, read(hf).begin) == ((), (9,))
+    (hf / GENERATION).unlink()
+    assert read(hf).begin == (8,)
+    change(hf / "config.json", bos_token_id=None)
+    assert read(hf).begin == (BOS,)
+    change(hf / "tokenizer_config.json", bos_token=None)
+    assert read(hf).begin == ()
+    change(hf / "config.json", bos_token_id="x")
+    with pytest.raises(CheckpointError, match="begin-of-text token .* must be token ids"):
+        read(hf)
 
 
 @pytest.mark.parametrize("said", ["<|end_of_text|>", [EOS, "x"], [True], 1.5, [[EOS]]])
@@ -90,11 +121,8 @@ def test_every_format_has_the_same_ends(hf, tmp_path):
     convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
     for place in ("hf", "dcp", "meta", "torchtune hf", "torchtune meta", "torchtune torchtune", "again"):
         vocabulary = read(tmp_path / place)
-        assert (vocabulary.stop_ids, vocabulary.stop_strings, vocabulary.tokenizer.bos_id) == (
-            {261, 9},
-            ("User:",),
-            260,
-        )
+        assert (vocabulary.stop_ids, vocabulary.stop_strings) == ({261, 9}, ("User:",))
+        assert vocabulary.prefix == vocabulary.begin == (260,)
 
 
 def test_a_tokenizer_from_elsewhere_says_the_ends_with_the_checkpoints_generation_config(hf, tmp_path):
@@ -126,22 +154,13 @@ def test_a_llama_3_of_meta_ends_with_a_text_a_message_or_a_turn(meta, tmp_path):
     vocabulary = read(meta)
     ends = {vocabulary.decode([id]) for id in vocabulary.stop_ids}
     assert ends == {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}
-    assert vocabulary.decode([vocabulary.tokenizer.bos_id]) == "<|begin_of_text|>"
+    assert vocabulary.decode([*vocabulary.prefix]) == "<|begin_of_text|>"
 
 
 def test_a_llama_2_of_meta_ends_with_its_own_token(meta):
-    from sentencepiece import SentencePieceTrainer
-
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog"] * 20),
-        model_prefix=str(meta / "tokenizer"),
-        model_type="bpe",
-        byte_fallback=True,
-        vocab_size=290,
-        minloglevel=2,
-    )
+    write_sentencepiece(meta / "tokenizer.model")
     vocabulary = read(meta)
-    assert (vocabulary.stop_ids, vocabulary.tokenizer.bos_id, vocabulary.decode([2])) == ({2}, 1, "</s>")
+    assert (vocabulary.stop_ids, vocabulary.prefix, vocabulary.decode([2])) == ({2}, (1,), "</s>")
 
 
 def test_a_missing_tokenizer_is_told(hf):

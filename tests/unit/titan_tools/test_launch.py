@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from converters.errors import CheckpointError, NumericalFault
 from titan_tools.launch import inside_launch, rank_errors
 RANK, FOLDER = int(os.environ["RANK"]), Path(__file__).parent
-with rank_errors():
+with rank_errors(less_memory=["fewer tokens"]):
     assert inside_launch() and os.environ["WORLD_SIZE"] == "2"
     (FOLDER / f"pid-{RANK}").write_text(str(os.getpid()))
 """
@@ -131,6 +131,18 @@ def test_a_full_disk_is_told_as_by_one_process(run, capfd):
     with pytest.raises(RankFailure, match="^standard output: No space left on device$") as failure:
         run(body)
     assert failure.value.exit_code == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_memory_that_runs_out_is_no_fault_of_titan(run, capfd):
+    """Neither CUDA's nor Python's."""
+    for problem, hint in (
+        ("RuntimeError('CUDA out of memory. GPU 1 has 79 GiB')", "CUDA out of memory. GPU 1 has 79 GiB"),
+        ("MemoryError()", "a limit of this machine, container or shell"),
+    ):
+        with pytest.raises(RankFailure, match="^out of memory on rank 1$") as failure:
+            run(f"if RANK == 1: raise {problem}\nelse: time.sleep(60)")
+        assert (failure.value.exit_code, failure.value.hint, failure.value.tries) == (2, hint, ("fewer tokens",))
     assert capfd.readouterr().err == ""
 
 

@@ -7,6 +7,7 @@ N query heads, K key/value heads, G = N/K query heads per key/value head, H head
 import mmap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_MOST_PADDING = 128  # keys a row; beyond, reading them takes a CPU longer than calling attention once for each row
 
 
 class Step(Protocol):
@@ -25,56 +28,105 @@ class Step(Protocol):
         """Remember the new keys and values, and attend over all that a sequence may see: out_BLNH."""
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start`, … `end` - 1 of a row."""
+
+    row: int
+    start: int
+    end: int
+
+
 class Prefill:
-    """Tokens `start`, … of one row in one pass."""
+    """Spans of several rows in one pass, packed behind each other as one sequence: each sees only its own row."""
 
-    def __init__(self, *, row: int, start: int, num_new: int, device: torch.device, dtype: torch.dtype):
-        self.row, self.start, self.end = row, start, start + num_new
-        self.positions = torch.arange(start, self.end, device=device)
-        # Behind earlier tokens `is_causal` is no help: it would count the queries from 0.
-        self.mask = None if start == 0 else self._seen(device, dtype)
-
-    def _seen(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        if device.type == "cuda" and dtype != torch.float32:
-            from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler: seconds at every start
-
-            return causal_lower_right(self.end - self.start, self.end)  # flash attention knows it: no mask in memory
-        return _bias(self.positions, torch.arange(self.end, device=device), dtype)
+    def __init__(self, spans: Sequence[Span], *, device: torch.device, dtype: torch.dtype):
+        self.spans = spans
+        self.sizes = [span.end - span.start for span in spans]
+        self.positions = torch.cat([torch.arange(span.start, span.end) for span in spans]).to(device)
+        self.masks = [_prefill_mask(span, device, dtype) for span in spans]
+        self.copies_heads = copies_heads(device.type, dtype)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        row, start, end = self.row, self.start, self.end
-        keys_RKTH[row, :, start:end] = k_BLKH[0].transpose(0, 1)
-        values_RKTH[row, :, start:end] = v_BLKH[0].transpose(0, 1)
-        keys, values = keys_RKTH[row : row + 1, :, :end], values_RKTH[row : row + 1, :, :end]
-        q_BNLH = q_BLNH.transpose(1, 2)
-        grouped = q_BNLH.shape[1] != keys.shape[1]
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, keys, values, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=grouped
+        packed = (packed_1LXH.split(self.sizes, dim=1) for packed_1LXH in (q_BLNH, k_BLKH, v_BLKH))
+        parts = []
+        for span, mask, q_1LNH, k_1LKH, v_1LKH in zip(self.spans, self.masks, *packed, strict=True):
+            row, start, end = span.row, span.start, span.end
+            keys_RKTH[row, :, start:end] = k_1LKH[0].transpose(0, 1)
+            values_RKTH[row, :, start:end] = v_1LKH[0].transpose(0, 1)
+            keys, values = keys_RKTH[row : row + 1, :, :end], values_RKTH[row : row + 1, :, :end]
+            parts.append(self._attend_one_row(q_1LNH.transpose(1, 2), keys, values, mask).transpose(1, 2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _attend_one_row(self, q_1NLH: Tensor, keys_1KTH: Tensor, values_1KTH: Tensor, mask: Tensor | None) -> Tensor:
+        grouping = q_1NLH.shape[1] // keys_1KTH.shape[1]
+        if grouping > 1 and self.copies_heads:
+            keys_1KTH, values_1KTH = (kept.repeat_interleave(grouping, dim=1) for kept in (keys_1KTH, values_1KTH))
+        return F.scaled_dot_product_attention(
+            q_1NLH,
+            keys_1KTH,
+            values_1KTH,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q_1NLH.shape[1] != keys_1KTH.shape[1],
         )
-        return out_BNLH.transpose(1, 2)
+
+
+def _prefill_mask(span: Span, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+    """None for a row's beginning. Behind earlier tokens `is_causal` is no help: it would count the queries from 0."""
+    if span.start == 0:
+        return None
+    if device.type == "cuda" and dtype != torch.float32:
+        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler: seconds at every start
+
+        return causal_lower_right(span.end - span.start, span.end)  # flash attention knows it: no mask in memory
+    columns = torch.arange(span.end, device=device)
+    return _bias(columns[span.start :], columns, dtype)
+
+
+def copies_heads(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a prefill gives each query head a key/value head of its own, copied, where several share one.
+
+    Of a GPU's kernels flash attention alone takes shared ones, and it takes no fp32. What is left would hold the scores
+    of all heads at once: 8 GiB for 32 heads, 2048 queries and 32k keys.
+    """
+    return device_type == "cuda" and dtype == torch.float32
 
 
 class Decode:
-    """One new token for each of the first B rows, over no more keys than the longest has: what is fast on a CPU."""
+    """One new token for each of the first B rows, over no more keys than the longest has: what is fast on a CPU.
+
+    There rows of very different lengths attend one after another, each over its own keys alone.
+    """
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype):
-        self.num, self.end = len(lengths), max(lengths) + 1
+        self.num, self.ends = len(lengths), [length + 1 for length in lengths]
+        self.end, self.bias_B11T = max(self.ends), None
         at_B = torch.tensor(lengths, device=device)
         self.positions = at_B[:, None]
-        if min(lengths) == max(lengths):
-            self.written, self.bias_B11T = (slice(self.num), slice(None), lengths[0]), None
-        else:
-            self.written = (torch.arange(self.num, device=device), slice(None), at_B)
+        num_padded = self.num * self.end - sum(self.ends)
+        self.is_one_by_one = device.type == "cpu" and num_padded > _MOST_PADDING * self.num
+        if num_padded == 0:
+            self.written = (slice(self.num), slice(None), lengths[0])
+            return
+        self.written = (torch.arange(self.num, device=device), slice(None), at_B)
+        if not self.is_one_by_one:
             self.bias_B11T = _bias(self.positions, torch.arange(self.end, device=device), dtype)[:, None, None]
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         keys_RKTH[self.written] = k_BLKH[:, 0]
         values_RKTH[self.written] = v_BLKH[:, 0]
+        if self.is_one_by_one:
+            parts = []
+            for row, end in enumerate(self.ends):
+                one = slice(row, row + 1)
+                parts.append(_attend_one(q_BLNH[one], keys_RKTH[one, :, :end], values_RKTH[one, :, :end], None))
+            return torch.cat(parts)
         keys, values = keys_RKTH[: self.num, :, : self.end], values_RKTH[: self.num, :, : self.end]
         return _attend_one(q_BLNH, keys, values, self.bias_B11T)
 
 
-class Seen(Protocol):
+class KeyRange(Protocol):
     """Which keys the rows of a static step look at, and how."""
 
     def begin(self, positions_B1: Tensor) -> None:
@@ -85,13 +137,13 @@ class Seen(Protocol):
 
 
 class StaticDecode:
-    """One new token for each of the first `num` rows, which looks at `seen`: the same shapes at every length.
+    """One new token for each of the first `num` rows, which looks at `key_range`: the same shapes at every length.
 
     What changes from step to step lies in tensors that stay where they are, so a CUDA graph can be made of a step.
     """
 
-    def __init__(self, *, num: int, seen: Seen, device: torch.device):
-        self.num, self.seen = num, seen
+    def __init__(self, *, num: int, key_range: KeyRange, device: torch.device):
+        self.num, self.key_range = num, key_range
         self.inputs_2B = torch.zeros(2, num, dtype=torch.int64, device=device)
         self.tokens, self.positions = self.inputs_2B.unsqueeze(-1)  # [B, 1] each
         self.at_B = self.inputs_2B[1]
@@ -104,12 +156,12 @@ class StaticDecode:
 
     def begin(self) -> None:
         """What is the same for all layers; part of the graph."""
-        self.seen.begin(self.positions)
+        self.key_range.begin(self.positions)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         keys_RKTH[self.rows, :, self.at_B] = k_BLKH[:, 0]
         values_RKTH[self.rows, :, self.at_B] = v_BLKH[:, 0]
-        return self.seen.attend(q_BLNH, keys_RKTH, values_RKTH)
+        return self.key_range.attend(q_BLNH, keys_RKTH, values_RKTH)
 
 
 class MaskedKeys:

@@ -1,6 +1,7 @@
 """Forward passes of a loaded model over sequences of different lengths, each a row of one preallocated cache."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,19 +10,40 @@ from titan_tools.infer.decoding.cache import (
     Decode,
     KVCache,
     Prefill,
+    Span,
     StaticDecode,
     Step,
     attach_cache,
     attention_kernels,
 )
-from titan_tools.infer.decoding.compiled import compiled_body, compiled_module
+from titan_tools.infer.decoding.common_beginning import LEAST_SHARED, is_worth_keeping, num_common
+from titan_tools.infer.decoding.compiled import compiled_body
 from titan_tools.infer.decoding.graphs import StaticDecoder
 from titan_tools.infer.decoding.split_keys import can_split
+from titan_tools.infer.model.compiling import compile_all_shapes
 from titan_tools.infer.model.load import SlicedModel
 
-PREFILL_TOKENS = 2048  # of one pass; a longer prompt goes through in pieces, so that its activations stay bounded
+# Of one pass; a longer prompt goes through in pieces, so that its activations stay bounded. A CPU's kernels are as fast
+# with 512, and what a pass makes then fits in a quarter of the memory.
+PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}
 _MASK_ELEMENTS = 1 << 26  # queries × keys of one pass behind earlier tokens
 _ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks whose rows start at odd addresses
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """What a row is to hold: `tokens`, whose first `keep` are there already."""
+
+    row: int
+    tokens: Sequence[int]
+    keep: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.keep < len(self.tokens), "of a last token that is not computed there are no logits"
+
+    @property
+    def num_new(self) -> int:
+        return len(self.tokens) - self.keep
 
 
 class Engine:
@@ -47,8 +69,6 @@ class Engine:
         """
         self.model, self.rows, self.room = model, rows, room
         self.held: list[list[int]] = [[] for _ in range(rows)]
-        head_dim = model.body.layers["0"].attention.head_dim
-        self.bytes_per_cached_token = 2 * len(model.body.layers) * model.num_kv_heads * head_dim * model.dtype.itemsize
         self._cache = attach_cache(
             model.body,
             rows=rows,
@@ -66,7 +86,7 @@ class Engine:
                 model.device,
                 model.dtype,
                 records=on_gpu,
-                splits=can_split(model.device, model.dtype, head_dim),
+                splits=can_split(model.device, model.dtype, model.head_dim),
             )
         if on_gpu and model.quantized:  # products of one row are compiled: the first token's time is not to tell of it
             self.prefill(0, [0])
@@ -79,20 +99,48 @@ class Engine:
             last_D = hidden_LD[-1]
         return self.model.head(last_D[None])[0].float()
 
+    @torch.inference_mode()
+    def prefill_rows(self, prompts: Sequence[RowTokens]) -> Tensor:
+        """As `prefill`, of several rows in one pass, which they must fit; fp32 logits [B, V] of their last tokens."""
+        if len(prompts) == 1:
+            return self.prefill(prompts[0].row, prompts[0].tokens, keep=prompts[0].keep)[None]
+        hidden_LD = self.hidden_of_all(prompts)
+        last_B = torch.tensor([one.num_new for one in prompts]).cumsum(0) - 1
+        return self.model.head(hidden_LD[last_B.to(hidden_LD.device)]).float()
+
+    def fit_one_pass(self, prompts: Sequence[RowTokens]) -> bool:
+        """Whether what is new of all of them goes through the model at once."""
+        num_new = sum(one.num_new for one in prompts)
+        num_scores = sum(one.num_new * len(one.tokens) for one in prompts if one.keep)
+        return num_new <= PREFILL_TOKENS[self.model.device.type] and num_scores <= _MASK_ELEMENTS
+
     def hidden(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Iterator[Tensor]:
         """As `prefill`, but what the head would see of every token from `keep` on: pieces [L, D], one after another."""
-        assert keep <= len(self.held[row])
-        start = keep
+        start, most = RowTokens(row, tokens, keep).keep, PREFILL_TOKENS[self.model.device.type]
         while start < len(tokens):
-            del self.held[row][start:]  # first: who is interrupted here must not find keys that are not these tokens'
-            piece = tokens[start : start + _piece_tokens(start)]
-            step = Prefill(row=row, start=start, num_new=len(piece), device=self.model.device, dtype=self.model.dtype)
-            with torch.inference_mode():
-                tokens_1L = torch.tensor([piece], device=self.model.device)
-                hidden_LD = _forward(self.model.body, self._cache, step, tokens_1L)[0]
-            self.held[row] += piece
-            start += len(piece)
+            end = start + _piece_tokens(start, most=most)
+            hidden_LD = self.hidden_of_all([RowTokens(row, tokens[:end], start)])
+            start += len(hidden_LD)
             yield hidden_LD
+
+    @torch.inference_mode()
+    def hidden_of_all(self, prompts: Sequence[RowTokens]) -> Tensor:
+        """What the head would see of all that is new, one prompt's behind another's, in one pass: [L, D].
+
+        Prompts of one row must keep equally many tokens. The row holds the last of them then.
+        """
+        assert self.fit_one_pass(prompts)
+        for one in prompts:
+            assert one.keep <= len(self.held[one.row])
+            # First: who is interrupted here must not find keys that are not these tokens'
+            del self.held[one.row][one.keep :]
+        spans = [Span(one.row, one.keep, len(one.tokens)) for one in prompts]
+        new_1L = torch.tensor([[token for one in prompts for token in one.tokens[one.keep :]]])
+        step = Prefill(spans, device=self.model.device, dtype=self.model.dtype)
+        hidden_LD = _forward(self.model.body, self._cache, step, new_1L.to(self.model.device))[0]
+        for one in prompts:
+            self.held[one.row][one.keep :] = one.tokens[one.keep :]
+        return hidden_LD
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> Tensor:
@@ -126,6 +174,19 @@ class Engine:
             self._cache.copy_row(source, target, len(tokens))
         self.held[target] = tokens
 
+    def take_beginning(self, row: int, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt its row holds now; from another row they are copied where that pays."""
+        num_by_row = self.num_held(tokens)
+        source = max(range(self.rows), key=lambda other: (num_by_row[other], other == row))
+        if num_by_row[source] >= LEAST_SHARED[self.model.device.type]:
+            self.copy_row(source, row, length=num_by_row[source])
+            return num_by_row[source]
+        return num_by_row[row] if is_worth_keeping(num_by_row[row], len(tokens)) else 0
+
+    def num_held(self, tokens: Sequence[int]) -> list[int]:
+        """How many leading tokens of a prompt each row holds; never all, since the last one's logits are needed."""
+        return [min(num_common(tokens, held), len(tokens) - 1) for held in self.held]
+
     def lengths(self, num: int | None = None) -> list[int]:
         """How many tokens the first `num` rows (default: all) hold."""
         return [len(tokens) for tokens in self.held[:num]]
@@ -139,7 +200,7 @@ def _step_of(model: SlicedModel, cache: KVCache, *, backend: str | None) -> Call
     """
     body, head = model.body, model.head
     if backend is not None:
-        body, head = compiled_body(body, backend=backend), compiled_module(head, backend=backend)
+        body, head = compiled_body(body, backend=backend), compile_all_shapes(head, backend=backend)
 
     def logits_of(step: StaticDecode) -> Tensor:
         return head(_forward(body, cache, step, step.tokens)[:, -1]).float()
@@ -153,6 +214,6 @@ def _forward(body: nn.Module, cache: KVCache, step: Step, tokens_BL: Tensor) -> 
         return body(tokens_BL, step.positions)
 
 
-def _piece_tokens(start: int) -> int:
+def _piece_tokens(start: int, *, most: int) -> int:
     """How many tokens go through at once behind `start` others."""
-    return min(PREFILL_TOKENS, max(_MASK_ELEMENTS // (start + PREFILL_TOKENS), 1))
+    return min(most, max(_MASK_ELEMENTS // (start + most), 1))

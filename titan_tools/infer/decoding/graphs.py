@@ -1,4 +1,4 @@
-"""Decode steps of a few fixed shapes, each recorded as a CUDA graph on its first use: a step is one launch."""
+"""Decode steps of a few fixed shapes. On a GPU each is recorded as a CUDA graph on its first use: one launch a step."""
 
 from collections.abc import Callable, Sequence
 
@@ -46,12 +46,12 @@ class StaticDecoder:
         num = power_of_two(len(lengths), self._cache.rows)
         length = power_of_two(max(*lengths, SHORTEST - 1) + 1, self._cache.room)
         if (num, length) not in self._steps:
-            step = StaticDecode(num=num, seen=self._seen(num, length), device=self._device)
+            step = StaticDecode(num=num, key_range=self._key_range(num, length), device=self._device)
             step.fill([0] * len(lengths), lengths)  # trial runs write only keys that the step itself will write again
             self._steps[num, length] = step, self._made(step)
         return self._steps[num, length]
 
-    def _seen(self, num: int, length: int) -> MaskedKeys | SplitKeys:
+    def _key_range(self, num: int, length: int) -> MaskedKeys | SplitKeys:
         if self._splits:
             return SplitKeys(num=num, length=length, room=self._cache.room, device=self._device)
         return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)

@@ -3,13 +3,15 @@
 The memory that logits take is bounded: a vocabulary of 128k over a piece of 2048 positions would be 1 GiB.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.common_beginning import LEAST_SHARED, num_common
+from titan_tools.infer.decoding.engine import Engine, RowTokens
 
 LOGITS_BYTES = 64 * 1024**2  # of fp32 logits at a time; what is computed from them takes as much again
 
@@ -28,38 +30,102 @@ def windows(num_tokens: int, *, first: int, context: int) -> Iterator[range]:
         first = end
 
 
-class Likelihood:
-    """Reads texts through row 0 of an engine, which keeps a beginning that the next text shares.
+class Text(Protocol):
+    """Tokens of which those from `first` on (at least 1) are to be predicted."""
 
-    Windows after a text's first begin in its middle, without a begin-of-text token, as sequences in training do.
+    tokens: Sequence[int]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of a text's predicted tokens, which follow each other."""
+
+    text: Text
+    targets: list[int]
+
+
+class Likelihood:
+    """Reads texts through row 0 of an engine, which keeps a beginning that the next ones share.
+
+    Short texts go through the model together. Windows after a long one's first begin in its middle, without a
+    begin-of-text token, as sequences in training do.
     """
 
     def __init__(self, engine: Engine, *, context: int, vocab_size: int):
         self.engine, self.context = engine, context
         self._num_positions = max(1, LOGITS_BYTES // (4 * vocab_size))  # whose logits are made at a time
 
-    def logits(self, tokens: Sequence[int], *, first: int) -> Iterator[tuple[list[int], Tensor]]:
-        """The tokens from `first` on, a few after another, with the fp32 logits [P, V] that predict them."""
-        for window in windows(len(tokens), first=first, context=self.context):
-            for targets, hidden_PD in self._hidden(tokens[window.start : window.stop], first=first - window.start):
-                with torch.inference_mode():
-                    logits_PV = self.engine.model.head(hidden_PD).float()
-                yield targets, logits_PV
+    def logits(self, texts: Iterable[Text]) -> Iterator[tuple[list[Piece], Tensor]]:
+        """The predicted tokens of all texts in order, some at a time, with the fp32 logits [P, V] that predict them."""
+        ahead: list[tuple[Piece, Tensor]] = []
+        for piece, hidden_PD in self._hidden(texts):
+            if sum(len(earlier.targets) for earlier, _ in ahead) + len(piece.targets) > self._num_positions:
+                yield self._with_logits(ahead)
+                ahead = []
+            ahead.append((piece, hidden_PD))
+        if ahead:
+            yield self._with_logits(ahead)
+
+    @torch.inference_mode()
+    def _with_logits(self, ahead: list[tuple[Piece, Tensor]]) -> tuple[list[Piece], Tensor]:
+        hidden_PD = torch.cat([hidden_PD for _, hidden_PD in ahead])
+        return [piece for piece, _ in ahead], self.engine.model.head(hidden_PD).float()
+
+    def _hidden(self, texts: Iterable[Text]) -> Iterator[tuple[Piece, Tensor]]:
+        for together in self._passes(texts):
+            if len(together) == 1:
+                yield from self._hidden_in_windows(together[0][0])
+                continue
+            hidden_LD = self.engine.hidden_of_all([one for _, one in together])
+            for (text, one), hidden in zip(
+                together, hidden_LD.split([one.num_new for _, one in together]), strict=True
+            ):
+                yield from self._cut(text, hidden, first=text.first, position=one.keep)
+
+    def _hidden_in_windows(self, text: Text) -> Iterator[tuple[Piece, Tensor]]:
+        first = text.first
+        for window in windows(len(text.tokens), first=first, context=self.context):
+            inputs = list(text.tokens[window.start : window.stop - 1])
+            position = self._keep(inputs[: first - window.start - 1])
+            for hidden_LD in self.engine.hidden(0, inputs, keep=position):
+                yield from self._cut(text, hidden_LD, first=first, position=window.start + position)
+                position += len(hidden_LD)
             first = window.stop
 
-    def _hidden(self, tokens: Sequence[int], *, first: int) -> Iterator[tuple[list[int], Tensor]]:
-        inputs = list(tokens[:-1])
-        held = self._keep(inputs, most=first - 1)
-        position = held
-        for hidden_LD in self.engine.hidden(0, inputs, keep=held):
-            end = position + len(hidden_LD)
-            for start in range(max(position, first - 1), end, self._num_positions):
-                stop = min(start + self._num_positions, end)
-                yield list(tokens[start + 1 : stop + 1]), hidden_LD[start - position : stop - position]
-            position = end
+    def _cut(self, text: Text, hidden_LD: Tensor, *, first: int, position: int) -> Iterator[tuple[Piece, Tensor]]:
+        """What predicts tokens from `first` on, of the hidden states of those from `position` on."""
+        end = position + len(hidden_LD)
+        for start in range(max(position, first - 1), end, self._num_positions):
+            stop = min(start + self._num_positions, end)
+            yield Piece(text, list(text.tokens[start + 1 : stop + 1])), hidden_LD[start - position : stop - position]
 
-    def _keep(self, inputs: list[int], *, most: int) -> int:
+    def _passes(self, texts: Iterable[Text]) -> Iterator[list[tuple[Text, RowTokens]]]:
+        """Texts in order, as many as fit one pass. It must be over when the next one is asked for."""
+        together: list[tuple[Text, RowTokens]] = []
+        for text in texts:
+            inputs = list(text.tokens[:-1])
+            if together and not self._joins(text, inputs, [one for _, one in together]):
+                yield together
+                together = []
+            keep = together[0][1].keep if together else self._keep(inputs[: text.first - 1])
+            together.append((text, RowTokens(0, inputs, keep)))
+        if together:
+            yield together
+
+    def _joins(self, text: Text, inputs: list[int], others: list[RowTokens]) -> bool:
+        """Whether a text goes through together with others, and nothing is read twice for that."""
+        keep, unpredicted = others[0].keep, inputs[: text.first - 1]
+        num_held = num_common(unpredicted, self.engine.held[0])
+        num_shared = max(num_common(unpredicted, other.tokens) for other in others)
+        return (
+            num_held >= keep
+            and max(num_held, num_shared) - keep < LEAST_SHARED[self.engine.model.device.type]
+            and max(len(inputs), len(others[0].tokens)) <= self.context
+            and self.engine.fit_one_pass([*others, RowTokens(0, inputs, keep)])
+        )
+
+    def _keep(self, unpredicted: list[int]) -> int:
         """How many leading tokens need not be read again: those of several completions of one prompt."""
-        pairs = zip(inputs[:most], self.engine.held[0], strict=False)
-        num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return num_alike if 2 * num_alike >= len(inputs) else 0
+        num_held = num_common(unpredicted, self.engine.held[0])
+        return num_held if num_held >= LEAST_SHARED[self.engine.model.device.type] else 0

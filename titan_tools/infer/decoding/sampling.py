@@ -63,28 +63,31 @@ def _problems(sampling: Sampling, vocab_size: int | None) -> Iterator[str]:
     for name, share in (("--top-p", sampling.top_p), ("--min-p", sampling.min_p)):
         if share is not None and not 0 < share <= 1:  # also catches NaN
             yield f"{name} is {share}; it must be above 0 and at most 1"
-    if not 1e-6 <= penalty <= 1e6:  # beyond, penalised logits would leave float32
+    if not 1e-6 <= penalty <= 1e6:  # beyond, penalized logits would leave float32
         yield f"--repetition-penalty is {penalty}; it must be between 1e-06 and 1e+06 (1 is none)"
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, seats: Sequence[Seat], *, seen_BV: Tensor | None = None) -> list[int]:
-    """The next token of each sequence; `seen_BV` marks the tokens that a repetition penalty is for.
+def choose(
+    logits_BV: Tensor, sampling: Sampling, seats: Sequence[Seat], *, penalized_BV: Tensor | None = None
+) -> list[int]:
+    """The next token of each sequence; `penalized_BV` marks the tokens that a repetition penalty is for.
 
     A row's token is the same alone and in any batch. The host waits for the device once. Raises CheckpointError where
     logits are not finite.
     """
     logits_BV = logits_BV.to(torch.promote_types(logits_BV.dtype, torch.float32))
-    if seen_BV is not None and sampling.repetition_penalty != 1:
+    if penalized_BV is not None and sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
-        penalised_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
-        logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
+        reduced_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+        logits_BV = torch.where(penalized_BV, reduced_BV, logits_BV)
     lowest_B, highest_B = logits_BV.aminmax(dim=-1)
     finite_B = (lowest_B > -torch.inf) & (highest_B < torch.inf)  # false for NaN too
     if sampling.temperature == 0:
         tokens_B = logits_BV.argmax(-1)
     else:
         noise_B1 = torch.tensor([[uniform(sampling.seed, seat)] for seat in seats], dtype=torch.float64)
-        tokens_B = _draw(token_weights(logits_BV, sampling), noise_B1.to(logits_BV.device, non_blocking=True))
+        noise_B1 = noise_B1.to(logits_BV.device, non_blocking=True)
+        tokens_B = _draw(token_weights(logits_BV, sampling, num_sorted=_FEW), noise_B1)
     finite, tokens = torch.stack([finite_B.long(), tokens_B]).tolist()
     for seat, is_finite in zip(seats, finite, strict=True):
         if not is_finite:
@@ -93,11 +96,13 @@ def choose(logits_BV: Tensor, sampling: Sampling, seats: Sequence[Seat], *, seen
                 hint="the weights hold NaN or infinity, or overflow in this dtype",
                 tries=["--dtype float32"],
             )
+    if logits_BV.shape[-1] in tokens:  # the few were too few for top-p
+        tokens = _draw(token_weights(logits_BV, sampling), noise_B1).tolist()
     return tokens
 
 
 def _draw(weights_BV: Tensor, noise_B1: Tensor) -> Tensor:
-    """One token of each row.
+    """One token of each row; the size of the vocabulary where all weights are 0.
 
     One number against the cumulative sum in token order: close ties between tokens cannot reorder anything, and a token
     of weight 0 is never the first to pass the mark.
@@ -108,8 +113,10 @@ def _draw(weights_BV: Tensor, noise_B1: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_BV, marks_B1, right=True)[:, 0]
 
 
-def token_weights(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+def token_weights(logits_BV: Tensor, sampling: Sampling, *, num_sorted: int | None = None) -> Tensor:
     """How likely each token is drawn: whole numbers [B, V] to be read against their sum, 0 for what is filtered out.
+
+    `num_sorted`: how many of the likeliest tokens top-p looks at (None: all). A row that needs more is all 0.
 
     Temperature (above 0), top-k, top-p, min-p, each as in transformers. Whole numbers (int64), because their sums come
     out the same in any order: a float's depend on the kernel, which depends on the batch.
@@ -122,31 +129,32 @@ def token_weights(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     # as fine as a sum over the vocabulary has room for: 2**-45 of the likeliest token's for Llama 3's 128256
     weights_BV = (relative_BV * 2.0 ** (62 - logits_BV.shape[-1].bit_length())).long()
     if sampling.top_p is not None and sampling.top_p < 1:
-        weights_BV = _within_top_p(weights_BV, logits_BV, sampling.top_p)
+        num_sorted = min(num_sorted or logits_BV.shape[-1], logits_BV.shape[-1])
+        weights_BV = _within_top_p(weights_BV, logits_BV, sampling.top_p, num_sorted=num_sorted)
     if sampling.min_p is not None:
         weights_BV = weights_BV.masked_fill(relative_BV < sampling.min_p, 0)
     return weights_BV
 
 
-def _within_top_p(weights_BV: Tensor, logits_BV: Tensor, top_p: float) -> Tensor:
-    """The fewest of the likeliest tokens that hold `top_p` of the weight; of equal ones the first."""
-    vocab_size = logits_BV.shape[-1]
-    total_B1 = weights_BV.sum(-1, keepdim=True)
-    # To sort all is slow on a CPU, and the weight mostly lies in a few; on a GPU a look at the result costs more.
-    for num_sorted in (vocab_size,) if logits_BV.is_cuda else (min(_FEW, vocab_size), vocab_size):
-        is_all = num_sorted == vocab_size
-        logits_BK, tokens_BK = logits_BV.sort(descending=True) if is_all else logits_BV.topk(num_sorted)
-        weights_BK = weights_BV.gather(-1, tokens_BK)
-        before_BK = weights_BK.cumsum(-1) - weights_BK
-        kept_BK = total_B1 - before_BK > (1 - top_p) * total_B1.double()
-        kept_BK[:, 0] = True  # where 1 - top_p rounds to 1
-        if is_all or not kept_BK[:, -1].any():
-            break
+def _within_top_p(weights_BV: Tensor, logits_BV: Tensor, top_p: float, *, num_sorted: int) -> Tensor:
+    """The fewest of the likeliest tokens that hold `top_p` of the weight; of equal ones the first.
+
+    Nothing in rows where these are not fewer than `num_sorted`, or all. To sort a vocabulary is slow on any device, and
+    the weight mostly lies in a few tokens.
+    """
+    total_B1, is_all = weights_BV.sum(-1, keepdim=True), num_sorted == logits_BV.shape[-1]
+    logits_BK, tokens_BK = logits_BV.sort(descending=True) if is_all else logits_BV.topk(num_sorted)
+    weights_BK = weights_BV.gather(-1, tokens_BK)
+    before_BK = weights_BK.cumsum(-1) - weights_BK
+    kept_BK = total_B1 - before_BK > (1 - top_p) * total_B1.double()
+    kept_BK[:, 0] = True  # where 1 - top_p rounds to 1
     lowest_B1 = logits_BK.gather(-1, kept_BK.sum(-1, keepdim=True) - 1)
     num_lowest_B1 = (kept_BK & (logits_BK == lowest_B1)).sum(-1, keepdim=True)
     is_lowest_BV = logits_BV == lowest_B1
     # transformers keeps any of the equal ones; the first, as for greedy, are the same in every batch
     kept_BV = (logits_BV > lowest_B1) | (is_lowest_BV & (is_lowest_BV.cumsum(-1) <= num_lowest_B1))
+    if not is_all:
+        kept_BV &= ~kept_BK[:, -1:]
     return weights_BV.masked_fill(~kept_BV, 0)
 
 

@@ -1,8 +1,11 @@
-"""Attention of recorded steps on an NVIDIA GPU, each row's keys dealt to many blocks of threads.
+"""Flash-decoding (split-KV) on an NVIDIA GPU: in recorded steps a row's keys are dealt to many blocks of threads.
 
 What `scaled_dot_product_attention` has for a masked step gives all keys of a KV head to one block: of one row with 8 KV
 heads, 8 of a GPU's 132 processors would read the cache. Flash attention can split them, and of sequences packed behind
 each other it takes the number of keys from a tensor, as a CUDA graph needs it; then nothing is masked either.
+
+torch 2.13's public way to it, torch.nn.attention.varlen.varlen_attn, calls the same operator and fills a tensor of its
+own in every layer, a launch that decoding has no use for; 2.11's cannot be told the number of keys.
 
 Shape letters as in cache.py.
 """
@@ -63,9 +66,9 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_he
     )
     keys, values = keys_RTKH.transpose(1, 2), values_RTKH.transpose(1, 2)
     positions_B1 = torch.tensor([[2], [500]], device=device)
-    seen = SplitKeys(num=2, length=512, room=640, device=device)
-    seen.begin(positions_B1)
-    found = seen.attend(q_B1NH, keys, values).float()
+    key_range = SplitKeys(num=2, length=512, room=640, device=device)
+    key_range.begin(positions_B1)
+    found = key_range.attend(q_B1NH, keys, values).float()
     mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]
     exact = F.scaled_dot_product_attention(
         q_B1NH.float().transpose(1, 2), keys.float(), values.float(), attn_mask=mask_B11T, enable_gqa=True

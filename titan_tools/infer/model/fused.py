@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 
 class FusedLinear(nn.Module):
-    """Stands in the place of the first layer of a group; `weight` [sum of sizes, K] holds the rows of all of them."""
+    """Stands in the place of the first layer of a group; `weight` [sum of sizes, K] and `bias` hold the rows of all."""
 
-    def __init__(self, weight: Tensor, sizes: Sequence[int]):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, sizes: Sequence[int]):
         """`sizes`: rows of each layer."""
         super().__init__()
-        self.weight = weight
+        self.weight, self.bias = weight, bias
         self.sizes = tuple(sizes)
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
@@ -35,7 +35,7 @@ class FusedLinear(nn.Module):
         return part
 
     def _products(self, x: Tensor) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight).split(self.sizes, dim=-1)
+        return F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
 
 
 class FusedPart(nn.Module):
@@ -50,10 +50,17 @@ class FusedPart(nn.Module):
         return self._fused[0].part(self.number, x)
 
 
+def can_fuse(layers: Sequence[nn.Module]) -> bool:
+    """Whether layers over one input are plain linear ones, all with a bias or all without."""
+    return all(type(layer) is nn.Linear for layer in layers) and len({layer.bias is None for layer in layers}) == 1
+
+
 def fuse(parent: nn.Module, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Make the layers `names` of `parent`, which have `sizes` rows here, one product. The weight is still on meta."""
-    first = parent.get_submodule(names[0])
-    fused = FusedLinear(nn.Parameter(first.weight.new_empty(sum(sizes), first.in_features), requires_grad=False), sizes)
+    """Make the layers `names` of `parent`, which have `sizes` rows here, one product. Its parameters are to be set."""
+    first, num_rows = parent.get_submodule(names[0]), sum(sizes)
+    weight = nn.Parameter(first.weight.new_empty(num_rows, first.in_features), requires_grad=False)
+    bias = None if first.bias is None else nn.Parameter(first.bias.new_empty(num_rows), requires_grad=False)
+    fused = FusedLinear(weight, bias, sizes)
     setattr(parent, names[0], fused)
     for number, name in enumerate(names[1:], start=1):
         setattr(parent, name, FusedPart(fused, number))

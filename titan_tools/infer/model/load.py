@@ -1,7 +1,7 @@
 """From a weight source of any format to this rank's model: built on meta, each parameter read as the slice it needs.
 
 As soon as a weight is read it becomes what is kept of it: joined with others, packed for the CPU, or quantised. So
-memory is the shard, the largest weight, and what is being read meanwhile.
+memory is the shard, the largest weight, and the blocks that are being read.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
+from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from titan_tools.infer.model.fused import fuse
+from titan_tools.infer.model.fused import FusedLinear, can_fuse, fuse
 from titan_tools.infer.model.packed import PackedWeight, can_pack
-from titan_tools.infer.model.quantize import quantize_linears, stored_bytes
+from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
-from titan_tools.infer.model.slices import slice_for_rank, summed_inputs, together
+from titan_tools.infer.model.slices import same_input, slice_for_rank, summed_inputs
 from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
 from trainer.models.registry import get_trainer_family
+
+_FEW = 4 << 20  # numbers of a joined weight that do no harm in memory, however small all others are
 
 
 @dataclass(slots=True)
@@ -38,8 +41,14 @@ class SlicedModel:
     device: torch.device
     dtype: torch.dtype
     num_kv_heads: int  # that this rank holds
+    head_dim: int
     bytes_per_token: int  # of weights that one decode step of one sequence reads on this rank
     quantized: str | None = None
+
+    @property
+    def bytes_per_cached_token(self) -> int:
+        """Its keys and values in all layers on this rank."""
+        return 2 * len(self.body.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def load_model(
@@ -63,24 +72,30 @@ def load_model(
     args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"), _NoInitialValues():
         model = get_trainer_family(info.family).build_model(args)
+    _check_listed(model, parameters, info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
-    groups = _fuse(model, parameters, slices) if fused else [(fqn,) for fqn in slices]
+    # On a CPU a product is made of all that it joins: together they are not to be more than the largest slice
+    most = max(_FEW, *(box.num_elements for box in slices.values())) if device.type == "cpu" else None
+    groups = _fuse(model, parameters, slices, most=most) if fused else [(fqn,) for fqn in slices]
 
-    def is_converted(module: nn.Module, shape: tuple[int, ...]) -> bool:
-        is_linear = len(shape) == 2 and module is not model.tok_embeddings
-        return is_linear and (quantize is not None or (packed and can_pack(shape, dtype, device)))
+    def is_converted(module: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
+        is_weight = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
+        return is_weight and (quantize is not None or (packed and can_pack(shape, dtype, device)))
 
-    shapes = {fqns: joined_shape([slices[fqn] for fqn in fqns]) for fqns in groups}
-    wanted = [Joined(fqns, is_passing=is_converted(_owner(model, fqns[0]), shapes[fqns])) for fqns in groups]
-    for joined, weight in read_in_order(wanted, slices, source, dtype=dtype, device=device):
-        module = _owner(model, joined.fqns[0])
-        module.weight = nn.Parameter(weight, requires_grad=False)
+    def converts(fqns: tuple[str, ...]) -> bool:
+        return is_converted(*_place(model, fqns[0]), joined_shape([slices[fqn] for fqn in fqns]))
+
+    wanted = [Joined(fqns, is_passing=converts(fqns)) for fqns in groups]
+    for joined, values in read_in_order(wanted, slices, source, dtype=dtype, device=device):
+        module, name = _place(model, joined.fqns[0])
+        setattr(module, name, nn.Parameter(values, requires_grad=False))
         if joined.is_passing:
             _convert(module, quantize)
+        del values  # else what passes would still be there when the next one's memory is made
     model.tie()
-    if args.tied and is_converted(model.output, model.output.weight.shape):
+    if args.tied and is_converted(model.output, "weight", model.output.weight.shape):
         _convert(model.output, quantize)
     model.to(device)  # what it computes by itself, such as rotary frequencies
     head, model.output = model.output, None
@@ -90,6 +105,7 @@ def load_model(
         device,
         dtype,
         num_kv_heads=slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim,
+        head_dim=args.head_dim,
         bytes_per_token=_bytes_per_token(model, head),
         quantized=quantize,
     )
@@ -112,40 +128,55 @@ def _make_parallel(model: nn.Module, parameters: list[Parameter], *, tp: int, ra
     model.output = GatheredOutput(model.output, tp=tp)
 
 
-def _fuse(model: nn.Module, parameters: list[Parameter], slices: dict[str, Box]) -> list[tuple[str, ...]]:
-    """Make one of the linear layers that have the same input; the FQNs of all parameters, grouped as they lie now."""
-    groups: list[tuple[str, ...]] = []
-    for group in together(parameters):
-        paths = [fqn.removesuffix(".weight") for fqn in group]
-        if len(group) > 1 and all(_is_plain(model.get_submodule(path)) for path in paths):
-            parent = model.get_submodule(paths[0].rpartition(".")[0])
-            fuse(parent, [path.rpartition(".")[2] for path in paths], [slices[fqn].sizes[0] for fqn in group])
-            groups.append(group)
-        else:
-            groups += [(fqn,) for fqn in group]
-    return groups
+def _fuse(
+    model: nn.Module, parameters: list[Parameter], slices: dict[str, Box], *, most: int | None
+) -> list[tuple[str, ...]]:
+    """Make one of the linear layers that have the same input; the FQNs of all parameters, grouped as they lie now.
+
+    `most`: numbers that a joined weight may have.
+    """
+    group_of: dict[str, tuple[str, ...]] = {}
+    for paths in same_input(parameters):
+        num = sum(slices[f"{path}.weight"].num_elements for path in paths)
+        if (most is None or num <= most) and can_fuse([model.get_submodule(path) for path in paths]):
+            parent, names = paths[0].rpartition(".")[0], [path.rpartition(".")[2] for path in paths]
+            fuse(model.get_submodule(parent), names, [slices[f"{path}.weight"].sizes[0] for path in paths])
+            for name in ("weight", "bias"):
+                group = tuple(f"{path}.{name}" for path in paths)
+                group_of |= dict.fromkeys(group, group)
+    return list(dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters))
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.bias is None
+def _check_listed(model: nn.Module, parameters: list[Parameter], family: str) -> None:
+    """Raise UnsupportedError where a family, one of the user's own, lists other parameters than its model has."""
+    model.tie()  # then a tied output's weight counts once
+    built = {(fqn, tuple(parameter.shape)) for fqn, parameter in model.named_parameters()}
+    listed = {(p.fqn, p.shape) for p in parameters}
+    differing = [f"{fqn} {list(shape)}: in the model alone" for fqn, shape in sorted(built - listed)]
+    differing += [f"{fqn} {list(shape)}: in the list alone" for fqn, shape in sorted(listed - built)]
+    if differing:
+        raise UnsupportedError(
+            f"family {family!r}: what `parameters` lists is not what the model has:" + list_offenders(differing)
+        )
 
 
-def _owner(model: nn.Module, fqn: str) -> nn.Module:
-    return model.get_submodule(fqn.rpartition(".")[0])
+def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """A parameter's module, and its name there."""
+    path, _, name = fqn.rpartition(".")
+    return model.get_submodule(path), name
 
 
 def _convert(linear: nn.Module, quantize: str | None) -> None:
     """Give a linear layer a weight of its own in the form it is to be multiplied in."""
-    if quantize:
-        quantize_linears(linear, quantize)
-        return
     weight = linear.weight.detach()
     del linear.weight
-    linear.weight = PackedWeight(weight)
+    linear.weight = quantize_weight(weight, quantize) if quantize else PackedWeight(weight)
 
 
 def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
     """Of an embedding one row is read, which does not count."""
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
-    weights = {id(layer.weight): layer.weight for layer in layers if getattr(layer, "weight", None) is not None}
-    return sum(w.num_bytes if isinstance(w, PackedWeight) else stored_bytes(w) for w in weights.values())
+    plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    converted = [weight.num_bytes for weight in weights if isinstance(weight, PackedWeight | QuantizedWeight)]
+    return sum(plain.values()) + sum(converted)

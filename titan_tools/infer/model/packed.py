@@ -20,7 +20,7 @@ _MEASURED_ON = ("x86_64", "AMD64")  # on ARM torch's own products go to oneDNN a
 
 
 class PackedWeight:
-    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight)`. Nothing else can be done."""
+    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight, bias)`, and nothing else."""
 
     def __init__(self, weight_NK: Tensor):
         self.shape, self.dtype = weight_NK.shape, weight_NK.dtype
@@ -29,9 +29,15 @@ class PackedWeight:
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
-        if func is not F.linear or kwargs or any(bias is not None for bias in args[2:]):
+        if func is not F.linear:
             return NotImplemented  # torch raises TypeError
-        return torch.ops.mkldnn._linear_pointwise(args[0], args[1]._packed, None, "none", [], "")
+        return cls._product(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _product(input: Tensor, weight: "PackedWeight", bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            bias = bias.contiguous()  # the operator does not look at strides
+        return torch.ops.mkldnn._linear_pointwise(input, weight._packed, bias, "none", [], "")
 
 
 def can_pack(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -54,8 +60,9 @@ def _works(dtype: torch.dtype) -> bool:
     """
     weight_NK = (torch.arange(48 * 32).view(48, 32) % 7 - 3).to(dtype)
     x_3K = (torch.arange(3 * 32).view(3, 32) % 5 % 3 - 1).to(dtype)
+    tried = [(x, bias) for x in (x_3K[:1], x_3K) for bias in (None, weight_NK[:, 1])]
     try:
         packed = PackedWeight(weight_NK)
-        return all(torch.equal(F.linear(x, packed), F.linear(x, weight_NK)) for x in (x_3K[:1], x_3K))
+        return all(torch.equal(F.linear(x, packed, bias), F.linear(x, weight_NK, bias)) for x, bias in tried)
     except (AttributeError, RuntimeError, TypeError):  # no such operator, not on this CPU, other arguments
         return False

@@ -8,9 +8,9 @@
   with it: there it saves memory and costs time.
 - On a GPU one row of activations goes through a compiled kernel that reads the 8 bits and casts them in registers.
 
-Embeddings and norms keep their dtype; a tied output has a quantised copy of the embedding. Each row is rounded by
-itself, so what tensor parallelism cuts into rows is the same at any degree. Where it cuts input features (wo and w2),
-each rank has scales of its own, a little finer ones: logits then differ between degrees by about what 8 bits cost.
+Embeddings, norms and biases keep their dtype; a tied output has a quantised copy of the embedding. Each row is rounded
+by itself, so what tensor parallelism cuts into rows is the same at any degree. Where it cuts input features (wo and
+w2), each rank has scales of its own, a little finer ones: logits then differ between degrees by about what 8 bits cost.
 
 Shape letters: B rows of activations, K input features, N output features.
 """
@@ -24,19 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_tools.infer.model.tensor_parallel import SlicedEmbedding
+from titan_tools.infer.model.compiling import compile_all_shapes
 from trainer.parallel.compile import why_inductor_cannot
 
 _BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
-_NUM_SHAPES = 64  # of weights, that a product may be compiled for; beyond them it would be a cast one again
 _SMALLEST = 1e-12  # a row of zeros must not be divided by its largest
 
 
 class QuantizedWeight(nn.Module):
-    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight)`.
+    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight, bias)`.
 
     A module of two plain tensors, no tensor subclass: those cost time in each eager call.
     """
@@ -50,29 +49,28 @@ class QuantizedWeight(nn.Module):
     def shape(self) -> torch.Size:
         return self.data_NK.shape
 
+    @property
+    def num_bytes(self) -> int:
+        return self.data_NK.nbytes + self.scale_N.nbytes
+
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
-        if func is not F.linear or kwargs or any(bias is not None for bias in args[2:]):
+        if func is not F.linear:
             return NotImplemented  # torch raises TypeError
-        x, weight = args[:2]
-        return _product(x.flatten(0, -2), weight.data_NK, weight.scale_N).unflatten(0, x.shape[:-1])
+        return cls._linear(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _linear(input: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None) -> Tensor:
+        out = _product(input.flatten(0, -2), weight.data_NK, weight.scale_N).unflatten(0, input.shape[:-1])
+        return out if bias is None else out + bias
 
     def dequantize(self) -> Tensor:
         """What it stands for, in fp32."""
         return self.data_NK.float() * self.scale_N.float()[:, None]
 
 
-def quantize_linears(module: nn.Module, how: str) -> None:
-    """Replace the weight of every linear layer in `module` by one of 8 bits: "int8" or "float8"."""
-    for layer in list(module.modules()):
-        weight = layer._parameters.get("weight")
-        if weight is not None and weight.ndim == 2 and not isinstance(layer, nn.Embedding | SlicedEmbedding):
-            del layer.weight
-            layer.weight = quantize(weight, how)
-
-
-def quantize(weight_NK: Tensor, how: str) -> QuantizedWeight:
-    """Round a weight; beside the result it holds one block of rows in fp32."""
+def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
+    """Round a weight to "int8" or "float8"; beside the result it holds one block of rows in fp32."""
     for talks in ("torchao", "torch.utils._pytree"):  # of C++ parts and registrations that this does not use
         getLogger(talks).setLevel(ERROR)
     round_rows, data_dtype = _HOW[how]
@@ -87,9 +85,16 @@ def quantize(weight_NK: Tensor, how: str) -> QuantizedWeight:
     return QuantizedWeight(data_NK, scale_N)
 
 
-def why_slow(how: str, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What to tell a user for whom 8 bits save memory and cost time; None where they cost none."""
-    if device.type != "cpu":
+def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int) -> str | None:
+    """What to tell a user for whom 8 bits save memory and cost time; None where they cost none.
+
+    `rows`: sequences that decode together.
+    """
+    if device.type == "cuda":
+        if rows > 1:
+            return f"--quantize {how} saves memory, but {rows} sequences together cast each weight first, at every step"
+        if reason := why_inductor_cannot(device):
+            return f"--quantize {how} saves memory, but nothing compiles a product with it here: {reason}"
         return None
     if how == "float8":
         return "--quantize float8 saves memory, but no CPU multiplies with it: each product casts its weight first"
@@ -98,14 +103,8 @@ def why_slow(how: str, *, dtype: torch.dtype, device: torch.device) -> str | Non
     return None
 
 
-def stored_bytes(weight: Tensor | QuantizedWeight) -> int:
-    """Bytes that multiplying with all of a weight reads."""
-    tensors = weight.buffers() if isinstance(weight, QuantizedWeight) else [weight]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def _to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    from torchao.quantization.quant_primitives import MappingType, choose_qparams_affine, quantize_affine
+    from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine
 
     limits, row = (-128, 127), (1, weight_NK.shape[1])
     exact_NK = weight_NK.float()
@@ -118,15 +117,9 @@ def _to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _to_float8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     from torchao.quantization import Float8Tensor, PerRow
-    from torchao.quantization.quantize_.common import KernelPreference
 
-    rounded = Float8Tensor.from_hp(
-        weight_NK.float(),
-        torch.float8_e4m3fn,
-        PerRow(),
-        hp_value_lb=_SMALLEST,
-        kernel_preference=KernelPreference.TORCH,
-    )
+    # with a lower bound every GPU rounds by torch's operations, not some by a kernel of another package
+    rounded = Float8Tensor.from_hp(weight_NK.float(), torch.float8_e4m3fn, PerRow(), hp_value_lb=_SMALLEST)
     return rounded.qdata, rounded.scale.flatten()
 
 
@@ -163,8 +156,7 @@ def _cast_product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
 
 @cache
 def _compiled_product() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One kernel that casts in registers. Tuning by coordinates is what lets the compiler take a product apart."""
+    """One kernel for each shape of a weight, that casts in registers."""
     if why_inductor_cannot(torch.device("cuda")):
         return _cast_product
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _NUM_SHAPES)
-    return torch.compile(_cast_product, dynamic=False, options={"coordinate_descent_tuning": True})
+    return compile_all_shapes(_cast_product)

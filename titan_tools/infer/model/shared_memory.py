@@ -17,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_tools.infer.model.tensor_parallel import Messages, bring_together
-from titan_tools.infer.ranks import COLLECTIVE_TIMEOUT, LostRank
+from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives, use_collectives
+from titan_tools.infer.ranks.join import LostRank
+from titan_tools.infer.ranks.machine import watch_ends
 
 PLACE_BYTES = 1 << 20  # of one rank's part; what is larger goes as messages
 _LINE_BYTES = 64  # a rank's counter has a cache line to itself
 _STRIDE = _LINE_BYTES // 8  # between counters, in numbers of 64 bits
 _TOKEN_BYTES = 16  # tells that this is the memory that was meant
-_LOOK_EVERY = 4096  # turns of waiting: a few milliseconds
+_LOOK_EVERY = 64  # turns of waiting, of a microsecond or less where nobody else wants the core
+# A wait within a token ends while a rank still watches for it. In longer ones, as for a reader of the first rank's
+# output, the core is given up: for an eighth of what it has lasted, so that it lasts hardly longer.
+_NAP_SHARE, _LONGEST_NAP_MS = 1 / 8, 10
 
 
 class SharedMemory:
-    """One of the ranks that share `memory`, made by `share_memory`; see tensor_parallel.OverRanks.
+    """One of the ranks that share `memory`, made by `share_memory`; see tensor_parallel.Collectives.
 
     Every rank has a counter and two places for its part, used in turn: who writes its part n + 2 has seen all counters
     at n + 1, so nobody still reads part n. That counters and parts are seen in the order in which they were written is
@@ -38,7 +42,7 @@ class SharedMemory:
     def __init__(self, memory: mmap.mmap, *, rank: int, ended: dict[int, int]):
         tp = len(ended) + 1
         self._rank, self._ended = rank, ended
-        self._messages = Messages(tp)
+        self._messages = ProcessGroupCollectives(tp)
         self._counters = memoryview(memory)[_LINE_BYTES : _start_of_places(tp)].cast("Q")  # behind the token's line
         places = torch.frombuffer(memory, dtype=torch.uint8, offset=_start_of_places(tp))
         self._places = places.view(2, tp, PLACE_BYTES)
@@ -69,25 +73,28 @@ class SharedMemory:
         return parts
 
     def _wait_for(self, rank: int) -> None:
-        turns, give_up = 0, time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+        """Wait as long as all ranks live: one may be stopped by Ctrl-Z, or its output held up by a reader.
+
+        Raises LostRank where one has ended.
+        """
+        turns, started = 0, time.monotonic()
         while self._counters[_STRIDE * rank] < self._number:
             os.sched_yield()  # there may be more ranks than cores
             turns += 1
             if turns % _LOOK_EVERY == 0:
-                if ended := self._poll.poll(0):
+                waited_ms = 1000 * (time.monotonic() - started)
+                if ended := self._poll.poll(min(_LONGEST_NAP_MS, int(_NAP_SHARE * waited_ms))):
                     raise LostRank(
                         f"rank {self._rank} has lost another rank, which ended or cannot be reached",
                         hint=f"rank {self._ended[ended[0][0]]} says why",
                     )
-                if time.monotonic() > give_up:
-                    raise LostRank(f"rank {self._rank} has waited in vain for another rank", hint=f"for rank {rank}")
 
 
 def sum_in_shared_memory(modules: Sequence[nn.Module], *, rank: int, tp: int) -> None:
     """Let parallel modules sum in memory of all ranks, where they have any in common. All ranks must call this."""
     if tp > 1 and (shared := share_memory(rank=rank, tp=tp)):
         for module in modules:
-            bring_together(module, shared)
+            use_collectives(module, shared)
 
 
 def share_memory(*, rank: int, tp: int) -> SharedMemory | None:
@@ -101,7 +108,8 @@ def share_memory(*, rank: int, tp: int) -> SharedMemory | None:
     memory = box[0] and _open(*box[0], tp=tp)
     ranks: list[Any] = [None] * tp
     dist.all_gather_object(ranks, (os.getpid(), memory is not None))
-    ended = _watch([pid for pid, _ in ranks], but=rank) if all(opened for _, opened in ranks) else None
+    others = {pid: other for other, (pid, _) in enumerate(ranks) if other != rank}
+    ended = watch_ends(others) if all(opened for _, opened in ranks) else None
     dist.all_gather_object(ranks, ended is not None)
     if made:
         os.close(made[0])
@@ -140,11 +148,3 @@ def _open(pid: int, descriptor: int, token: bytes, *, tp: int) -> mmap.mmap | No
     finally:
         os.close(own)
     return memory if memory[:_TOKEN_BYTES] == token else None
-
-
-def _watch(pids: list[int], *, but: int) -> dict[int, int] | None:
-    """Descriptors that tell the end of the other ranks' processes → rank."""
-    try:
-        return {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != but}
-    except (AttributeError, OSError):
-        return None

@@ -33,7 +33,7 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
     offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
     dim = parameter.tp_dim
     if dim is not None:
-        if tp > args.num_kv_heads and parameter.fqn.endswith(_PER_KV_HEAD):
+        if tp > args.num_kv_heads and parameter.fqn.rpartition(".")[0].endswith(_PER_KV_HEAD):
             # several ranks hold the same KV head: the one that this rank's query heads belong to
             offsets[dim], sizes[dim] = rank * args.num_kv_heads // tp * args.head_dim, args.head_dim
         else:
@@ -41,17 +41,16 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
     return Box(tuple(offsets), tuple(sizes))
 
 
-def together(parameters: Sequence[Parameter]) -> list[tuple[str, ...]]:
-    """All parameters' FQNs in order, those of linear layers of one module that have the same input in one group."""
-    ordered = [p.fqn for p in parameters]
-    named, first_of = set(ordered), {}
-    for fqn in ordered:
-        for group in _SAME_INPUT:
-            if fqn.endswith(group[0]):
-                whole = tuple(fqn.removesuffix(group[0]) + later for later in group)
-                if named.issuperset(whole):
-                    first_of |= dict.fromkeys(whole, whole)
-    return list(dict.fromkeys(first_of.get(fqn, (fqn,)) for fqn in ordered))
+def same_input(parameters: Sequence[Parameter]) -> list[tuple[str, ...]]:
+    """The linear layers that have the same input, a group for each attention and feed-forward; in model order."""
+    modules = list(dict.fromkeys(p.fqn.rpartition(".")[0] for p in parameters))
+    groups = [
+        tuple(module.removesuffix(names[0]) + name for name in names)
+        for module in modules
+        for names in _SAME_INPUT
+        if module.endswith(names[0])
+    ]
+    return [group for group in groups if set(modules).issuperset(group)]
 
 
 def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
@@ -59,8 +58,8 @@ def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
     return [p.fqn.removesuffix(".weight") for p in parameters if p.tp_dim == 1]
 
 
-_PER_KV_HEAD = (".attention.wk.weight", ".attention.wv.weight")
+_PER_KV_HEAD = (".attention.wk", ".attention.wv")
 _SAME_INPUT = (
-    (".attention.wq.weight", ".attention.wk.weight", ".attention.wv.weight"),
-    (".feed_forward.w1.weight", ".feed_forward.w3.weight"),
+    (".attention.wq", ".attention.wk", ".attention.wv"),
+    (".feed_forward.w1", ".feed_forward.w3"),
 )

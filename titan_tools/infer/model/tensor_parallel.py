@@ -8,17 +8,17 @@ Shape letters: B batch, L tokens, D model dim, V vocabulary, R the vocabulary ro
 
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from converters.layout import chunk_bounds
 
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
 _GATHERED_BYTES = 256 << 10  # of all ranks together; beyond, all-reduce moves less
 
 
-class OverRanks(Protocol):
+class Collectives(Protocol):
     """How partial results come together: the same bytes on all ranks."""
 
     def sum(self, part: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class OverRanks(Protocol):
         """Every rank's `part`, joined along the last dim."""
 
 
-class Messages:
+class ProcessGroupCollectives:
     """Through torch's process group."""
 
     def __init__(self, tp: int):
@@ -42,27 +42,32 @@ class Messages:
         if part.is_cuda or self.tp * part.nbytes > _GATHERED_BYTES:
             dist.all_reduce(part)
             return part
-        return torch.stack(self._all(part)).sum(dim=0)
+        return self._all(part).sum(dim=0)
 
     def gather(self, part: Tensor) -> Tensor:
-        return torch.cat(self._all(part), dim=-1)
+        return self._all(part).movedim(0, -2).flatten(-2)
 
-    def _all(self, part: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(part) for _ in range(self.tp)]
-        dist.all_gather(parts, part)
-        return parts
+    def _all(self, part: Tensor) -> Tensor:
+        """The parts of all ranks, [tp, …]."""
+        parts = part.new_empty(self.tp * part.shape[0], *part.shape[1:])
+        _all_gather_single(parts, part)
+        return parts.view(self.tp, *part.shape)
 
 
 class SummedLinear(nn.Module):
-    """A linear layer whose input features lie on several ranks: each multiplies its own, the sum is the output."""
+    """A linear layer whose input features lie on several ranks: each multiplies its own, the sum is the output.
+
+    The bias is whole on every rank, and added to the sum.
+    """
 
     def __init__(self, linear: nn.Linear, *, tp: int):
         super().__init__()
-        self.weight = linear.weight
-        self.over_ranks: OverRanks = Messages(tp)
+        self.weight, self.bias = linear.weight, linear.bias
+        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.over_ranks.sum(F.linear(x, self.weight))
+        out = self.collectives.sum(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
 
 
 class SlicedEmbedding(nn.Module):
@@ -72,7 +77,7 @@ class SlicedEmbedding(nn.Module):
         super().__init__()
         self.weight = embedding.weight
         self.start, self.num_rows = chunk_bounds(embedding.num_embeddings, tp, rank)
-        self.over_ranks: OverRanks = Messages(tp)
+        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         rows_BL = tokens_BL - self.start
@@ -82,7 +87,7 @@ class SlicedEmbedding(nn.Module):
             x_BLD = x_BLD.masked_fill(elsewhere_BL.unsqueeze(-1), 0)
         else:  # more ranks than blocks of rows
             x_BLD = self.weight.new_zeros(*tokens_BL.shape, self.weight.shape[1])
-        return self.over_ranks.sum(x_BLD)
+        return self.collectives.sum(x_BLD)
 
 
 class GatheredOutput(nn.Module):
@@ -90,19 +95,19 @@ class GatheredOutput(nn.Module):
 
     def __init__(self, linear: nn.Linear, *, tp: int):
         super().__init__()
-        self.weight = linear.weight
+        self.weight, self.bias = linear.weight, linear.bias
         self.vocab_size, self.tp = linear.out_features, tp
-        self.over_ranks: OverRanks = Messages(tp)
+        self.collectives: Collectives = ProcessGroupCollectives(tp)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         _, num_rows = chunk_bounds(self.vocab_size, self.tp, 0)
-        own_BR = F.linear(x_BD, self.weight)
+        own_BR = F.linear(x_BD, self.weight, self.bias)
         own_BR = F.pad(own_BR, (0, num_rows - own_BR.shape[-1]))  # the last ranks may have fewer rows
-        return self.over_ranks.gather(own_BR)[..., : self.vocab_size]
+        return self.collectives.gather(own_BR)[..., : self.vocab_size]
 
 
-def bring_together(model: nn.Module, over_ranks: OverRanks) -> None:
-    """Let the parallel modules inside of `model` (or itself) use `over_ranks` from here on."""
+def use_collectives(model: nn.Module, collectives: Collectives) -> None:
+    """Let the parallel modules inside of `model` (or itself) use `collectives` from here on."""
     for module in model.modules():
         if isinstance(module, SummedLinear | SlicedEmbedding | GatheredOutput):
-            module.over_ranks = over_ranks
+            module.collectives = collectives

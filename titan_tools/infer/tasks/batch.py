@@ -1,12 +1,11 @@
 """What follows each prompt of a JSON-lines file: one JSON line each, or all in one object.
 
 Prompts are taken up in the file's order, not the longest first: results then leave in it soon after they are made, and
-as each prompt goes through the model by itself, lengths that are alike would save nothing.
+as prompts go through the model packed behind each other, lengths that are alike would save nothing.
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -16,14 +15,17 @@ from converters.errors import ConfigError
 from titan_tools.console import count, note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, Timings, generate
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import Line, read_lines, shown
+from titan_tools.infer.tasks.made_with import made_with
 from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
-from titan_tools.infer.tasks.results_file import Key, all_there, is_complete
-from titan_tools.infer.tasks.say import rows_of, settings_of
-from titan_tools.infer.tasks.sinks import Sink, bar, open_sink
+from titan_tools.infer.tasks.progress_bar import progress_bar
+from titan_tools.infer.tasks.results_file import all_there, is_complete
+from titan_tools.infer.tasks.results_lines import Expected, Key
+from titan_tools.infer.tasks.settings import rows_of, settings_of
+from titan_tools.infer.tasks.sinks import Sink, open_sink, opened_by_first
 from titan_tools.infer.text.prompts import Prompt
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -48,37 +50,30 @@ class Batch:
 
     work: Work
     prompts: list[_CompactPrompt]
-    keys: list[Key]  # of all results, in their order
+    expected: Expected
     settings: Settings
     rows: int
     room: int
 
     def run(self, engine: Engine | None, ranks: Ranks) -> None:
-        samples = self.settings.samples
-        with self._open_sink() if ranks.is_first else nullcontext() as sink:
-            # Told by one rank to all: the file changes while they run, and each must make the same calls.
-            missing = ranks.told_by_first(self._missing(sink) if ranks.is_first else None)
-            if ranks.is_first:
+        request, samples = self.work.request, self.settings.samples
+        with opened_by_first(ranks, open_sink(request, self.expected), self._missing) as (sink, missing):
+            if sink is not None:
                 self._tell_beforehand(missing)
             timings, started = Timings(), perf_counter()
             waiting = (self.prompts[i].unpack() for i in missing)
             completions = generate(engine, waiting, self.settings, self.work.vocabulary, timings=timings)
-            with bar(self.work.request, ranks, len(missing) * samples, "generating") as advance:
+            with progress_bar(request, ranks, len(missing) * samples, "generating") as advance:
                 for completion in completions if missing else ():
                     key = (completion.prompt.id, completion.sample)
-                    if ranks.is_first and key not in sink:
+                    if sink is not None and key not in sink:
                         sink.append(key, result_of(completion, samples=samples))
                     advance()
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
-            if ranks.is_first:
+            if sink is not None:
                 sink.finish(stats)
-                if missing and not self.work.request.as_json:
+                if missing and not request.as_json:
                     note(describe(stats, num=len(missing) * samples))
-
-    def _open_sink(self) -> AbstractContextManager[Sink]:
-        request = self.work.request
-        differs = _comparison(self.prompts, self.settings, self.work)
-        return open_sink(request.out, self.keys, differs, as_json=request.as_json)
 
     def _missing(self, sink: Sink) -> list[int]:
         samples = range(self.settings.samples)
@@ -96,9 +91,9 @@ class Batch:
 
 
 def prepare_batch(work: Work) -> Batch:
-    """The prompts of `work.request.batch`, each of which must fit, and an OUT that can take their results.
+    """The prompts of `work.request.batch`, each of which must fit, and a file that can take their results.
 
-    Raises DataError with all lines that are wrong, and ConfigError for what is wrong with OUT; nothing is written.
+    Raises DataError with all lines that are wrong, and ConfigError where that file is; nothing is written.
     """
     request, context = work.request, work.args.max_seq_len
     longest = 0
@@ -114,8 +109,10 @@ def prepare_batch(work: Work) -> Batch:
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
     settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
     keys = [(one.id, sample) for one in prompts for sample in range(settings.samples)]
-    is_done = is_complete(request.out, keys, _comparison(prompts, settings, work))
-    return Batch(work, prompts, keys, settings, 0 if is_done else rows_of(request, len(keys)), longest)
+    differs = partial(_difference, {one.id: one for one in prompts}, settings.samples)
+    expected = Expected(keys, differs, made_with(work) if request.out else None)
+    is_done = is_complete(request.out, expected)
+    return Batch(work, prompts, expected, settings, 0 if is_done else rows_of(request, len(keys)), longest)
 
 
 def _prompt_of(line: Line, work: Work) -> Prompt:
@@ -144,30 +141,13 @@ def _messages(value: Any) -> Sequence[Mapping[str, str]]:
     return value
 
 
-def _comparison(
-    prompts: Sequence[_CompactPrompt], settings: Settings, work: Work
-) -> Callable[[Key, dict[str, Any]], str]:
-    tells_time = work.template is not None and work.template.tells_time
-    return partial(_difference, {one.id: one for one in prompts}, settings, tells_time)
-
-
-def _difference(
-    by_id: Mapping[str | int, _CompactPrompt], settings: Settings, tells_time: bool, key: Key, result: dict[str, Any]
-) -> str:
-    """What makes a result of an earlier run another than one that this run would make; "" for nothing.
-
-    A result does not tell all options that made it, so that another --temperature, say, goes unnoticed. Nor does
-    another --system where the template `tells_time`: a rerun on the next day goes on, though its tokens are others.
-    """
-    one, tokens, prompt_tokens = by_id[key[0]], result.get("tokens"), result.get("prompt_tokens")
-    if not isinstance(tokens, list) or not isinstance(prompt_tokens, list) or "text" not in result:
+def _difference(by_id: Mapping[str | int, _CompactPrompt], samples: int, key: Key, result: dict[str, Any]) -> str:
+    """What makes a result of an earlier run with the same settings another's than this run's; "" for nothing."""
+    one, prompt_tokens = by_id[key[0]], result.get("prompt_tokens")
+    if not isinstance(result.get("tokens"), list) or "text" not in result:
         return "no result"
     if result.get("prompt") != one.text:
-        return "another prompt" + (", or one that tells another day" if tells_time else "")
-    if not tells_time and prompt_tokens != one.tokens.tolist():
-        return "other tokens of the same prompt: another tokenizer, template, --system or --truncate"
-    if ("sample" in result) != (settings.samples > 1):
-        return "another number of --samples"
-    if (result.get("logprobs") is None) != (settings.logprobs is None):
-        return "made with --logprobs" if settings.logprobs is None else "made without --logprobs"
-    return "more tokens than --max-new-tokens" if len(tokens) > settings.max_new_tokens else ""
+        return "another prompt"
+    if prompt_tokens != one.tokens.tolist():
+        return "other tokens of the same prompt"
+    return "of more --samples than this run has" if "sample" in result and samples == 1 else ""

@@ -1,4 +1,4 @@
-"""The lines of a batch: JSON objects with an id, read strictly; all that is wrong in the file is told at once."""
+"""The lines of a batch: JSON objects with an id, read strictly; all that is wrong in the file is one error."""
 
 import json
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from converters.errors import ConfigError, DataError, TitanError, in_words, list_offenders
+from converters.json_file import load_with_repeated_keys
+from titan_tools.console import count
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.results_file import check_place
 
@@ -41,11 +43,19 @@ def read_lines(work: Work, take: Callable[[Line], T], *, keys: tuple[str, ...]) 
     Raises ConfigError also where they have none, and where not every rank can read it.
     """
     request = work.request
-    if work.tp > 1 and not request.batch.is_file():
-        raise ConfigError(f"{request.batch} is no file, and each of {work.tp} ranks reads it for itself")
+    if work.tp > 1 and request.batch.exists() and not (request.batch.is_file() or request.batch.is_dir()):
+        raise ConfigError(
+            f"{request.batch} is not a regular file, and each of {work.tp} ranks reads it by itself",
+            tries=["without --tp", "a file on disk"],
+        )
     if request.out is not None:
         check_place(request.out, batch=request.batch)
-    return read_batch(request.batch, take, keys=keys)
+
+    def taken(line: Line) -> T:
+        work.batch_digest.update(repr((line.id, line.values)).encode())  # for ranks to compare
+        return take(line)
+
+    return read_batch(request.batch, taken, keys=keys)
 
 
 def read_batch(path: Path, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:
@@ -73,7 +83,9 @@ def read_batch(path: Path, take: Callable[[Line], T], *, keys: tuple[str, ...]) 
     if problems:
         # What would help all of them; a number that fits one line does not fit the next
         shared = [one for one in tries[0] if all(one in others for others in tries)] if tries else []
-        raise DataError(f"{path}: {len(problems):,} of its lines cannot be:" + list_offenders(problems), tries=shared)
+        raise DataError(
+            f"{path}: {count(len(problems), 'line')} cannot be used:" + list_offenders(problems), tries=shared
+        )
     if not taken:
         raise DataError(f"{path} holds no line", tries=['{"id": 0, "prompt": "Once upon a time"}'])
     return taken
@@ -101,20 +113,13 @@ def _open(path: Path) -> BinaryIO:
 
 def _read_line(raw: bytes, *, number: int, offset: int, place: int, keys: tuple[str, ...]) -> Line:
     """Raises ConfigError; offsets in it are bytes from the file's beginning."""
-    twice: list[str] = []
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen: set[str] = set()
-        twice.extend(key for key, _ in pairs if key in seen or seen.add(key))
-        return dict(pairs)
-
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = raw[error.start]
         raise ConfigError(f"not UTF-8: byte 0x{byte:02x} at offset {offset + error.start} of the file") from None
     try:
-        values = json.loads(text, object_pairs_hook=unique)
+        values, twice = load_with_repeated_keys(text)
     except json.JSONDecodeError as error:
         at = offset + len(text[: error.pos].encode())
         raise ConfigError(f"not JSON: {error.msg} at offset {at} of the file") from None

@@ -10,12 +10,12 @@ from converters.errors import ConfigError, TitanError
 from titan_tools.console import count, note, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Settings, Timings, generate
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.report import describe, stats_of
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.chat_history import History, Turn
 from titan_tools.infer.tasks.chat_lines import Lines
-from titan_tools.infer.tasks.say import settings_of
+from titan_tools.infer.tasks.settings import settings_of
 
 DEFAULT_CONTEXT = 8192  # of a conversation, where the model has more: a cache for all of it may not fit
 HELP = """\
@@ -48,7 +48,7 @@ class Conversation:
             secs, num_answers = secs + perf_counter() - started, num_answers + 1
             if lines:
                 self._remember(text)
-        if num_answers:
+        if timings.num_tokens:
             stats = stats_of(timings, engine, ranks, self.work, secs=secs)
             if ranks.is_first:
                 note(describe(stats, num=num_answers))
@@ -61,7 +61,7 @@ class Conversation:
                 told = self._next_turn(lines, engine)
             except TitanError as error:
                 told = error
-        told = ranks.told_by_first(told)
+        told = ranks.from_first(told)
         if isinstance(told, TitanError):
             raise told
         return told
@@ -90,7 +90,7 @@ class Conversation:
             case "/reset":
                 self.history.forget()
             case "/system":
-                self.history.change_system(rest.strip())
+                self.history.change_system(rest.strip() or None)
             case "/retry":
                 return self.history.ask_again(held)
             case "/help":
@@ -123,7 +123,6 @@ class Conversation:
                 self.work.vocabulary,
                 timings=timings,
                 on_text=show if lines else None,
-                keep=turn.keep,
             )
         except KeyboardInterrupt:
             if not (lines and lines.is_terminal):
@@ -154,6 +153,6 @@ def prepare_chat(work: Work) -> Conversation:
         work.vocabulary.tokenizer,
         context=context,
         max_new_tokens=request.max_new_tokens,
-        system=request.system or "",
+        system=request.system,
     )
     return Conversation(work, settings_of(work, max_new_tokens=context), history, room=context)

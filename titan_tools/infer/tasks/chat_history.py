@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from converters.errors import ConfigError
+from titan_tools.infer.decoding.common_beginning import num_common
 from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
@@ -23,7 +24,7 @@ class Turn:
 
 
 class History:
-    """User's and model's messages by turns, behind a system message if there is one ("" is none).
+    """User's and model's messages by turns, behind a system message if there is one.
 
     An answer gets `max_new_tokens`, or a quarter of the context if that is less. Where so much is not left the oldest
     messages are forgotten until half of the context is free: not one by one, since every time all that is left has to
@@ -37,7 +38,7 @@ class History:
         *,
         context: int,
         max_new_tokens: int | None = None,
-        system: str = "",
+        system: str | None = None,
     ):
         self.template, self.tokenizer, self.context = template, tokenizer, context
         self.most_new = max_new_tokens or MOST_ANSWER_TOKENS
@@ -46,8 +47,8 @@ class History:
         self.num_asked = 0
         self.change_system(system)
 
-    def change_system(self, text: str) -> None:
-        """Let another system message stand before all that was said."""
+    def change_system(self, text: str | None) -> None:
+        """Let another system message, or none, stand before all that was said."""
         tokens = self._encode(text, ["?"])
         if len(tokens) >= self.context:
             what = f"the system message takes {len(tokens)}" if text else f"a question takes {len(tokens)}"
@@ -96,15 +97,10 @@ class History:
         self.messages, self.unanswered = messages, ""
         prompt = Prompt(str(self.num_asked), messages[-1], tokens)
         self.num_asked += 1
-        return Turn(prompt, num_new, min(_num_common(tokens, held), len(tokens) - 1), num_messages - len(messages))
+        return Turn(prompt, num_new, min(num_common(tokens, held), len(tokens) - 1), num_messages - len(messages))
 
-    def _encode(self, system: str, messages: Sequence[str]) -> list[int]:
+    def _encode(self, system: str | None, messages: Sequence[str]) -> list[int]:
         said = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(messages)]
-        if system:
+        if system is not None:
             said.insert(0, {"role": "system", "content": system})
         return encode_chat(self.template, self.tokenizer, said)
-
-
-def _num_common(tokens: Sequence[int], held: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return next((i for i, (a, b) in enumerate(zip(tokens, held, strict=False)) if a != b), min(len(tokens), len(held)))

@@ -29,7 +29,8 @@ class Lines:
     def read(self) -> str | None:
         """The next line without its end; None after the last.
 
-        Raises ConfigError for one that is not UTF-8, and where there is nothing to read from, or nothing in it.
+        Raises ConfigError for one that is not UTF-8 or holds a NUL byte, and where there is nothing to read from, or
+        nothing in it.
         """
         if not self._is_there:
             raise ConfigError(
@@ -44,6 +45,9 @@ class Lines:
                     f"line {self._num_read} of standard input is not UTF-8: byte 0x{error.object[error.start]:02x} at "
                     f"offset {error.start}"
                 ) from None
+            if line and "\0" in line:
+                place = len(line.partition("\0")[0].encode())
+                raise ConfigError(f"line {self._num_read} of standard input holds a NUL byte at offset {place}")
             if line is None and not self._num_messages and not self.is_terminal:
                 raise ConfigError("standard input holds no message", tries=["--chat --prompt TEXT"])
             if line is None or line.strip():

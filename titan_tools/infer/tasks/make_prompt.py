@@ -8,6 +8,7 @@ from titan_tools.console import count
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, what_is_missing
+from titan_tools.infer.text.special_tokens import is_nothing_else
 from trainer.data.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128
@@ -36,17 +37,16 @@ def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
             f"the prompt {text.strip()[:60]!r} is made of special tokens alone, and in a prompt they are text",
             tries=["--special-tokens, to read them as tokens", '--prompt "" --from-bos'],
         )
-    cut, bos = request.truncate == "left", tokenizer.bos_id
+    cut, num_kept = request.truncate == "left", len(work.vocabulary.prefix)
     ids, is_all = _encode_up_to(
         tokenizer, text, num_tokens=_FAR_TOO_LONG * context, special=request.special_tokens, from_end=cut
     )
-    if bos is not None and ids[:1] != [bos]:  # --special-tokens may have brought one
-        ids = [bos, *ids]
+    ids = work.vocabulary.after_prefix(ids) or [*work.vocabulary.begin]  # --special-tokens may have brought a prefix
     if not ids:
         raise ConfigError("there is nothing to begin with: this tokenizer has no begin-of-text token")
     num_lost = max(0, len(ids) - _room_when_cut(work)) if cut else 0
     if num_lost:
-        ids = [*ids[:1], *ids[1 + num_lost :]] if bos is not None else ids[num_lost:]
+        ids = [*ids[:num_kept], *ids[num_kept + num_lost :]]
     lost = ("" if is_all else "at least ") + count(num_lost, "token") if num_lost else ""
     prompt = Prompt(id, text, ids, lost)
     new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_all=is_all or cut)
@@ -68,19 +68,24 @@ def _chat_prompt(work: Work, id: str | int, messages: Sequence[Mapping[str, str]
         messages = [{"role": "system", "content": request.system}, *messages]
     for message in messages:
         _refuse_far_too_long(work, message["content"])
+    system = [m for m in messages[:1] if m["role"] == "system"]
+    starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > len(system)]
+
+    def tokens_from(first: int) -> list[int]:
+        return _encode_chat(work, [*system, *messages[first:]])
+
     tokens = _encode_chat(work, messages)
     num_whole = len(tokens)
-    if request.truncate == "left" and num_whole > (room := _room_when_cut(work)):
-        system = [m for m in messages[:1] if m["role"] == "system"]
-        starts = [i for i, m in enumerate(messages) if m["role"] == "user" and i > len(system)]
-        first = bisect_left(starts, True, key=lambda i: len(_encode_chat(work, [*system, *messages[i:]])) <= room)
-        if starts:  # where none leaves so much, the last may still leave enough
-            messages = [*system, *messages[starts[min(first, len(starts) - 1)] :]]
-            tokens = _encode_chat(work, messages)
+    if request.truncate == "left" and num_whole > (room := _room_when_cut(work)) and starts:
+        first = bisect_left(starts, True, key=lambda i: len(tokens_from(i)) <= room)
+        first = min(first, len(starts) - 1)  # where none leaves so much, the last may still leave enough
+        tokens, messages = tokens_from(starts[first]), [*system, *messages[starts[first] :]]
     text = work.template.render(messages) if text is None else text
     lost = count(num_whole - len(tokens), "token") if len(tokens) < num_whole else ""
     prompt = Prompt(id, text, tokens, lost)
-    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_chat=True)
+    is_too_long = len(tokens) + (request.max_new_tokens or 1) > context
+    shortest = len(tokens_from(starts[-1])) if is_too_long and starts else None
+    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, shortest=shortest)
     return prompt
 
 
@@ -102,11 +107,17 @@ def notes_on(work: Work, prompt: Prompt) -> list[str]:
 
 
 def new_tokens_that_fit(
-    prompt: Prompt, *, max_new_tokens: int | None, context: int, is_all: bool = True, is_chat: bool = False
+    prompt: Prompt,
+    *,
+    max_new_tokens: int | None,
+    context: int,
+    is_all: bool = True,
+    shortest: int | None = _LEAST_PROMPT,
 ) -> int:
     """How many tokens to generate: as asked, else 128 or what the context leaves. Raises ConfigError if too many.
 
-    `is_all`: the prompt's tokens are all that its text gives.
+    `is_all`: the prompt's tokens are all that its text gives. `shortest`: tokens that --truncate left leaves of it at
+    the least, None where it can leave none out.
     """
     num_prompt = len(prompt.tokens)
     room = context - num_prompt
@@ -114,7 +125,7 @@ def new_tokens_that_fit(
         asked = f" and {max_new_tokens:,} new ones" if max_new_tokens else ""
         many = f"{num_prompt:,}" if is_all else f"more than {num_prompt:,}"
         tries = [f"--max-new-tokens {room}"] if room > 0 else []
-        if not (prompt.lost or is_chat) and (max_new_tokens or 1) <= context - _LEAST_PROMPT:
+        if not prompt.lost and shortest is not None and shortest + (max_new_tokens or 1) <= context:
             tries.append("--truncate left, which drops the beginning of a prompt that is too long")
         raise ConfigError(
             f"{many} prompt tokens{asked} do not fit the model's context of {context:,} tokens",
@@ -168,8 +179,7 @@ def _refuse_far_too_long(work: Work, content: str) -> None:
 
 def _is_only_special(tokenizer: Tokenizer, text: str) -> bool:
     """Whether special tokens, read as such, would be all that a text is."""
-    text = text.strip()
-    if not (text[:1] in ("<", "[") and text[-1] in (">", "]")):  # no family writes them otherwise
-        return False
-    ids = tokenizer.encode(text[:_SHORT_CHARS], special=True)
+    if tokenizer.special_names is not None:
+        return is_nothing_else(text, tokenizer.special_names)
+    ids = tokenizer.encode(text.strip()[:_SHORT_CHARS], special=True)
     return all(tokenizer.encode(piece) != [id] for piece, id in ((tokenizer.decode([id]), id) for id in ids))

@@ -1,4 +1,4 @@
-"""OUT of a batch: results appended as they finish, taken up again by a rerun, put into the batch's order at the end.
+"""The file of a batch's results: appended as they finish, kept by a rerun, put into the batch's order at the end.
 
 A line is handed to the kernel whole and at once, so that it outlives a kill of this process; only at the end the file
 is also synced to the disk. A machine that loses its power loses at most the last seconds' lines, which a rerun makes
@@ -10,25 +10,25 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from converters.commit import fsync
-from converters.errors import ConfigError, list_offenders
+from converters.errors import ConfigError
 from converters.names import TEMPORARY_PREFIX
+from titan_tools.infer.tasks.made_with import read_made_with, write_made_with
+from titan_tools.infer.tasks.results_lines import Expected, Found, Key, as_line, numbered, read_results
 from titan_tools.launch import inside_launch
-
-_LINE_START = b'{"id"'  # of every line that we write
-Key = tuple[str | int, int]  # a prompt's id, and which of its samples
 
 
 class ResultsFile:
-    """An open OUT that no other process writes. Made by `open_results`, closed by leaving its `with` block."""
+    """An open file of results. No other process writes it until its `with` block is left; made by `open_results`."""
 
-    def __init__(self, path: Path, descriptor: int, keys: Sequence[Key], places: dict[Key, tuple[int, int]], end: int):
-        self.path, self._descriptor, self._keys, self._places, self._end = path, descriptor, keys, places, end
+    def __init__(self, path: Path, descriptor: int, keys: Sequence[Key], found: Found):
+        self.path, self._descriptor, self._keys = path, descriptor, keys
+        self._places, self._end = found.places, found.end
 
     def __contains__(self, key: Key) -> bool:
         return key in self._places
@@ -46,7 +46,7 @@ class ResultsFile:
 
     def append(self, key: Key, result: Mapping[str, Any]) -> None:
         """Write a line. Raises ConfigError where the disk takes no more; what was there stays."""
-        line = json.dumps(result, ensure_ascii=False).encode() + b"\n"
+        line = as_line(result)
         written = 0
         try:
             while written < len(line):
@@ -64,25 +64,13 @@ class ResultsFile:
             if places == sorted(places):
                 os.fsync(self._descriptor)
             else:
-                self._rewrite()
+                _replace(self.path, self._lines())
             fsync(self.path.parent)
         except OSError as error:
             raise ConfigError(
                 f"cannot put {self.path} into the batch's order: {error.strerror}",
                 hint="all results are in it, in the order in which they ended; the same command tries again",
             ) from None
-
-    def _rewrite(self) -> None:
-        ordered = self.path.with_name(f"{TEMPORARY_PREFIX}{self.path.name}")
-        try:
-            with ordered.open("wb") as file:
-                file.writelines(self._lines())
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.copymode(self.path, ordered)
-            os.replace(ordered, self.path)
-        finally:
-            ordered.unlink(missing_ok=True)
 
     def results(self) -> Iterator[dict[str, Any]]:
         """All results, in the order of the batch."""
@@ -98,7 +86,7 @@ class ResultsFile:
 
 
 def check_place(path: Path, *, batch: Path) -> None:
-    """Raise ConfigError where results cannot go to `path`, of which nothing is changed."""
+    """Raise ConfigError where results, or their settings beside them, cannot go to `path`; nothing is changed."""
     name = f"--out {path}"
     try:
         folder = path.resolve().parent
@@ -119,10 +107,11 @@ def check_place(path: Path, *, batch: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{name} cannot be written: {error.strerror}") from None
+    read_made_with(path)  # whatever else lies in its place would be lost
 
 
-def is_complete(path: Path | None, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> bool:
-    """Whether OUT, if there is one, holds the results of all `keys`, so that no weights are needed.
+def is_complete(path: Path | None, expected: Expected) -> bool:
+    """Whether the results file, if there is one, holds all results, so that no weights are needed.
 
     Raises ConfigError where it cannot be gone on with; see `open_results`. In a launch only the first rank looks, since
     it will write; and it says no, since the others wait for it.
@@ -132,22 +121,22 @@ def is_complete(path: Path | None, keys: Sequence[Key], differs: Callable[[Key, 
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _lock(descriptor, path, fcntl.LOCK_SH)
-        places, _ = _read(descriptor, path, keys, differs)
+        found = read_results(descriptor, path, expected)
     finally:
         os.close(descriptor)
-    return len(places) == len(keys) and not inside_launch()
+    return len(found.places) == len(expected.keys) and not inside_launch()
 
 
 def all_there(path: Path) -> str:
-    """What is told where `is_complete`."""
+    """The note of a run that has nothing to do; see `is_complete`."""
     return f"all results are in {path} already: nothing to do"
 
 
-def open_results(path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]) -> ResultsFile:
-    """Open or make the file for results of `keys`, in whose order they shall stand, and keep those that it holds.
+def open_results(path: Path, expected: Expected) -> ResultsFile:
+    """Open or make the file for the results of a run, and keep those that it holds; what makes them is beside it then.
 
-    `differs` says what makes a result another than one that this run would make, or "". A last line that was cut off is
-    dropped. Raises ConfigError where another process writes the file, or it holds something else.
+    A last line that was cut off is dropped. Raises ConfigError where another process writes the file, or it holds
+    something else.
     """
     path = path.resolve()  # a link stays one
     while True:
@@ -158,13 +147,40 @@ def open_results(path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[s
         try:
             _lock(descriptor, path, fcntl.LOCK_EX)
             if _is_still(descriptor, path):
-                places, end = _read(descriptor, path, keys, differs)
-                os.ftruncate(descriptor, end)
-                return ResultsFile(path, descriptor, keys, places, end)
+                found = read_results(descriptor, path, expected)
+                if not found.num_unnumbered:
+                    if not found.places and found.made_with != expected.made_with:
+                        write_made_with(path, expected.made_with)
+                    os.ftruncate(descriptor, found.end)
+                    return ResultsFile(path, descriptor, expected.keys, found)
+                _number(path, descriptor, found)
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # who held it has replaced it
+        os.close(descriptor)  # who held it has replaced it, or it was replaced here
+
+
+def _number(path: Path, descriptor: int, found: Found) -> None:
+    """Replace a file of one sample for each prompt by one whose lines number it: there are to be more."""
+    places = found.places.values()
+    try:
+        _replace(path, (numbered(os.pread(descriptor, length, offset)) for offset, length in places))
+    except OSError as error:
+        raise ConfigError(f"cannot number the samples in {path}: {error.strerror}") from None
+
+
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """Other content for a file, whole or not at all. Its mode stays."""
+    replacing = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
+    try:
+        with replacing.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(path, replacing)
+        os.replace(replacing, path)
+    finally:
+        replacing.unlink(missing_ok=True)
 
 
 def _lock(descriptor: int, path: Path, how: int) -> None:
@@ -185,59 +201,3 @@ def _is_still(descriptor: int, path: Path) -> bool:
     except FileNotFoundError:
         return False
     return (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino) and stat.S_ISREG(mine.st_mode)
-
-
-def _read(
-    descriptor: int, path: Path, keys: Sequence[Key], differs: Callable[[Key, dict[str, Any]], str]
-) -> tuple[dict[Key, tuple[int, int]], int]:
-    """Where each result stands (offset, length), and where the last whole line ends. Raises ConfigError."""
-    places: dict[Key, tuple[int, int]] = {}
-    problems, wanted, end = [], set(keys), 0
-    with open(os.dup(descriptor), "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if _is_torn(raw):
-                break
-            problem = _problem_of(raw, places, wanted, differs)
-            if isinstance(problem, str):
-                problems.append(f"line {number}{problem}")
-            elif raw.endswith(b"\n"):
-                places[problem] = (end, len(raw))
-                end += len(raw)
-    if problems:
-        raise ConfigError(
-            f"{path} holds something else than results of this batch:" + list_offenders(problems),
-            hint="a rerun goes on in the file of the same prompts and options; nothing was written",
-            tries=["--out ANOTHER_FILE"],
-        )
-    return places, end
-
-
-def _is_torn(raw: bytes) -> bool:
-    """Whether a line is the beginning of one of ours: cut off by a kill, or filled up with NULs by a crash."""
-    begun = raw.rstrip(b"\0")
-    if raw.endswith(b"\n") or not begun.startswith(_LINE_START[: len(begun)]):
-        return False
-    try:
-        json.loads(begun)
-    except (ValueError, RecursionError):
-        return True
-    return False
-
-
-def _problem_of(
-    raw: bytes, places: Mapping[Key, Any], wanted: set[Key], differs: Callable[[Key, dict[str, Any]], str]
-) -> Key | str:
-    """The key of a line's result, or why it is none of this batch's."""
-    try:
-        result = json.loads(raw)
-        key = (result["id"], result.get("sample", 0))
-        hash(key)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return " is no result"
-    named = f" (id {key[0]!r:.60})"
-    if key not in wanted or isinstance(key[0], bool) or isinstance(key[1], bool):
-        return f"{named}: " + ("another number of --samples" if (key[0], 0) in wanted else "no such id in the batch")
-    if key in places:
-        return f"{named} stands there twice"
-    problem = differs(key, result)
-    return f"{named}: {problem}" if problem else key

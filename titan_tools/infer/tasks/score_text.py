@@ -1,12 +1,12 @@
-"""How likely the model finds one text: its tokens, the log-likelihood of those that are scored, and what is told of it.
+"""How likely the model finds one text: its tokens, the log-likelihood of those that are scored, and its result.
 
-A text stands behind the begin-of-text token, as in training; where the tokenizer has none, its first token has no
+A text stands behind the begin-of-text token; where the tokenizer puts none before a text, its first token has no
 score. One longer than the model's context goes through in windows, see decoding/likelihood.py.
 """
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,8 +42,8 @@ class Sum:
     def __add__(self, other: "Sum") -> "Sum":
         return Sum(self.logprob + other.logprob, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes)
 
-    def told(self) -> dict[str, Any]:
-        """What is printed of it. Perplexity is of a token, and None where a double cannot hold it."""
+    def figures(self) -> dict[str, Any]:
+        """As results have it. Perplexity is of a token, and None where a double cannot hold it."""
         nats, bits = -self.logprob / self.num_tokens, -self.logprob / math.log(2)
         return {
             "logprob": self.logprob,
@@ -69,53 +69,66 @@ def text_of(work: Work, *, id: str | int, prompt: str, completion: str | None = 
     space at the end of the prompt counts to the completion, because tokens begin with it. Both as in EleutherAI's
     lm-evaluation-harness.
     """
-    tokenizer = work.vocabulary.tokenizer
+    tokenizer, prefix = work.vocabulary.tokenizer, work.vocabulary.prefix
 
     def encode(text: str) -> list[int]:
-        tokens = tokenizer.encode(text, special=work.request.special_tokens)
-        bos = [] if tokenizer.bos_id is None or tokens[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-        return bos + tokens
+        return work.vocabulary.after_prefix(tokenizer.encode(text, special=work.request.special_tokens))
 
     tokens = encode(prompt + (completion or ""))
     if completion is None:
-        first, scored = 1, prompt
-        if tokenizer.bos_id is None:  # the first token only leads on
+        first, scored = len(prefix) or 1, prompt
+        if not prefix:  # the first token only leads on
             scored = prompt.removeprefix(tokenizer.decode(tokens[:1]))
     else:
         context = prompt.rstrip()
         first, scored = len(encode(context)), prompt[len(context) :] + completion
     if not 1 <= first < len(tokens):
-        what = "it has no text to score" if tokenizer.bos_id is not None or not tokens else "one token is too short"
+        what = "it has no text to score" if prefix or not tokens else "one token is too short"
         raise ConfigError(
             f"{what}: a score is of a token behind another one",
-            hint="" if tokenizer.bos_id is not None else "this tokenizer has no begin-of-text token to begin with",
+            hint="" if prefix else "this tokenizer puts no begin-of-text token before a text",
         )
     return Text(id, prompt, completion, array("i", tokens), first, len(scored.encode()))
 
 
-def score(
-    likelihood: Likelihood, text: Text, *, num_top: int | None = None, advance: Callable[[int], None] = lambda num: None
-) -> Score:
-    """How likely the tokens of `text` are; with `num_top` also each of them, and that many likelier ones.
+def scores(
+    likelihood: Likelihood,
+    texts: Iterable[Text],
+    *,
+    num_top: int | None = None,
+    advance: Callable[[int], None] = lambda num: None,
+) -> Iterator[Score]:
+    """How likely the tokens of each text are; with `num_top` also each of them, and that many likelier ones.
 
     `advance` hears of tokens as they are scored. Raises CheckpointError where logits are not finite.
     """
-    logprob, told = 0.0, None if num_top is None else []
-    for targets, logits_PV in likelihood.logits(text.tokens, first=text.first):
-        if told is None:
-            nats_P = F.cross_entropy(logits_PV, tensor(targets, device=logits_PV.device), reduction="none")
-            logprob -= nats_P.double().sum().item()
+    so_far, told = Sum(), []
+    for pieces, logits_PV in likelihood.logits(texts):
+        targets = [token for piece in pieces for token in piece.targets]
+        if num_top is None:
+            logprobs = (
+                -F.cross_entropy(logits_PV, tensor(targets, device=logits_PV.device), reduction="none")
+            ).tolist()
         else:
-            told += token_logprobs(logits_PV, targets, num_top)
-            logprob += math.fsum(one.logprob for one in told[-len(targets) :])
-        if not math.isfinite(logprob):
-            raise CheckpointError(
-                f"the logits of the text with id {text.id!r} are not finite",
-                hint="the weights hold NaN or infinity, or overflow in this dtype",
-                tries=["--dtype float32"],
-            )
-        advance(len(targets))
-    return Score(text, Sum(logprob, len(text.tokens) - text.first, text.num_bytes), told)
+            found = token_logprobs(logits_PV, targets, num_top)
+            logprobs = [one.logprob for one in found]
+        start = 0
+        for piece in pieces:
+            text, num = piece.text, len(piece.targets)
+            so_far += Sum(math.fsum(logprobs[start : start + num]), num)
+            if not math.isfinite(so_far.logprob):
+                raise CheckpointError(
+                    f"the logits of the text with id {text.id!r} are not finite",
+                    hint="the weights hold NaN or infinity, or overflow in this dtype",
+                    tries=["--dtype float32"],
+                )
+            if num_top is not None:
+                told += found[start : start + num]
+            start += num
+            advance(num)
+            if so_far.num_tokens == len(text.tokens) - text.first:
+                yield Score(text, so_far + Sum(num_bytes=text.num_bytes), None if num_top is None else told)
+                so_far, told = Sum(), []
 
 
 def result_of_score(score: Score) -> dict[str, Any]:
@@ -128,6 +141,6 @@ def result_of_score(score: Score) -> dict[str, Any]:
         **({"completion": text.completion} if of_completion else {}),
         "prompt_tokens": tokens[: text.first] if of_completion else tokens,
         **({"tokens": tokens[text.first :]} if of_completion else {}),
-        **score.sum.told(),
+        **score.sum.figures(),
         "logprobs": None if score.logprobs is None else [asdict(told) for told in score.logprobs],
     }

@@ -1,15 +1,17 @@
-"""Where the results of a batch go: OUT, lines on standard output, or one JSON object."""
+"""Where the results of a batch go: a file, lines on standard output, or one JSON object."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, TypeVar
 
-from titan_tools.console import json_text, print_json, stream, tally
-from titan_tools.infer.ranks import Ranks
+from titan_tools.console import json_text, print_json, stream
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.request import Request
-from titan_tools.infer.tasks.results_file import Key, ResultsFile, open_results
+from titan_tools.infer.tasks.in_order import InOrder
+from titan_tools.infer.tasks.results_file import ResultsFile, open_results
+from titan_tools.infer.tasks.results_lines import Expected, Key
+
+T = TypeVar("T")
 
 
 class Sink(Protocol):
@@ -26,41 +28,33 @@ class Sink(Protocol):
 
 
 @contextmanager
-def open_sink(
-    out: Path | None,
-    keys: Sequence[Key],
-    differs: Callable[[Key, dict[str, Any]], str],
-    *,
-    as_json: bool,
-) -> Iterator[Sink]:
-    """The place for results of `keys`: `out`, which may hold some of them already (see results_file.py), or stdout."""
-    if out is None:
-        yield _Object(keys) if as_json else _Lines(keys)
+def open_sink(request: Request, expected: Expected) -> Iterator[Sink]:
+    """The place for results: the file of --out, which may hold some already (see results_file.py), or stdout."""
+    if request.out is None:
+        yield _Object(expected.keys) if request.as_json else _Lines(expected.keys)
         return
-    with open_results(out, keys, differs) as file:
-        yield _File(file, as_json=as_json)
+    with open_results(request.out, expected) as file:
+        yield _File(file, as_json=request.as_json)
 
 
-def bar(request: Request, ranks: Ranks, total: int, what: str) -> AbstractContextManager[Callable[..., None]]:
-    """A bar of `total` things (see `tally`) on the first rank's terminal, unless results pass there as lines."""
-    lines_pass = request.batch and not request.out and not request.as_json and sys.stdout.isatty()
-    if not ranks.is_first or lines_pass:
-        return nullcontext(lambda num=1: None)
-    return tally(total, what)
+@contextmanager
+def opened_by_first(
+    ranks: Ranks, sink: AbstractContextManager[Sink | None], look: Callable[[Sink | None], T]
+) -> Iterator[tuple[Sink | None, T]]:
+    """The first rank's sink, None on the others, and on all of them what `look` sees in it.
 
+    Told by one to all: a file changes while they run, and each must make the same calls. Where the first cannot open
+    it, all raise its error.
+    """
+    with ExitStack() as stack:
+        opened: list[Sink | None] = []
 
-class InOrder:
-    """Values that come in any order and leave in that of `keys`, each as soon as those before it are there."""
+        def open_and_look() -> T:
+            opened.append(stack.enter_context(sink))
+            return look(opened[0])
 
-    def __init__(self, keys: Sequence[Key]):
-        self._keys, self._held, self._next = keys, {}, 0
-
-    def put(self, key: Key, value: Any) -> Iterator[Any]:
-        """Take a value; all that may leave now."""
-        self._held[key] = value
-        while self._next < len(self._keys) and self._keys[self._next] in self._held:
-            yield self._held.pop(self._keys[self._next])
-            self._next += 1
+        seen = ranks.done_by_first(open_and_look)
+        yield (opened[0] if opened else None), seen
 
 
 class _Lines:

@@ -10,6 +10,7 @@ from itertools import count
 
 from converters.errors import ConfigError, TitanError
 from titan_tools.infer.text.chat_template import ChatTemplate, Message
+from titan_tools.infer.text.special_tokens import written
 from trainer.data.tokenizer import Tokenizer
 
 _Encode = Callable[[str], list[int]]
@@ -24,22 +25,21 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence
     template can be read as text alone. Words that a tokenizer added as ordinary ones (Qwen's <think>) stay words.
     Raises ConfigError for a tokenizer that has no text for such a message.
     """
+    if (text := _render_harmless(template, tokenizer.special_names, messages)) is not None:
+        return tokenizer.encode(text, special=True)
     covered, hidden = _cover(tokenizer, messages, template.source)
     text = template.render(covered)
-    ids = tokenizer.encode(text, special=True)
-    id_of = _special_ids(tokenizer, text)
-    _check_none_is_joined(template, tokenizer, covered, ids, id_of)
+    whole, id_of = tokenizer.encode(text, special=True), _special_ids(tokenizer, text)
+    _check_none_is_joined(template, tokenizer, covered, whole, id_of)
     if not hidden:
-        return ids
+        return whole
     parts = _split(text, id_of)
-    for encode in (tokenizer.encode, _encoder_of_middles(tokenizer)):
-        if _joined(parts, id_of, tokenizer.encode, encode) == ids:  # so this is how text behind a special token is read
-            break
-    else:
+    encode_middle = _way_to_read_middles(tokenizer, parts, id_of, whole)
+    if encode_middle is None:
         raise _no_text_for(hidden.values())
     for cover, name in hidden.items():
         parts = [part.replace(cover, name) for part in parts]
-    ids = _joined(parts, id_of, tokenizer.encode, encode)
+    ids = _joined(parts, id_of, tokenizer.encode, encode_middle)
     special = {*id_of.values(), *(id for name in hidden.values() for id in tokenizer.encode(name, special=True))}
     if sum(id in special for id in ids) != len(parts) // 2:
         raise _no_text_for(hidden.values())
@@ -49,7 +49,7 @@ def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence
 def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
     """The special token that the template puts behind what the model said: its turn ends there.
 
-    None where the template puts something else there, or takes no such conversation.
+    Empty where the template puts something else there, or takes no such conversation.
     """
     word = next(word for n in count() if (word := f"answer{n}") not in template.source)
     messages = [("user", "a question"), ("assistant", word), ("user", "a question")]
@@ -59,6 +59,27 @@ def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]
         return frozenset()
     behind = text.rpartition(word)[2].lstrip()
     return frozenset(id for name, id in _special_ids(tokenizer, behind).items() if behind.startswith(name))
+
+
+def _render_harmless(template: ChatTemplate, names: frozenset[str] | None, messages: Sequence[Message]) -> str | None:
+    """The text of messages whose special tokens are all the template's; None where that has to be looked into.
+
+    Most conversations are so, and are encoded once. Where a tokenizer's `names` are all that counts, a message that
+    holds none writes no special token; and none is made of it if there are the same ones without their first letters.
+    """
+    said = [text for message in messages for text in message.values()]
+    if names is None or any(written(text, names) for text in said):
+        return None
+    text = template.render(messages)
+    found = written(text, names)
+    letters = {name[0] for name in found}
+    if not any(letter in text for text in said for letter in letters):
+        return text
+    try:
+        without = template.render(_without_letters(template, messages, letters))
+    except TitanError:  # a template that asks how a message begins
+        return None
+    return text if written(without, names) == found else None
 
 
 def _cover(
@@ -94,14 +115,19 @@ def _check_none_is_joined(
     A template that takes a word out of a message (Nemotron's /no_think) joins what stood around it. With the first
     letter of all special tokens covered no message can become one, so then there must be as many.
     """
-    free = _letters_of_nobody(template.source, covered)
-    covers = str.maketrans({letter: next(free) for letter in {name[0] for name in id_of}})
-    blunt = [{key: text.translate(covers) for key, text in message.items()} for message in covered]
+    blunt = _without_letters(template, covered, {name[0] for name in id_of})
     if blunt == covered:
         return
     of_template = tokenizer.encode(template.render(blunt), special=True)
     if joined := [name for name, id in id_of.items() if ids.count(id) > of_template.count(id)]:
         raise ConfigError(f"the chat template makes a special token of what a message says: {', '.join(joined)}")
+
+
+def _without_letters(template: ChatTemplate, messages: Sequence[Message], letters: set[str]) -> list[dict[str, str]]:
+    """The messages with a character of nobody in place of each of `letters`."""
+    free = _letters_of_nobody(template.source, messages)
+    covers = str.maketrans({letter: next(free) for letter in sorted(letters)})
+    return [{key: text.translate(covers) for key, text in message.items()} for message in messages]
 
 
 def _letters_of_nobody(source: str, messages: Sequence[Message]) -> Iterator[str]:
@@ -131,6 +157,14 @@ def _joined(parts: Sequence[str], id_of: Mapping[str, int], first: _Encode, midd
         elif part:
             ids += middle(part) if place else first(part)
     return ids
+
+
+def _way_to_read_middles(
+    tokenizer: Tokenizer, parts: Sequence[str], id_of: Mapping[str, int], whole: list[int]
+) -> _Encode | None:
+    """How text behind a special token is read: the way in which the parts give the tokens of the whole."""
+    ways = (tokenizer.encode, _encoder_of_middles(tokenizer))
+    return next((way for way in ways if _joined(parts, id_of, tokenizer.encode, way) == whole), None)
 
 
 def _encoder_of_middles(tokenizer: Tokenizer) -> _Encode:

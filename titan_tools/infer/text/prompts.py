@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import ConfigError
+from titan_tools.console import note
 from titan_tools.launch import inside_launch
 
 FROM_BOS = "--from-bos, to begin with the begin-of-text token alone"
@@ -48,7 +49,18 @@ def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> s
             "ranks under torchrun have no standard input of their own",
             tries=["--prompt-file FILE", "titan infer … --tp N -, which starts the ranks itself"],
         )
-    return _decode(sys.stdin.buffer.read(), "standard input")
+    return _decode(_read_standard_input(), "standard input")
+
+
+def _read_standard_input() -> bytes:
+    if sys.stdin is None or sys.stdin.closed:
+        raise ConfigError("there is no standard input to read a prompt from", tries=["--prompt TEXT"])
+    if sys.stdin.isatty():
+        note("reading the prompt from the terminal; Ctrl-D on a line of its own ends it")
+    try:
+        return sys.stdin.buffer.read()
+    except OSError as error:  # a folder, say
+        raise ConfigError(f"cannot read the prompt from standard input: {error.strerror}") from None
 
 
 def _decode(data: bytes, where: str) -> str:

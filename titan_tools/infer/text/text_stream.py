@@ -72,6 +72,10 @@ class TextStream:
             self._close_first(text)
         return said
 
+    def put(self, tokens: Sequence[int]) -> None:
+        """Take tokens at once whose text nobody asks for before `finish`; there are no stop strings then."""
+        self._open += [token for token in tokens if token not in self.stop_ids]
+
     def finish(self) -> str:
         """No token follows: what was held back."""
         if self.stopped:

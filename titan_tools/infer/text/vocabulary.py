@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, DataError
@@ -20,6 +21,16 @@ class Vocabulary:
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
     byte_values: Mapping[int, int] = field(default_factory=dict)  # the tokenizer's
+    begin: tuple[int, ...] = ()  # what generation begins with where there is no text; empty where nothing is named
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """What stands before a text, as transformers' tokenizer puts it there."""
+        return self.tokenizer.prefix_ids
+
+    def after_prefix(self, tokens: list[int]) -> list[int]:
+        """Tokens of a text behind the prefix, which those of a text that writes it bring along."""
+        return tokens if tuple(tokens[: len(self.prefix)]) == self.prefix else [*self.prefix, *tokens]
 
     def decode(self, tokens: list[int]) -> str:
         """Text of generated tokens, special ones included.
@@ -52,7 +63,7 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
 
     Raises where the tokenizer is missing or goes beyond the embedding's rows.
     """
-    tokenizer, num_rows = load_tokenizer(folder), info.args.vocab_size
+    tokenizer, num_rows = load_tokenizer(folder, as_transformers=True), info.args.vocab_size
     if tokenizer.vocab_size > num_rows:
         raise CheckpointError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model's embedding {num_rows} rows",
@@ -60,30 +71,25 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
         )
     generation = {name: path for name, path in info.assets.items() if name == HF_GENERATION_CONFIG}
     assets = generation | find_assets(folder)
-    stop_ids = _stop_ids(assets, folder, info)
-    special = {tokenizer.bos_id, *stop_ids} - {None}
-    if wrong := sorted(i for i in special if not 0 <= i < num_rows):
+    config = read_json(folder / HF_CONFIG) if (folder / HF_CONFIG).is_file() else {}
+    told = {**info.token_ids, **{key: value for key, value in config.items() if value is not None}}
+    ids = read_token_ids(assets, vocab_size=num_rows, config=told)
+    bos, stop_ids = (_ids(ids, key, folder) for key in ("bos_token_id", "eos_token_id"))
+    if wrong := sorted(i for i in {*tokenizer.prefix_ids, *bos, *stop_ids} if not 0 <= i < num_rows):
         raise CheckpointError(
             f"special token ids {wrong} in {folder} lie beyond the {num_rows} rows of the model's embedding",
             hint="the tokenizer or the generation config belongs to another model",
         )
-    return Vocabulary(tokenizer, frozenset(stop_ids), _stop_strings(assets), tokenizer.byte_values)
+    begin = tokenizer.prefix_ids or tuple(bos[:1])
+    return Vocabulary(tokenizer, frozenset(stop_ids), _stop_strings(assets), tokenizer.byte_values, begin)
 
 
-def _stop_ids(assets: Mapping[str, Path], folder: Path, info: ModelInfo) -> list[int]:
-    """The generation config's, else what the tokenizer names, else config.json's (which holds defaults nobody set)."""
-    named = {name: path for name, path in assets.items() if name != HF_GENERATION_CONFIG}
-    found = None
-    for told_by in (assets, named):  # a generation config may name other ids alone
-        if found is None:
-            found = read_token_ids(told_by, vocab_size=info.args.vocab_size).get("eos_token_id")
-    if found is None and (folder / HF_CONFIG).is_file():
-        found = read_json(folder / HF_CONFIG).get("eos_token_id")
-    if found is None:
-        found = info.token_ids.get("eos_token_id", [])
+def _ids(named: Mapping[str, Any], key: str, folder: Path) -> list[int]:
+    found = named.get(key, [])
     ids = found if isinstance(found, list) else [found]
     if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
-        raise CheckpointError(f"the stop tokens of {folder} must be token ids, not {wrong}")
+        what = "stop tokens" if key == "eos_token_id" else "begin-of-text token"
+        raise CheckpointError(f"the {what} of {folder} must be token ids, not {wrong}")
     return ids
 
 

@@ -23,9 +23,10 @@ from converters.outputs.torchtune import default_device
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from converters.verify import verify
 from converters.weights import open_native
+from tests.checkpoint_forms import write_byte_ranks
 from tests.tiny_llama import write_llama, write_tokenizer
 from tests.unit.converters.samples import save_dcp
-from tests.unit.converters.torchtune.torchtune_folders import KINDS, STYLES, load, make_case, write_byte_ranks
+from tests.unit.converters.torchtune.torchtune_folders import KINDS, STYLES, load, make_case
 
 # Near positions and far ones: only the far ones see RoPE's scaling (9e-3 against 2.4 in the logits)
 POSITIONS = torch.stack([torch.arange(48), torch.linspace(0, 16383, 48).long()])

@@ -1,6 +1,5 @@
 """A tiny model of each kind that torchtune can build, written by transformers, and our three exports of it."""
 
-import base64
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +9,10 @@ from torchtune import config
 
 from converters.convert import convert
 from converters.outputs.base import OutputOptions
+from tests.checkpoint_forms import write_byte_ranks
 from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
+from tests.tiny_sentencepiece import write_sentencepiece
 
 STYLES = ("hf", "meta", "torchtune")
 KINDS = {
@@ -57,28 +58,6 @@ def make_case(root: Path, kind: str, **numbers) -> Case:
     for style in STYLES:
         convert(root / "dcp", root / style, to="torchtune", options=OutputOptions(style=style, device="cpu"))
     return Case(kind, model, root)
-
-
-def write_byte_ranks(path: Path) -> None:
-    """A tiktoken file of the 256 bytes and no merge."""
-    path.write_text("".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256)))
-
-
-def write_sentencepiece(path: Path) -> None:
-    """A SentencePiece file as Llama 2 has one: BPE with the bytes to fall back on."""
-    from sentencepiece import SentencePieceTrainer
-
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(["The quick brown fox jumps over the lazy dog. What is the capital of France?"] * 50),
-        model_prefix=str(path.with_suffix("")),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    path.with_suffix(".vocab").unlink()
 
 
 def load(recipe):

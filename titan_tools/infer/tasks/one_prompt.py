@@ -3,21 +3,16 @@
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
-
 from titan_tools.console import note, print_json, stream
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Settings, Timings, generate
-from titan_tools.infer.ranks import Ranks
+from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.report import describe, result_of, stats_of
-from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
+from titan_tools.infer.tasks.in_order import InOrder
 from titan_tools.infer.tasks.make_prompt import make_prompt, new_tokens_that_fit, notes_on
-from titan_tools.infer.tasks.sinks import InOrder
-from titan_tools.infer.text.chat_tokens import turn_end_ids
+from titan_tools.infer.tasks.settings import rows_of, settings_of
 from titan_tools.infer.text.prompts import Prompt
-
-_ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +59,6 @@ def prepare_one(work: Work) -> OnePrompt:
     num_new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=work.args.max_seq_len)
     settings, rows = settings_of(work, max_new_tokens=num_new), rows_of(request, request.samples)
     return OnePrompt(work, prompt, settings, rows, len(prompt.tokens) + num_new)
-
-
-def settings_of(work: Work, *, max_new_tokens: int) -> Settings:
-    """How `generate` shall continue, from what was asked and from what the checkpoint says of its ends."""
-    request, vocabulary = work.request, work.vocabulary
-    stop_ids = vocabulary.stop_ids
-    if work.template is not None:
-        stop_ids |= turn_end_ids(work.template, vocabulary.tokenizer)
-    return Settings(
-        max_new_tokens=max_new_tokens,
-        sampling=request.sampling,
-        stop_ids=frozenset() if request.ignore_eos else stop_ids,
-        stop_strings=(*request.stop, *vocabulary.stop_strings),
-        logprobs=request.logprobs,
-        samples=request.samples,
-    )
-
-
-def rows_of(request: Request, num_sequences: int) -> int:
-    """Sequences at a time: --batch-size, else as many as a machine's memory does not mind."""
-    return min(num_sequences, request.batch_size or (_ROWS_ON_GPU if torch.cuda.is_available() else _ROWS_ON_CPU))
 
 
 def _with_header(completion: Completion) -> str:

@@ -1,0 +1,132 @@
+"""Families with biases, as a user's own module would register them, and tiny models of them that transformers writes.
+
+"qwen2": biases of q, k and v, halves rotated. "biased_llama": biases of every linear layer, the output's too, and
+neighbouring pairs rotated, so that rows of q's and k's biases change their order.
+"""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from converters.families import hf_config, llama
+from converters.families import registry as families
+from converters.families.base import Family, Naming, Parameter
+from converters.rules import Rule, Same
+from tests.tiny_families import NUMBERS
+from trainer.models import registry as trained_families
+from trainer.models.llama3 import plan
+from trainer.models.llama3.model import Attention, Transformer
+from trainer.models.llama3.spread import initial_spread
+from trainer.models.qwen3.model import rotate_halves
+from trainer.models.registry import TrainerFamily
+from trainer.models.spread import Constant
+
+BIASED = {
+    "qwen2": ("wq", "wk", "wv"),
+    "biased_llama": ("wq", "wk", "wv", "wo", "w1", "w2", "w3", "output"),
+}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "biased_llama": "BiasedLlamaForCausalLM"}
+
+
+def write_biased(folder: Path, name: str, **numbers):
+    """Write an HF folder and return its model, every parameter of which is random and large."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**NUMBERS | numbers)).eval()
+        else:
+            config = LlamaConfig(**NUMBERS | numbers, attention_bias=True, mlp_bias=True)
+            model = LlamaForCausalLM(config).eval()
+            model.lm_head.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            for module in model.modules():
+                if "Norm" in type(module).__name__:
+                    module.weight.add_(1)
+    model.save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [ARCHITECTURES[name]]}))
+    return model
+
+
+@contextmanager
+def registered(*names: str):
+    """Both families known to this process meanwhile; `names`: these alone."""
+    chosen = names or tuple(BIASED)
+    for name in chosen:
+        families.register(_family(name))
+        trained_families.register(name, TrainerFamily(_builder(name), _tensor_plan, _initial_spread))
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del families._FAMILIES[name], trained_families._FAMILIES[name]
+
+
+def _family(name: str) -> Family:
+    config_class = hf_config.ConfigClass(name, ARCHITECTURES[name], name, max_seq_len=2048)
+
+    def parameters(args):
+        listed = []
+        for p in llama.parameters(args):
+            listed.append(p)
+            if p.fqn.split(".")[-2] in BIASED[name]:
+                # cut like the weight's rows, and whole where the weight's columns are cut
+                tp_dim = 0 if p.tp_dim == 0 else None
+                listed.append(Parameter(p.fqn.replace(".weight", ".bias"), p.shape[:1], tp_dim))
+        if args.tied and "output" in BIASED[name]:
+            listed.append(Parameter("output.bias", (args.vocab_size,), 0))
+        return listed
+
+    def args_from_hf_config(config):
+        unbiased = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
+        return hf_config.args_from_hf_config(unbiased, config_class)
+
+    rules = []
+    for rule in llama.HF.rules:
+        rule = Rule(rule.native, rule.foreign, rule.op if name == "biased_llama" else Same())
+        rules.append(rule)
+        if rule.native.split(".")[-2] in BIASED[name]:
+            rules.append(Rule(*(n.replace(".weight", ".bias") for n in (rule.native, rule.foreign)), rule.op))
+    return Family(
+        name=name,
+        flavors={},
+        parameters=parameters,
+        namings={"hf": Naming("hf", tuple(rules))},
+        args_from_hf_config=args_from_hf_config,
+        hf_config=lambda args: hf_config.hf_config(args, config_class),
+        hf_architectures=(ARCHITECTURES[name],),
+    )
+
+
+class _HalvesAttention(Attention):
+    def forward(self, x_BLD, turns):
+        q, k, v = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.inner_attention(rotate_halves(q, turns), rotate_halves(k, turns), v).flatten(-2))
+
+
+def _builder(name: str):
+    def build_model(args):
+        halves = {"make_attention": _HalvesAttention, "turns_stacked_on": 0} if name == "qwen2" else {}
+        model = Transformer(args, **halves)
+        for path, module in model.named_modules():
+            if path.rpartition(".")[2] in BIASED[name]:
+                module.bias = nn.Parameter(module.weight.new_empty(module.out_features))
+        return model
+
+    return build_model
+
+
+def _tensor_plan(parameters):
+    """Styles are of modules: a bias has that of its weight."""
+    return plan.tensor_plan([p for p in parameters if not p.fqn.endswith(".bias")])
+
+
+def _initial_spread(fqn, args):
+    return Constant(0.0) if fqn.endswith(".bias") else initial_spread(fqn, args)

@@ -1,0 +1,178 @@
+"""Memory of inference: no more sequences at a time than a GPU has memory for, and one error where it runs out."""
+
+import errno
+import json
+import mmap
+import re
+
+import pytest
+import torch
+import typer
+
+from converters.weights import open_native
+from tests.chat_templates import CHATML
+from tests.tiny_infer import CPU, NO_TEXT, load
+from tests.tiny_llama import write_llama
+from titan_tools.cli import app
+from titan_tools.infer import free_memory, out_of_memory
+from titan_tools.infer import run as infer_run
+from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.free_memory import GIB, rows_that_fit
+from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.request import Request
+from titan_tools.infer.task import Work
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROOM = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf")
+    write_llama(folder, chat_template=CHATML)
+    return folder
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Let every device be a GPU that has so much memory left."""
+    return lambda num_bytes: monkeypatch.setattr(free_memory, "free_bytes", lambda device: num_bytes)
+
+
+def needed(model, args, rows):
+    """Bytes that `rows` sequences take, beside all else."""
+    return rows * (ROOM * model.bytes_per_cached_token + args.vocab_size * free_memory._BYTES_PER_LOGIT)
+
+
+def test_the_caches_bytes_are_those_that_it_has(hf):
+    model = load(hf, dtype=torch.bfloat16)
+    engine = Engine(model, rows=3, room=ROOM)
+    num_bytes = sum(t.nbytes for layer in engine._cache.layers for t in layer)
+    assert num_bytes == 3 * ROOM * model.bytes_per_cached_token
+
+
+@pytest.mark.parametrize(("room_for", "rows"), [(100, 8), (8, 8), (7.9, 7), (1, 1), (0.5, 1), (-50, 1)])
+def test_rows_are_those_that_free_memory_holds(hf, gpu_of, capsys, room_for, rows):
+    with open_native(hf) as weights:
+        args = weights.info.args
+    model, ranks = load(hf), Ranks(1, 0, CPU)
+    others = 2048 * (8 * args.dim + 4 * args.ffn_hidden) * 4 + free_memory._OTHER_BYTES
+    gpu_of(others + int(needed(model, args, room_for)))
+    assert rows_that_fit(model, args, ranks, rows=8, room=ROOM) == rows
+    told = capsys.readouterr().err
+    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time in place of 8: up to ") == (rows < 8)
+    assert (told == "") == (rows == 8)
+
+
+def test_heads_that_a_prefill_copies_need_room_too(hf, gpu_of, monkeypatch):
+    """Here as much as a row: one layer's for 4 heads, and a row holds 2 layers' for 2."""
+    with open_native(hf) as weights:
+        args = weights.info.args
+    model, ranks, long = load(hf), Ranks(1, 0, CPU), 100_000
+    gpu_of(free_memory._OTHER_BYTES + (1 << 28))
+    as_they_are = rows_that_fit(model, args, ranks, rows=99, room=long)
+    monkeypatch.setattr(free_memory, "copies_heads", lambda device_type, dtype: True)
+    assert rows_that_fit(model, args, ranks, rows=99, room=long) == as_they_are - 1 < 98
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_with_the_least_memory_counts(hf, gpu_of, monkeypatch, capsys, rank):
+    monkeypatch.setattr(free_memory.dist, "all_reduce", lambda number, op: number.clamp_(max=3))
+    gpu_of(1 << 40)
+    with open_native(hf) as weights:
+        assert rows_that_fit(load(hf), weights.info.args, Ranks(2, rank, CPU), rows=8, room=ROOM) == 3
+    assert ("3 sequences at a time" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_fewer_rows_say_the_same(titan, hf, gpu_of, tmp_path, monkeypatch):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": "ab" * n}) + "\n" for n in range(1, 6)))
+    asked = ("infer", hf, "--batch", tmp_path / "in.jsonl", "--max-new-tokens", "9")
+    used, made = [], Engine.__init__
+    monkeypatch.setattr(
+        Engine, "__init__", lambda self, *args, rows, **more: used.append(rows) or made(self, *args, rows=rows, **more)
+    )
+    _, expected, _ = titan(*asked)
+    gpu_of(0)
+    code, out, err = titan(*asked)
+    assert code == 0 and out == expected and "1 sequence at a time in place of 5" in err and used == [5, 1]
+
+
+def ask_too_much_of_torch():
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def ask_too_much_of_the_system():
+    mmap.mmap(-1, 1 << 50)
+
+
+def ask_too_much_of_python():
+    bytearray(1 << 60)
+
+
+def ask_too_much_of_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB\nmore of it")
+
+
+def ask_too_much_of_cublas():
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+TOO_MUCH = {
+    ask_too_much_of_torch: f"{(1 << 50) / GIB:.2f} GiB more were refused: a limit of this machine, container or shell",
+    ask_too_much_of_the_system: "a limit of this machine, container or shell",
+    ask_too_much_of_python: "a limit of this machine, container or shell",
+    ask_too_much_of_a_gpu: "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB",
+    ask_too_much_of_cublas: "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+}
+
+
+@pytest.mark.parametrize("ask", TOO_MUCH, ids=lambda ask: ask.__name__.rpartition("_")[2])
+@pytest.mark.parametrize("loading", [True, False], ids=["loading", "running"])
+def test_memory_that_runs_out_is_one_error(titan, hf, monkeypatch, ask, loading):
+    monkeypatch.setattr(infer_run, "load_model" if loading else "Engine", lambda *_, **__: ask())
+    asked = ("--prompt", "a", "--samples", "4", "--temperature", "1", "--max-new-tokens", "100")
+    code, out, err = titan("infer", hf, *asked)
+    assert code == 2 and out == "" and f"\nhint: {TOO_MUCH[ask]}\n" in err and "fault of titan" not in err
+    if loading:
+        assert err.startswith("error: out of memory while reading the weights, about 0.00 GiB per rank in float32\n")
+        assert err.endswith("\ntry: --quantize int8\ntry: --dtype bfloat16\n")
+    else:
+        assert err.startswith(
+            "error: out of memory: the cache of 4 sequences of 102 tokens takes 0.00 GiB per rank beside the weights\n"
+        )
+        assert "\ntry: --batch-size 2\ntry: --max-new-tokens 50\ntry: --quantize int8\n" in err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("another"), OSError(errno.EIO, "Input/output error"), ValueError("x")])
+def test_other_errors_pass(error):
+    with pytest.raises(type(error)) as caught, out_of_memory._told("", []):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("asked", "tried"),
+    [
+        (("--prompt", "a"), ["--quantize", "--dtype"]),
+        (("--chat", "--context", "200"), ["--context 100", "--quantize", "--dtype"]),
+        (("--chat", "--prompt", "a", "--quantize", "int8"), []),
+        (("--score", "--prompt", "a" * 41, "--dtype", "bfloat16"), ["--context 20", "--quantize"]),
+    ],
+)
+def test_what_is_to_try_is_an_option_that_does_something_there(titan, folder, monkeypatch, asked, tried):
+    monkeypatch.setattr(infer_run, "Engine", lambda *_, **__: ask_too_much_of_torch())
+    code, _, err = titan("infer", folder, *asked)
+    tries = re.findall("^try: (.*)$", err, re.MULTILINE)
+    assert code == 2 and len(tries) == len(tried) and all(a.startswith(b) for a, b in zip(tries, tried, strict=True))
+    known = {name for option in typer.main.get_command(app).commands["infer"].params for name in option.opts}
+    assert {option.split()[0] for option in tries} <= known
+
+
+@pytest.mark.parametrize(("num_gpus", "tried"), [(0, []), (1, []), (2, ["--tp 2"])])
+def test_more_ranks_are_to_try_where_there_are_gpus_for_them(hf, monkeypatch, num_gpus, tried):
+    with open_native(hf) as weights:
+        work = Work(Request(hf, Sampling()), weights.info.args, NO_TEXT, None, tp=1, dtype="bfloat16")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert [*out_of_memory._tries_of_weights(work)] == [*tried, "--quantize int8"]

@@ -1,0 +1,83 @@
+"""Options of `titan infer` that do not go together, or have values that cannot be: told before weights are read."""
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+REFUSED = {
+    "float16 sums": (
+        ("--prompt", "a", "--quantize", "int8", "--dtype", "float16"),
+        "sums over 8-bit weights grow beyond 65504, where float16 ends\ntry: --dtype bfloat16\n",
+    ),
+    "no prompt": ((), "give a prompt: --prompt TEXT"),
+    "two prompts": (("--prompt", "a", "-"), "give one prompt"),
+    "stray argument": (("hello",), "only - (standard input) can stand there"),
+    "prompt file missing": (("--prompt-file", "/no/such"), "cannot read the prompt file /no/such"),
+    "no new tokens": (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens"),
+    "prompt and batch": (("--prompt", "a", "--batch", "in.jsonl"), "--batch has prompts of its own"),
+    "option without its argument": (
+        ("--prompt",),
+        "Option '--prompt' requires an argument.\ntry: titan infer --help\n",
+    ),
+    "empty prompt beside a batch": (
+        ("--prompt", "", "--batch", "in.jsonl"),
+        "error: --batch has prompts of its own: leave the other prompt out\n",
+    ),
+    "somebody's request": (
+        ("--request", __file__),
+        f"error: --request {__file__}: not what titan writes for the ranks",
+    ),
+    "no request": (("--request", "/no/such"), "error: --request /no/such: not what titan writes for the ranks"),
+    "out without batch": (
+        ("--prompt", "a", "--out", "f"),
+        "--out is where the results of a --batch go\ntry: --batch FILE",
+    ),
+    "system without chat": (("--prompt", "a", "--system", "s"), "--system is a message of a --chat\ntry: --chat"),
+    "empty stop": (("--prompt", "a", "--stop", ""), "--stop is empty"),
+    "samples alike": (
+        ("--prompt", "a", "--samples", "2"),
+        "would all be alike: give --temperature\ntry: --temperature 1",
+    ),
+    "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is of a --batch, or of --samples"),
+    "context of one": (("--prompt", "a", "--context", "99"), "--context is of a conversation"),
+    "from-bos alone": (("--from-bos",), "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input"),
+    "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no meaning in a chat"),
+    "special tokens in a chat": (
+        ("--prompt", "a", "--chat", "--special-tokens"),
+        "--special-tokens has no meaning in a",
+    ),
+    "logprobs in text": (("--prompt", "a", "--logprobs", "2"), "--logprobs has no place in plain text\ntry: --json\n"),
+    "empty chat": (("--prompt", "", "--chat"), "the prompt is empty"),
+    "conversation in JSON": (("--chat", "--json"), "--json has no meaning in a conversation; give a prompt"),
+    "score of nothing": (("--score",), "- for standard input, or --batch FILE\n"),
+    "more than the context": (
+        ("--prompt", "a", "--max-new-tokens", "255"),
+        "at most 254 new tokens fit behind this prompt\ntry: --max-new-tokens 254\n",
+    ),
+    "score of a cut text": (
+        ("--prompt", "a", "--score", "--truncate", "left"),
+        "--truncate has no meaning with --score",
+    ),
+    "tp beyond the heads": (("--prompt", "a", "--tp", "8"), "valid: 1, 2, 4"),
+    "tp between": (("--prompt", "a", "--tp", "3"), "--tp 3 cannot split 4 attention heads and 2 key/value heads"),
+    "dtype": (("--prompt", "a", "--dtype", "int4"), "int4"),
+}
+
+
+@pytest.mark.parametrize("arguments, said", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_is_refused(titan, hf, untouched, arguments, said):
+    code, out, err = titan("infer", hf, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("error: ") and said in err
+
+
+def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
+    options = ("--score", "--temperature", "-1", "--stop", "", "--max-new-tokens", "3", "--out", "x", "--system", "s")
+    code, out, err = titan("infer", hf, "--prompt", "", *options, "--batch-size", "2")
+    assert code == 2 and out == ""
+    assert err.startswith(
+        "error: 9 problems with these options:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
+    )
+    for name in ("--temperature", "--stop", "--max-new-tokens"):
+        assert f"\n  {name} has no meaning with --score, which makes no new tokens\n" in err
+    assert err.count("--batch-size") == 1
+    assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err
