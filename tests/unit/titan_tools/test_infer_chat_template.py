@@ -1,6 +1,8 @@
 """Chat templates: found, rendered and encoded as transformers does, safe from hostile ones."""
 
+import gc
 import json
+import time
 from datetime import datetime
 
 import pytest
@@ -94,6 +96,31 @@ def test_an_endless_template_is_stopped(monkeypatch, body):
     source = "{% for i in range(99999) %}" + body + "{% endfor %}"
     with pytest.raises(CheckpointError, match="does not come to an end"):
         ChatTemplate(source, {}).render(said(("user", "a")))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_template_is_stopped_though_the_first_stop_is_lost(monkeypatch):
+    """Time can run out where Python ignores exceptions, as in whatever listens to its garbage collector."""
+    lost = []
+
+    def swallow(phase, info):
+        if not lost:
+            lost.append(phase)
+            until = time.monotonic() + 0.6
+            while time.monotonic() < until:
+                pass
+
+    monkeypatch.setattr(template_sandbox, "MOST_SECS", 0.2)
+    gc.callbacks.append(swallow)
+    grow = "{% set kept.all = [kept.all] %}"  # until there is garbage to look for
+    twice = "{% for i in range(99999) %}{% for i in range(99999) %}" + grow + "{% endfor %}{% endfor %}"
+    source = "{% set kept = namespace(all=[]) %}" + twice
+    try:
+        with pytest.raises(CheckpointError, match="does not come to an end"):
+            ChatTemplate(source, {}).render(said(("user", "a")))
+    finally:
+        gc.callbacks.remove(swallow)
+    assert lost
 
 
 def test_where_a_template_is_looked_for(tmp_path):

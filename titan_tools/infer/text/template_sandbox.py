@@ -27,6 +27,7 @@ from jinja2.utils import Namespace
 from converters.errors import CheckpointError
 
 MOST_SECS = 10  # a real template takes milliseconds
+_AGAIN_AFTER_SECS = 1  # what is raised in a __del__ or while Python collects garbage is ignored: then it is said again
 MOST_BYTES = 1 << 30  # more than the process held before
 MOST_CHARACTERS = 1 << 26  # no model reads as many; to find that out by counting their tokens would take minutes
 _STATM = Path("/proc/self/statm")
@@ -168,7 +169,7 @@ def _bounded_time() -> Iterator[None]:
         raise _TooLong
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECS)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECS, _AGAIN_AFTER_SECS)
     try:
         yield
     finally:
