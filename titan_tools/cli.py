@@ -28,6 +28,7 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
+from titan_tools.lost_signals import raise_lost_ones_again
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
 EXIT_CODES = """\b
@@ -138,6 +139,7 @@ app.command("models", short_help=_SHORT["models"])(models)
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    raise_lost_ones_again({KeyboardInterrupt: (signal.SIGINT, None), _Terminated: (signal.SIGTERM, _terminate)})
     code = run()
     try:
         sys.stdout.flush()

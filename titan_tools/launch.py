@@ -118,7 +118,7 @@ def _signals_passed_on(agent: Any, *, saves: bool) -> Iterator[None]:
     and lose their exit code.
     """
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    asked_before = False
+    asked_before = leaves = False
 
     def to_ranks(number: int) -> None:
         for worker in agent.get_worker_group().workers:
@@ -136,6 +136,8 @@ def _signals_passed_on(agent: Any, *, saves: bool) -> Iterator[None]:
         to_ranks(number)
 
     def leave_now(number: int, frame: Any) -> None:
+        nonlocal leaves
+        leaves = True
         to_ranks(signal.SIGKILL)
         raise KeyboardInterrupt
 
@@ -150,9 +152,14 @@ def _signals_passed_on(agent: Any, *, saves: bool) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
+    except Exception:
+        if not leaves:
+            raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if leaves:  # though the agent heard only of ranks that were killed: what was raised fell where Python ignores it
+        raise KeyboardInterrupt
 
 
 _WHY_ENDED = {
