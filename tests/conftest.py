@@ -2,10 +2,19 @@
 
 import signal
 import sys
+from contextlib import suppress
 
 import pytest
 
 from titan_tools import cli
+
+with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
+    from hypothesis import settings
+
+    # The same examples each time, however slow the machine is: a rare one that fails is no fault of the change that is
+    # tested. `--hypothesis-profile=default` looks for others.
+    settings.register_profile("titan", settings.get_profile("default"), derandomize=True, deadline=None, database=None)
+    settings.load_profile("titan")
 
 
 def pytest_configure(config):
