@@ -67,11 +67,11 @@ def run(tmp_path, monkeypatch):
     return lambda body: run_ranks([], nproc=2, program=["-P", str(_write_rank(tmp_path, body))])
 
 
-def _wait_for_ranks(tmp_path):
-    files = [tmp_path / f"ready-{rank}" for rank in (0, 1)]
+def _wait_for_ranks(tmp_path, what="ready"):
+    files = [tmp_path / f"{what}-{rank}" for rank in (0, 1)]
     deadline = time.monotonic() + 60
     while not all(f.exists() for f in files):
-        assert time.monotonic() < deadline, "ranks did not start"
+        assert time.monotonic() < deadline, f"ranks are not {what}"
         time.sleep(0.05)
     return [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
 
@@ -102,11 +102,10 @@ def test_an_error_of_every_rank_is_told_once_with_its_code(run, capfd):
 def test_the_first_failing_rank_is_the_news(run):
     body = """
         if RANK == 1:
-            (FOLDER / "found").touch()
             raise CheckpointError("rank 1 found it")
-        while not (FOLDER / "found").exists():  # on a busy machine this rank may start long before the other
+        told = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "error.json"
+        while not told.exists():  # on a busy machine this rank may start long before the other, or run long before it
             time.sleep(0.01)
-        time.sleep(0.05)
         raise RuntimeError("peer is gone")
     """
     with pytest.raises(RankFailure, match="rank 1 found it") as failure:
@@ -209,11 +208,12 @@ def test_sigterm_ends_ranks_that_save_nothing_and_then_this_process(tmp_path):
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
 def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
-    process = _start(tmp_path, WAITING + "    time.sleep(60)\n")
+    process = _start(tmp_path, WAITING + '    (FOLDER / f"asked-{RANK}").touch()\n    time.sleep(60)\n')
     pids = _wait_for_ranks(tmp_path)
-    for number in signals:
+    for number in signals[:-1]:
         process.send_signal(number)
-        time.sleep(0.3)
+        _wait_for_ranks(tmp_path, "asked")  # two that come at once are one
+    process.send_signal(signals[-1])
     process.communicate(timeout=20)
     assert process.returncode == 130
     assert not any(map(_is_alive, pids))
