@@ -29,8 +29,7 @@ def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
     other = in_a_fork(lambda: time.sleep(30))
     monkeypatch.setattr(lost_neighbours, "_LOOK_EVERY_MS", 20)
     monkeypatch.delenv("TITAN_LAUNCH", raising=False)
-    if how != "about to end":
-        monkeypatch.setattr(lost_neighbours, "_GRACE_SECS", 0.1)
+    monkeypatch.setattr(lost_neighbours, "_GRACE_SECS", 60 if how == "about to end" else 0.1)
     if how == "not watched":
         monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nowhere", os.O_RDONLY))
 
@@ -38,7 +37,7 @@ def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
         with watching({other: 4}, rank=6, exit_code=3):
             if how != "behind it":
                 os.kill(other, signal.SIGKILL)
-                time.sleep(0.3)
+                time.sleep(30 if how == "in a block" else 0.3)  # which a watched process does not see the end of
             if how == "about to end":
                 os._exit(2)
         if how == "behind it":
