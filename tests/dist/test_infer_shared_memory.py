@@ -102,7 +102,8 @@ def waited(tp):
         time.sleep(1)
     before = time.process_time(), time.monotonic()
     summed = shared.sum(torch.ones(4))
-    return summed.tolist(), (time.process_time() - before[0]) / (time.monotonic() - before[1])
+    cpu, waited = time.process_time() - before[0], time.monotonic() - before[1]
+    return summed.tolist(), cpu / max(waited, 1)  # where this rank began late, it waited for less than that second
 
 
 def test_a_rank_that_is_late_is_waited_for_without_a_core(pools):
