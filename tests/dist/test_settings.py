@@ -56,6 +56,7 @@ def run_and_look(config: Config) -> dict:
     whole = {name: getattr(trainer.train, name) for name in changed}
     whole_step, TrainStep.compute_gradients = TrainStep.compute_gradients, compute_gradients
     whole_follow, TrainModel.follow = TrainModel.follow, follow
+    gc.collect()  # or what cases before this one have made may be due for a collection before the loop
     gc.callbacks.append(count)
     for name, function in changed.items():
         setattr(trainer.train, name, function)
