@@ -104,11 +104,13 @@ def test_a_template_is_stopped_though_the_first_stop_is_lost(monkeypatch):
     lost = []
 
     def swallow(phase, info):
-        if not lost:
-            lost.append(phase)
-            until = time.monotonic() + 0.6
-            while time.monotonic() < until:
+        until = time.monotonic() + 0.6
+        try:
+            while not lost and time.monotonic() < until:
                 pass
+        except BaseException:
+            lost.append(phase)
+            raise
 
     monkeypatch.setattr(template_sandbox, "MOST_SECS", 0.2)
     gc.callbacks.append(swallow)
@@ -116,8 +118,11 @@ def test_a_template_is_stopped_though_the_first_stop_is_lost(monkeypatch):
     twice = "{% for i in range(99999) %}{% for i in range(99999) %}" + grow + "{% endfor %}{% endfor %}"
     source = "{% set kept = namespace(all=[]) %}" + twice
     try:
-        with pytest.raises(CheckpointError, match="does not come to an end"):
-            ChatTemplate(source, {}).render(said(("user", "a")))
+        for _ in range(9):
+            with pytest.raises(CheckpointError, match="does not come to an end"):
+                ChatTemplate(source, {}).render(said(("user", "a")))
+            if lost:  # or Python came to look for garbage only when time had run out, on a busy machine
+                break
     finally:
         gc.callbacks.remove(swallow)
     assert lost
