@@ -67,7 +67,7 @@ def infer(asked, place, num=2, part_bytes=manifest._PART_BYTES, machines=((0, 1)
     try:
         with chdir(place / str(rank)), redirect_stdout(out), redirect_stderr(err):
             ranks = Ranks(num, rank, CPU, world, _neighbours(machines, world))
-            infer_run._infer(ranks.from_first(request), ranks)
+            infer_run._infer(ranks.done_by_first(lambda: request), ranks)
     except TitanError as error:
         wrong = f"{error.message}\nhint: {error.hint}" if len(machines) > 1 else error.message
     finally:
@@ -208,8 +208,8 @@ def test_what_only_one_rank_lacks_is_told_by_all(pools, tmp_path):
 
 def first_says(num):
     ranks = Ranks(num, dist.get_rank(), CPU, dist.group.WORLD)
-    return ranks.from_first(ranks.rank), ranks.done_by_first(lambda: ranks.rank)
+    return ranks.done_by_first(lambda: ranks.rank)
 
 
 def test_all_have_what_the_first_says(pools):
-    assert pools[2].run(first_says, 2) == [(0, 0)] * 2
+    assert pools[2].run(first_says, 2) == [0] * 2

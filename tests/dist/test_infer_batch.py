@@ -51,8 +51,9 @@ def continue_batch(folder, tp, score=False, held=False):
             fcntl.flock(other, fcntl.LOCK_EX)
         # a rank's own streams go where the first test of the session had them go
         talk = stack.enter_context(redirect_stderr(stack.enter_context(redirect_stdout(io.StringIO()))))
+        ranks = Ranks(tp, rank, cpu, dist.group.WORLD if tp > 1 else None)
         try:
-            task.run(Engine(model, rows=task.rows, room=task.room), Ranks(tp, rank, cpu))
+            task.run(Engine(model, rows=task.rows, room=task.room), ranks)
         except ConfigError as error:
             return f"error: {error.message}"
         return talk.getvalue()

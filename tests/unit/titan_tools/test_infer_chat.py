@@ -16,9 +16,7 @@ from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.request import Request
-from titan_tools.infer.tasks.chat_history import History
 from titan_tools.infer.tasks.settings import settings_of
-from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer
 
 TEMPLATE = (
@@ -166,32 +164,6 @@ def test_the_oldest_messages_give_way(talk, folder, prefills):
         assert tokenizer.decode(tokens).startswith("<|begin_of_text|>s:S<|end_of_text|>u:message")
     last = tokenizer.decode(prefills[-1][0])
     assert "message 5" in last and "message 0" not in last
-
-
-@pytest.fixture
-def history(folder):
-    return History(read_template(folder), load_tokenizer(folder), context=64)
-
-
-def test_a_message_too_long_changes_nothing(history):
-    turn = history.ask("a", [])
-    history.take_answer("b")
-    with pytest.raises(Exception, match="a prompt of 106 tokens, and the context has 64"):
-        history.ask("x" * 100, [])
-    with pytest.raises(Exception, match="the system message takes"):
-        history.change_system("x" * 100)
-    assert history.messages == ["a", "b"] and history.system is None
-    assert history.ask_again(turn.prompt.tokens).keep == len(turn.prompt.tokens) - 1
-
-
-def test_an_answer_of_nothing_takes_its_message_along(history):
-    with pytest.raises(Exception, match="nothing was said"):
-        history.ask_again([])
-    prompt = history.ask("a", []).prompt
-    history.take_answer("")
-    assert history.messages == []
-    again = history.ask_again([]).prompt
-    assert (again.tokens, again.id) == (prompt.tokens, "1")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from converters.errors import TitanError
 from converters.manifest import in_threads
@@ -32,17 +31,12 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def from_first(self, value: Any) -> Any:
-        """The first rank's `value`, on all ranks; they wait for it as long as a person thinks."""
-        if self.tp == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.talk)
-        return box[0]
-
     def done_by_first(self, work: Callable[[], T]) -> T:
-        """What `work` gives the first rank, which alone does it, on all ranks; where it fails, all raise its error."""
-        return work() if self.tp == 1 else on_first(self.talk or dist.group.WORLD, work)
+        """What `work` gives the first rank, which alone does it, on all ranks; where it fails, all raise its error.
+
+        They wait for it as long as a person thinks.
+        """
+        return work() if self.tp == 1 else on_first(self.talk, work)
 
     def done_by_each(self, work: Callable[..., T], *given: Any, **named: Any) -> T:
         """What `work` gives this rank, once all have done it; where it fails on some, all raise the lowest's error."""

@@ -42,7 +42,8 @@ class Conversation:
         lines = Lines(edits=ranks.tp == 1) if ranks.is_first else None
         if lines and lines.is_terminal:
             note(f"{self.room} tokens of context; /help shows the commands, Ctrl-D leaves")
-        while turn := self._shared_turn(lines, engine, ranks):
+        # Told by the first, and what is wrong with it too: none of them ends by the silence of another
+        while turn := ranks.done_by_first(lambda: self._next_turn(lines)):
             started = perf_counter()
             text = self._answer(turn, engine, timings, lines)
             secs, num_answers = secs + perf_counter() - started, num_answers + 1
@@ -53,27 +54,14 @@ class Conversation:
             if ranks.is_first:
                 note(describe(stats, num=num_answers))
 
-    def _shared_turn(self, lines: Lines | None, engine: Engine, ranks: Ranks) -> Turn | None:
-        """The next turn on all ranks. What is wrong with it ends all of them alike, none by the silence of another."""
-        told: Turn | TitanError | None = None
-        if lines:
-            try:
-                told = self._next_turn(lines, engine)
-            except TitanError as error:
-                told = error
-        told = ranks.from_first(told)
-        if isinstance(told, TitanError):
-            raise told
-        return told
-
-    def _next_turn(self, lines: Lines, engine: Engine) -> Turn | None:
+    def _next_turn(self, lines: Lines) -> Turn | None:
         """What the next lines ask for; None at their end. The first rank's."""
         while True:
             try:
                 line = lines.read()
                 if line is None or line.strip() == "/exit":
                     return None
-                if turn := self._turn_of(line, engine.held[0]):
+                if turn := self._turn_of(line):
                     break
             except TitanError as error:
                 if not lines.is_terminal:
@@ -83,7 +71,7 @@ class Conversation:
             note(f"({count(turn.num_dropped, 'message')} at the beginning no longer fit, and are forgotten)")
         return turn
 
-    def _turn_of(self, line: str, held: list[int]) -> Turn | None:
+    def _turn_of(self, line: str) -> Turn | None:
         """What a line asks the model, and None where it only changes something."""
         command, _, rest = line.partition(" ")
         match command:
@@ -92,13 +80,13 @@ class Conversation:
             case "/system":
                 self.history.change_system(rest.strip() or None)
             case "/retry":
-                return self.history.ask_again(held)
+                return self.history.ask_again()
             case "/help":
                 note(HELP)
             case _ if line.startswith("/"):
                 raise ConfigError(f"there is no command {command}", hint="/help shows them")
             case _:
-                return self.history.ask(line, held)
+                return self.history.ask(line)
         return None
 
     def _remember(self, text: str) -> None:
@@ -108,7 +96,6 @@ class Conversation:
 
     def _answer(self, turn: Turn, engine: Engine, timings: Timings, lines: Lines | None) -> str:
         """Continue the prompt, which the first rank shows; its text, as far as it came where Ctrl-C stopped it."""
-        engine.copy_row(0, 0, length=turn.keep)  # what is not kept is gone, also if Ctrl-C comes while it is replaced
         settings, said = replace(self.settings, max_new_tokens=turn.num_new), []
 
         def show(text: str) -> None:

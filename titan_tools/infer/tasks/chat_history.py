@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from converters.errors import ConfigError
-from titan_tools.infer.decoding.common_beginning import num_common
 from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat
 from titan_tools.infer.text.prompts import Prompt
@@ -15,11 +14,10 @@ MOST_ANSWER_TOKENS = 1024  # unless --max-new-tokens says another number
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt to answer with up to `num_new` tokens; its first `keep` tokens are in the cache."""
+    """A prompt to answer with up to `num_new` tokens."""
 
     prompt: Prompt
     num_new: int
-    keep: int
     num_dropped: int  # messages that were forgotten for it
 
 
@@ -59,20 +57,20 @@ class History:
         """Begin anew."""
         self.messages, self.unanswered = [], ""
 
-    def ask(self, text: str, held: Sequence[int]) -> Turn:
-        """A prompt of all that was said and `text`. `held`: the tokens in the cache.
+    def ask(self, text: str) -> Turn:
+        """A prompt of all that was said and `text`.
 
         Raises ConfigError where `text` alone is too long; nothing has changed then.
         """
-        return self._turn([*self.messages, text], held)
+        return self._turn([*self.messages, text])
 
-    def ask_again(self, held: Sequence[int]) -> Turn:
+    def ask_again(self) -> Turn:
         """The last message once more; with a temperature the answer is another one."""
         if self.unanswered:
-            return self.ask(self.unanswered, held)
+            return self.ask(self.unanswered)
         if not self.messages:
             raise ConfigError("nothing was said that could be answered once more")
-        return self._turn(self.messages[:-1], held)
+        return self._turn(self.messages[:-1])
 
     def take_answer(self, text: str) -> None:
         """What the model said to the last message; where that is nothing, what follows knows nothing of the message."""
@@ -81,7 +79,7 @@ class History:
         else:
             self.unanswered = self.messages.pop()
 
-    def _turn(self, messages: list[str], held: Sequence[int]) -> Turn:
+    def _turn(self, messages: list[str]) -> Turn:
         num_messages = len(messages)
         tokens = self._encode(self.system, messages)
         if self.context - len(tokens) < min(self.most_new, self.context // 4):
@@ -97,7 +95,7 @@ class History:
         self.messages, self.unanswered = messages, ""
         prompt = Prompt(str(self.num_asked), messages[-1], tokens)
         self.num_asked += 1
-        return Turn(prompt, num_new, min(num_common(tokens, held), len(tokens) - 1), num_messages - len(messages))
+        return Turn(prompt, num_new, num_messages - len(messages))
 
     def _encode(self, system: str | None, messages: Sequence[str]) -> list[int]:
         said = [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(messages)]
