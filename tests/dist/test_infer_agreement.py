@@ -206,6 +206,20 @@ def test_what_only_one_rank_lacks_is_told_by_all(pools, tmp_path):
     assert told[0][2] == told[1][2] and told[0][2].startswith("model: no such ")
 
 
+def test_ranks_read_no_weights_where_nothing_is_left_to_do(pools, tmp_path):
+    """Which the first knows alone: the results are its own."""
+    write_llama(tmp_path / "0" / "model")
+    write_lines(tmp_path / "0" / "in.jsonl", [{"id": 0, "prompt": "def"}])
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    asked = {"batch": Path("in.jsonl"), "out": Path("out.jsonl"), "as_json": False}
+    pools[2].run(infer, asked, tmp_path)
+    assert (tmp_path / "0" / "out.jsonl").is_file() and not (tmp_path / "1" / "out.jsonl").exists()
+    other_weights(tmp_path / "1")  # which would be refused
+    first, second = pools[2].run(infer, asked, tmp_path)
+    assert first[:3] == ("", "all results are in out.jsonl already: nothing to do\n", "")
+    assert second[:3] == ("", "", "")
+
+
 def first_says(num):
     ranks = Ranks(num, dist.get_rank(), CPU, dist.group.WORLD)
     return ranks.done_by_first(lambda: ranks.rank)

@@ -53,7 +53,7 @@ def continue_batch(folder, tp, score=False, held=False):
         talk = stack.enter_context(redirect_stderr(stack.enter_context(redirect_stdout(io.StringIO()))))
         ranks = Ranks(tp, rank, cpu, dist.group.WORLD if tp > 1 else None)
         try:
-            task.run(Engine(model, rows=task.rows, room=task.room), ranks)
+            task.run(Engine(model, rows=task.rows, room=task.room) if task.rows else None, ranks)
         except ConfigError as error:
             return f"error: {error.message}"
         return talk.getvalue()

@@ -69,7 +69,7 @@ def _infer(request: Request, ranks: Ranks) -> None:
             if comes_once and _is_damaged(found, weights, ranks):
                 continue
             task = ranks.done_by_each(_prepare, work)
-            if task.rows == 0:
+            if _is_done(task, ranks):
                 task.run(None, ranks)
                 return
             require_same_inputs(work, ranks)
@@ -88,6 +88,11 @@ def _is_worth_ranks(request: Request) -> bool:
     if task.rows == 0:
         task.run(None, Ranks(1, 0, torch.device("cpu")))
     return task.rows > 0
+
+
+def _is_done(task: Task, ranks: Ranks) -> bool:
+    """Whether an earlier run has left nothing to do, as the first rank knows: it alone looks at the results."""
+    return ranks.done_by_first(lambda: task.rows == 0)
 
 
 def _at_its_moment(request: Request) -> Request:

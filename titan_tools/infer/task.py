@@ -30,7 +30,7 @@ class Work:
 class Task(Protocol):
     """Made from `Work` by its file's `prepare`, which raises where what was asked cannot be."""
 
-    rows: int  # sequences at a time; 0 where an earlier run has left nothing to do
+    rows: int  # sequences at a time; the first rank's is 0 where an earlier run has left nothing to do
     room: int  # tokens of the longest, new ones included
 
     def run(self, engine: Engine | None, ranks: Ranks) -> None:

@@ -20,7 +20,6 @@ from converters.errors import ConfigError
 from converters.names import TEMPORARY_PREFIX
 from titan_tools.infer.tasks.made_with import read_made_with, write_made_with
 from titan_tools.infer.tasks.results_lines import Expected, Found, Key, as_line, numbered, read_results
-from titan_tools.launch import inside_launch
 
 
 class ResultsFile:
@@ -114,7 +113,7 @@ def is_complete(path: Path | None, expected: Expected) -> bool:
     """Whether the results file, if there is one, holds all results, so that no weights are needed.
 
     Raises ConfigError where it cannot be gone on with; see `open_results`. In a launch only the first rank looks, since
-    it will write; and it says no, since the others wait for it.
+    it will write; the others say no.
     """
     if path is None or not path.exists() or os.environ.get("RANK", "0") != "0":
         return False
@@ -124,7 +123,7 @@ def is_complete(path: Path | None, expected: Expected) -> bool:
         found = read_results(descriptor, path, expected)
     finally:
         os.close(descriptor)
-    return len(found.places) == len(expected.keys) and not inside_launch()
+    return len(found.places) == len(expected.keys)
 
 
 def all_there(path: Path) -> str:
