@@ -71,7 +71,7 @@ def run_ranks(argv: Sequence[str], *, nproc: int, program: Sequence[str] = TITAN
                 result = agent.run()
             finally:
                 agent.get_worker_group().spec.rdzv_handler.shutdown()
-    return _tell_first_failure(result.failures) if result.is_failed() else 0
+    return _tell_first_failure(result.failures, saves=saves) if result.is_failed() else 0
 
 
 def _build_agent(args: Sequence[str], *, nproc: int, folder: str) -> Any:
@@ -169,7 +169,7 @@ _WHY_ENDED = {
 }
 
 
-def _tell_first_failure(failures: dict[int, Any]) -> int:
+def _tell_first_failure(failures: dict[int, Any], *, saves: bool = True) -> int:
     """Raise the failure that the others followed from; an exit code without a word is returned.
 
     When a rank fails the agent ends the others with SIGTERM, and with SIGKILL those that are stuck for 30 seconds more:
@@ -191,6 +191,8 @@ def _tell_first_failure(failures: dict[int, Any]) -> int:
             return error["exit_code"]
         raise RankFailure(error["message"], exit_code=error["exit_code"], hint=error["hint"], tries=error["tries"])
     codes = [f.exitcode for f in failures.values() if f.exitcode > 0]
+    if not codes and not saves:
+        raise RankFailure("the ranks were ended by SIGTERM from outside", exit_code=143)
     if not codes:  # a request to stop that came before any rank could listen
         raise RankFailure("stopped on request while starting: there was nothing to save yet", exit_code=75)
     return codes[0]

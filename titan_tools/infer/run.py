@@ -41,7 +41,6 @@ from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
 
-_INTERRUPTED = 130
 _COMPUTED_IN = ("float32", "bfloat16", "float16")  # unless another dtype is asked for
 
 
@@ -203,5 +202,5 @@ def _start_ranks(request: Request, tp: int) -> None:
             if request.out and request.out.exists():
                 error.add_note(f"finished results are in {request.out}; the same command goes on from there")
             raise
-    if exit_code:  # no rank had anything to tell: they were stopped from outside
-        raise typer.Exit(_INTERRUPTED if exit_code < 0 else exit_code)
+    if exit_code:  # of a rank that had nothing to tell: nobody reads its output any more, say
+        raise typer.Exit(exit_code)

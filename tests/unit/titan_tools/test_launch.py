@@ -163,6 +163,13 @@ def test_a_request_that_comes_before_ranks_listen_is_a_stop_too(run):
     assert failure.value.exit_code == 75
 
 
+def test_ranks_that_save_nothing_are_not_said_to_have_been_about_to():
+    ended = {rank: SimpleNamespace(exitcode=-signal.SIGTERM, error_file_data={}, timestamp=1) for rank in (0, 1)}
+    with pytest.raises(RankFailure, match="^the ranks were ended by SIGTERM from outside$") as failure:
+        _tell_first_failure(ended, saves=False)
+    assert failure.value.exit_code == 143
+
+
 def test_a_killed_rank_is_named_with_its_signal(run, capfd):
     with pytest.raises(RankFailure, match="rank 1 was ended by SIGKILL") as failure:
         run("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
