@@ -14,10 +14,9 @@ import torch.distributed as dist
 from titan_tools.console import count
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Timings
+from titan_tools.infer.free_memory import GIB
 from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.task import Work
-
-GIB = 1024**3
 
 
 def result_of(completion: Completion, *, samples: int = 1) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from titan_tools.infer.request import Request, save_request
 from titan_tools.infer.same_inputs import require_same_inputs
 from titan_tools.infer.task import Task, Work
 from titan_tools.infer.tasks.batch import prepare_batch
+from titan_tools.infer.tasks.batch_lines import is_read_once
 from titan_tools.infer.tasks.chat import prepare_chat
 from titan_tools.infer.tasks.made_with import recorded_moment
 from titan_tools.infer.tasks.one_prompt import prepare_one
@@ -64,7 +65,8 @@ def _infer(request: Request, ranks: Ranks) -> None:
         found = ranks.done_by_first(lambda: next(steps))
         with ranks.done_by_each(_open, request, found) as weights:
             work = ranks.done_by_each(_look, request, weights)
-            comes_once = found.is_step and _is_pipe(request.batch)  # it must not be used up by a damaged step
+            # A batch that comes through a pipe must not be used up by a damaged step
+            comes_once = found.is_step and request.batch is not None and is_read_once(request.batch)
             if comes_once and _is_damaged(found, weights, ranks):
                 continue
             task = ranks.done_by_each(_prepare, work)
@@ -101,10 +103,6 @@ def _at_its_moment(request: Request) -> Request:
 
 def _open(request: Request, found: Found) -> NativeWeights:
     return open_native(found.folder, model_from=find_model_place(request.model_from))
-
-
-def _is_pipe(batch: Path | None) -> bool:
-    return batch is not None and batch.exists() and not batch.is_file() and not batch.is_dir()
 
 
 def _look(request: Request, weights: NativeWeights) -> Work:

@@ -32,8 +32,7 @@ def inputs_of(work: Work) -> Read:
         "tokenizer": (work.origin.tokenizer + repr(vocabulary), request.model_from or work.origin.checkpoint),
     }
     if template is not None:
-        told = repr((template.source, sorted(template.special_tokens.items())))
-        kept["chat template"] = told, request.model_from or work.origin.checkpoint
+        kept["chat template"] = template.identity, request.model_from or work.origin.checkpoint
     if request.batch is not None:
         kept["batch"] = work.batch_digest.hexdigest(), request.batch
     name = own_machine()[0]

@@ -23,7 +23,7 @@ from titan_tools.infer.tasks.made_with import made_with
 from titan_tools.infer.tasks.make_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
 from titan_tools.infer.tasks.progress_bar import progress_bar
 from titan_tools.infer.tasks.results_file import all_there, is_complete
-from titan_tools.infer.tasks.results_lines import Expected, Key
+from titan_tools.infer.tasks.results_lines import OF_MORE_SAMPLES, Expected, Key
 from titan_tools.infer.tasks.settings import rows_of, settings_of
 from titan_tools.infer.tasks.sinks import Sink, open_sink, opened_by_first
 from titan_tools.infer.text.prompts import Prompt
@@ -150,4 +150,4 @@ def _difference(by_id: Mapping[str | int, _CompactPrompt], samples: int, key: Ke
         return "another prompt"
     if prompt_tokens != one.tokens.tolist():
         return "other tokens of the same prompt"
-    return "of more --samples than this run has" if "sample" in result and samples == 1 else ""
+    return OF_MORE_SAMPLES if "sample" in result and samples == 1 else ""

@@ -43,7 +43,7 @@ def read_lines(work: Work, take: Callable[[Line], T], *, keys: tuple[str, ...]) 
     Raises ConfigError also where they have none, and where not every rank can read it.
     """
     request = work.request
-    if work.tp > 1 and request.batch.exists() and not (request.batch.is_file() or request.batch.is_dir()):
+    if work.tp > 1 and is_read_once(request.batch):
         raise ConfigError(
             f"{request.batch} is not a regular file, and each of {work.tp} ranks reads it by itself",
             tries=["without --tp", "a file on disk"],
@@ -56,6 +56,11 @@ def read_lines(work: Work, take: Callable[[Line], T], *, keys: tuple[str, ...]) 
         return take(line)
 
     return read_batch(request.batch, taken, keys=keys)
+
+
+def is_read_once(batch: Path) -> bool:
+    """Whether what a batch holds is gone once it was read, as that of a pipe."""
+    return batch.exists() and not (batch.is_file() or batch.is_dir())
 
 
 def read_batch(path: Path, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:

@@ -5,21 +5,17 @@ results whose settings are unknown, or other ones than the file says.
 """
 
 import json
-import os
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from converters.commit import fsync
 from converters.errors import ConfigError, TitanError, list_offenders
 from converters.json_file import parse_json
-from converters.names import TEMPORARY_PREFIX
 from titan_tools.infer.task import Work
-from titan_tools.infer.text.chat_template import ChatTemplate
+from titan_tools.infer.tasks.replace_file import replace_file
 
 _SUFFIX = ".settings.json"
 _VERSION = 1
@@ -79,14 +75,9 @@ def _of_completions(work: Work) -> dict[str, Any]:
         "--from-bos": request.from_bos,
         "--chat": request.chat,
         "--system": request.system,
-        "chat template": _identity(template) if template else None,
+        "chat template": template.identity if template else None,
         _MOMENT: template.moment.isoformat() if template and template.tells_time else None,
     }
-
-
-def _identity(template: ChatTemplate) -> str:
-    told = json.dumps([template.source, dict(template.special_tokens)], sort_keys=True)
-    return blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def place_of(out: Path) -> Path:
@@ -122,19 +113,9 @@ def read_made_with(out: Path) -> MadeWith | None:
 def write_made_with(out: Path, made: MadeWith) -> None:
     """Replace the file beside `out`, or make it, by one rename. Raises ConfigError where that cannot be."""
     path = place_of(out)
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
     content = {"version": _VERSION, "checkpoint": made.checkpoint, "settings": dict(made.settings)}
     try:
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        fsync(path.parent)
+        replace_file(path, [json.dumps(content, indent=1).encode(), b"\n"])
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
 

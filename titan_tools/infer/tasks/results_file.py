@@ -8,17 +8,16 @@ again: syncing each of them would cost a batch of short answers more time than m
 import fcntl
 import json
 import os
-import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 from converters.commit import fsync
 from converters.errors import ConfigError
-from converters.names import TEMPORARY_PREFIX
 from titan_tools.infer.tasks.made_with import read_made_with, write_made_with
+from titan_tools.infer.tasks.replace_file import replace_file
 from titan_tools.infer.tasks.results_lines import Expected, Found, Key, as_line, numbered, read_results
 
 
@@ -62,9 +61,9 @@ class ResultsFile:
         try:
             if places == sorted(places):
                 os.fsync(self._descriptor)
+                fsync(self.path.parent)
             else:
-                _replace(self.path, self._lines())
-            fsync(self.path.parent)
+                replace_file(self.path, self._lines())
         except OSError as error:
             raise ConfigError(
                 f"cannot put {self.path} into the batch's order: {error.strerror}",
@@ -163,23 +162,9 @@ def _number(path: Path, descriptor: int, found: Found) -> None:
     """Replace a file of one sample for each prompt by one whose lines number it: there are to be more."""
     places = found.places.values()
     try:
-        _replace(path, (numbered(os.pread(descriptor, length, offset)) for offset, length in places))
+        replace_file(path, (numbered(os.pread(descriptor, length, offset)) for offset, length in places))
     except OSError as error:
         raise ConfigError(f"cannot number the samples in {path}: {error.strerror}") from None
-
-
-def _replace(path: Path, lines: Iterable[bytes]) -> None:
-    """Other content for a file, whole or not at all. Its mode stays."""
-    replacing = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-    try:
-        with replacing.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.copymode(path, replacing)
-        os.replace(replacing, path)
-    finally:
-        replacing.unlink(missing_ok=True)
 
 
 def _lock(descriptor: int, path: Path, how: int) -> None:

@@ -12,7 +12,7 @@ from titan_tools.infer.tasks.made_with import MadeWith, read_made_with, require_
 
 Key = tuple[str | int, int]  # a prompt's id, and which of its samples
 _LINE_START = b'{"id"'  # of every line that we write
-_MORE_SAMPLES = "of more --samples than this run has"
+OF_MORE_SAMPLES = "of more --samples than this run has"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _read_lines(file: Any, path: Path, expected: Expected, made: MadeWith | None
             key, is_numbered = _take(raw, places, wanted, expected.differs)
         except ConfigError as problem:
             problems.append(f"line {number}{problem.message}")
-            num_samples = max(num_samples, _sample_of(raw) + 1 if _MORE_SAMPLES in problem.message else 0)
+            num_samples = max(num_samples, _sample_of(raw) + 1 if OF_MORE_SAMPLES in problem.message else 0)
             continue
         if raw.endswith(b"\n"):
             places[key] = (end, len(raw))
@@ -109,7 +109,7 @@ def _take(
         raise ConfigError(" is no result") from None
     named = f" (id {key[0]!r:.60})"
     if key not in wanted or isinstance(key[0], bool) or isinstance(key[1], bool):
-        other = _MORE_SAMPLES if (key[0], 0) in wanted else "no such id in the batch"
+        other = OF_MORE_SAMPLES if (key[0], 0) in wanted else "no such id in the batch"
         raise ConfigError(f"{named}: {other}")
     if key in places:
         raise ConfigError(f"{named} stands there twice")

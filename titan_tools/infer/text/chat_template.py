@@ -1,8 +1,10 @@
 """A checkpoint's chat template: where it stands, and the text that it makes of the messages of a conversation."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,12 @@ class ChatTemplate:
     def tells_time(self) -> bool:
         """Whether what it writes may be something else on another day."""
         return _NOW in self.source
+
+    @property
+    def identity(self) -> str:
+        """The same for templates that write the same, wherever they lie and whatever time it is."""
+        told = json.dumps([self.source, dict(self.special_tokens)], sort_keys=True)
+        return blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """The text of `messages`; `answer`: with the beginning of the model's next one.
