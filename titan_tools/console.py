@@ -47,8 +47,9 @@ def _json_pieces(value: Any, line_end: str, *, is_item: bool = False) -> Iterato
         yield json_text(value)
         return
     is_dict, inner, comma = isinstance(value, dict), line_end + "  ", ""
+    items = [(f"{json_text(key)}: ", item) for key, item in value.items()] if is_dict else [("", i) for i in value]
     yield "{" if is_dict else "["
-    for name, item in ((json_text(key) + ": ", value[key]) for key in value) if is_dict else (("", i) for i in value):
+    for name, item in items:
         yield comma + inner + name
         yield from _json_pieces(item, inner, is_item=not is_dict)
         comma = ","

@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -57,8 +57,8 @@ def joined(tp: int) -> Iterator[Ranks]:
         machines = _ranks_of_machines(talk)
         _set_timeout(_A_PERSON_WAITS if len(machines) == 1 else COLLECTIVE_TIMEOUT)
         neighbours = _neighbours(machines, talk)
-        others = _other_processes(neighbours)
-        with watching(others, rank=rank, exit_code=LostRank.exit_code) if on_gpu else nullcontext():
+        others = _other_processes(neighbours) if on_gpu else {}  # a rank that uses gloo sees it for itself
+        with watching(others, rank=rank, exit_code=LostRank.exit_code):
             yield Ranks(tp, rank, device, talk, neighbours)
         dist.barrier(talk)  # so that no rank sees a peer vanish; by gloo, which tells where one has
         if on_gpu:
