@@ -1,5 +1,6 @@
 """Fixtures of many folders: a command line run in this process, and torch on one thread."""
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -7,6 +8,10 @@ from contextlib import suppress
 import pytest
 
 from titan_tools import cli
+
+# For torch here and in all that tests start: where no name server answers, c10d says of each connection that ::1 has no
+# name, among what tests compare.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
     from hypothesis import settings
