@@ -5,9 +5,13 @@ import subprocess
 import sys
 
 _COUNT = """
-import resource
+import ctypes, resource, sys
 import torch
 from titan_tools.infer.model.freed_memory import keep_freed_memory
+
+if sys.platform == "linux":  # whether the system has a huge page to give changes from one moment to the next
+    PR_SET_THP_DISABLE = 41
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 def new_pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,5 +29,5 @@ def test_a_large_block_is_found_again():
     told = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=True).stdout
     without, kept, again = map(int, told.split())
     assert kept == (platform.libc_ver()[0] == "glibc")
-    assert without >= 20  # 4 KiB each, or 2 MiB where the system gives huge ones
+    assert without >= 20  # of 4 KiB, or larger ones on another processor
     assert again < 3.5 * without or not kept  # of nine; glibc left to itself takes new ones for seven or eight
