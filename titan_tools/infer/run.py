@@ -17,7 +17,6 @@ from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
 from titan_tools.infer.find import Found, find_checkpoints, find_model_place, find_tokenizer
 from titan_tools.infer.free_memory import rows_that_fit
-from titan_tools.infer.model.float16 import why_slow_in
 from titan_tools.infer.model.freed_memory import keep_freed_memory
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.model.quantize import why_slow
@@ -160,7 +159,7 @@ def _is_damaged(found: Found, weights: NativeWeights, ranks: Ranks) -> bool:
 
 def _load(work: Work, weights: NativeWeights, ranks: Ranks, *, rows: int) -> SlicedModel:
     how, dtype, device = work.request.quantize, getattr(torch, work.dtype), ranks.device
-    reason = why_slow(how, dtype=dtype, device=device, rows=rows) if how else why_slow_in(dtype, device)
+    reason = how and why_slow(how, dtype=dtype, device=device, rows=rows)
     if reason and ranks.is_first:
         note(reason)
     with memory_for_weights(work, weights.info):

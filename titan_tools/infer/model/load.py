@@ -6,10 +6,11 @@ memory is the shard, the largest weight, and the blocks that are being read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
@@ -23,6 +24,7 @@ from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
 from titan_tools.infer.model.slices import same_input, slice_for_rank, summed_inputs
 from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
+from titan_tools.infer.model.widened import WidenedWeight, multiplies
 from trainer.models.registry import get_trainer_family
 
 _FEW = 4 << 20  # numbers of a joined weight that do no harm in memory, however small all others are
@@ -66,8 +68,8 @@ def load_model(
     """Build and fill the model of `rank`. No other rank is spoken to yet; running it needs a group of `tp` ranks.
 
     `quantize`: "int8" or "float8", every linear layer as soon as it is read. `fused`: layers over one input are one
-    product. `packed`: on a CPU weights lie as its kernels read them; such a model cannot be compiled. Packed or
-    quantised, a tied output has a weight of its own beside the embedding.
+    product. `packed`: on a CPU weights lie as its kernels read them, or are widened where it has none; such a model
+    cannot be compiled. Packed or quantised, a tied output has a weight of its own beside the embedding.
     """
     args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"), _NoInitialValues():
@@ -80,23 +82,30 @@ def load_model(
     most = max(_FEW, *(box.num_elements for box in slices.values())) if device.type == "cpu" else None
     groups = _fuse(model, parameters, slices, most=most) if fused else [(fqn,) for fqn in slices]
 
-    def is_converted(module: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
+    def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
+        """What makes of a linear layer's weight the form it is multiplied in; None: it stays as it is."""
+        if quantize:
+            return partial(quantize_weight, how=quantize)
+        if packed and can_pack(shape, dtype, device):
+            return PackedWeight
+        return WidenedWeight if packed and not multiplies(dtype, device) else None
+
+    def form_of_group(fqns: tuple[str, ...]) -> Callable[[Tensor], Any] | None:
+        module, name = _place(model, fqns[0])
         is_weight = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
-        return is_weight and (quantize is not None or (packed and can_pack(shape, dtype, device)))
+        return form_of(joined_shape([slices[fqn] for fqn in fqns])) if is_weight else None
 
-    def converts(fqns: tuple[str, ...]) -> bool:
-        return is_converted(*_place(model, fqns[0]), joined_shape([slices[fqn] for fqn in fqns]))
-
-    wanted = [Joined(fqns, is_passing=converts(fqns)) for fqns in groups]
+    forms = {fqns: form_of_group(fqns) for fqns in groups}
+    wanted = [Joined(fqns, is_passing=form not in (None, WidenedWeight)) for fqns, form in forms.items()]
     for joined, values in read_in_order(wanted, slices, source, dtype=dtype, device=device):
         module, name = _place(model, joined.fqns[0])
         setattr(module, name, nn.Parameter(values, requires_grad=False))
-        if joined.is_passing:
-            _convert(module, quantize)
+        if form := forms[joined.fqns]:
+            _convert(module, form)
         del values  # else what passes would still be there when the next one's memory is made
     model.tie()
-    if args.tied and is_converted(model.output, "weight", model.output.weight.shape):
-        _convert(model.output, quantize)
+    if args.tied and (form := form_of(model.output.weight.shape)):
+        _convert(model.output, form)
     model.to(device)  # what it computes by itself, such as rotary frequencies
     head, model.output = model.output, None
     return SlicedModel(
@@ -166,11 +175,11 @@ def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), name
 
 
-def _convert(linear: nn.Module, quantize: str | None) -> None:
-    """Give a linear layer a weight of its own in the form it is to be multiplied in."""
+def _convert(linear: nn.Module, form: Callable[[Tensor], Any]) -> None:
+    """Give a linear layer its weight in the form it is to be multiplied in."""
     weight = linear.weight.detach()
     del linear.weight
-    linear.weight = quantize_weight(weight, quantize) if quantize else PackedWeight(weight)
+    linear.weight = form(weight)
 
 
 def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
@@ -178,5 +187,5 @@ def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]
-    converted = [weight.num_bytes for weight in weights if isinstance(weight, PackedWeight | QuantizedWeight)]
-    return sum(plain.values()) + sum(converted)
+    converted = (PackedWeight, QuantizedWeight, WidenedWeight)
+    return sum(plain.values()) + sum(weight.num_bytes for weight in weights if isinstance(weight, converted))

@@ -3,7 +3,8 @@
 - int8: w ≈ scale · q with q in -128 … 127 and scale = (largest of the row) / 127.5, held in the compute dtype. On a CPU
   in bfloat16, few rows of activations go through torch's int8 kernel (sums in fp32). It reads half the bytes, but is
   bound by its arithmetic: two cores decoded as fast as with packed.py's bfloat16, in half the memory. All others, and
-  fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale.
+  fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale (in fp32 on
+  CPUs that multiply no matrices of 16 bits).
 - float8: e4m3, scale = (largest of the row) / 448 in fp32; the same product of cast blocks. No CPU kernel multiplies
   with it: there it saves memory and costs time.
 - On a GPU one row of activations goes through a compiled kernel that reads the 8 bits and casts them in registers.
@@ -25,9 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tools.infer.model.compiling import compile_all_shapes
+from titan_tools.infer.model.widened import BLOCK_ELEMENTS, multiplies
 from trainer.parallel.compile import why_inductor_cannot
 
-_BLOCK_ELEMENTS = 1 << 20  # rounded, or cast for a product, at a time: what a CPU's cache holds
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
@@ -130,7 +131,7 @@ def _row_blocks(weight_NK: Tensor) -> list[slice]:
     num_rows, num_features = weight_NK.shape
     if not num_rows or not num_features:
         return []
-    step = max(1, (_BLOCK_ELEMENTS if weight_NK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // num_features)
+    step = max(1, (BLOCK_ELEMENTS if weight_NK.device.type == "cpu" else _GPU_BLOCK_ELEMENTS) // num_features)
     return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
@@ -144,10 +145,12 @@ def _product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
         return _cast_product(x_BK, data_NK, scale_N)
     if x_BK.is_cuda and num_rows == 1:
         return _compiled_product()(x_BK, data_NK, scale_N)
-    blocks = _row_blocks(data_NK)
+    blocks, dtype = _row_blocks(data_NK), x_BK.dtype
+    if not multiplies(dtype, x_BK.device):
+        x_BK = x_BK.float()
     if len(blocks) < 2:
-        return _cast_product(x_BK, data_NK, scale_N)
-    return torch.cat([_cast_product(x_BK, data_NK[rows], scale_N[rows]) for rows in blocks], dim=-1)
+        return _cast_product(x_BK, data_NK, scale_N).to(dtype)
+    return torch.cat([_cast_product(x_BK, data_NK[rows], scale_N[rows]).to(dtype) for rows in blocks], dim=-1)
 
 
 def _cast_product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
