@@ -131,15 +131,18 @@ def test_a_mesh_that_leaves_dust_is_refused(mesh):
 
 
 def test_405b_on_512_ranks_is_laid_out_within_seconds_and_layers_share_their_boxes():
+    """Seconds of a core that works for nobody else; here, beside as many boxes that are just made."""
     parameters = LLAMA3.parameters(FLAVORS["405B"])
-    secs = []
-    while len(secs) < 3 and min(secs, default=4) >= 4:  # a core that is shared takes longer, but never less
+    shares = []
+    while len(shares) < 3 and min(shares, default=6) >= 6:
         started = time.process_time()
+        boxes = [Box((n, 0), (n, 1)) for n in range(468_800)]
+        made = time.process_time()
         files = boxes_for_mesh(parameters, MeshShape(dp_shard=64, tp=8), itemsizes={p.fqn: 2 for p in parameters})
         target = plan_dcp({p.fqn: TensorInfo("bfloat16", p.shape) for p in parameters}, files)
-        secs.append(time.process_time() - started)
-    assert min(secs) < 4  # 1.5 on an idle core
-    assert len(target.slots) == 468_800
+        shares.append((time.process_time() - made) / (made - started))
+    assert min(shares) < 6  # 2.3 to 3.9; 1.5 s on an idle core of 2025
+    assert len(target.slots) == len(boxes)
     assert len({id(slot.box) for slot in target.slots}) < 10_000
 
 
