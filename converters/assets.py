@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.errors import CheckpointError, UnsupportedError
+from converters.errors import UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.tokenizers.config_tokens import read_table, token_text, tokens_only_in_config
 from converters.tokenizers.sentencepiece_model import (
     read_sentencepiece,
     require_exact,
@@ -20,7 +21,6 @@ from converters.tokenizers.tiktoken_model import (
     special_tokens_after,
     write_hf_tokenizer,
 )
-from converters.tokenizers.tokenizer_json import read_tokenizer_json
 
 CARRIED = (
     TOKENIZER_JSON,
@@ -78,9 +78,10 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        id_of = _ids_of_tokens(assets[TOKENIZER_JSON])
+        id_of, num_in_model = read_table(assets[TOKENIZER_JSON])
+        id_of = id_of | tokens_only_in_config(assets, id_of, num_in_model)
         config = read_json(assets[TOKENIZER_CONFIG])
-        named = {key: _token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
+        named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
         return {key: id_of[text] for key, text in named.items() if text in id_of}
     if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
         num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
@@ -150,19 +151,3 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) ->
         carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
         return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"
     return ""
-
-
-def _ids_of_tokens(path: Path) -> dict[str, int]:
-    content, _ = read_tokenizer_json(path)
-    try:
-        # pairs in a Unigram model, whose named tokens are added ones
-        vocab = content.get("model", {}).get("vocab")
-        added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
-    return (dict(vocab) if isinstance(vocab, dict) else {}) | added
-
-
-def _token_text(token: Any) -> str | None:
-    """tokenizer_config.json writes a token as its text or as an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token

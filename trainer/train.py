@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from converters.tokenizers.config_tokens import tokenizer_notes
 from trainer.agree import on_first
 from trainer.build import build
 from trainer.checkpoints.checkpoints import Checkpoints
@@ -74,6 +75,8 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
     info = chosen_model(config.model, config.training)
     if not info.assets:
         note(NO_TOKENIZER)
+    for told in tokenizer_notes(info.assets):
+        note(told)
     dims = resolve(config.parallelism, dist.get_world_size())
     meshes = make_meshes(dims, ranks.device.type)
     model = build(config, info.args, dims, meshes, ranks.device)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.runs import differences, make_data, read_losses
+from tests.torchtitan_release import write_first_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TITAN = [sys.executable, "-P", "-m", "titan_tools"]
@@ -192,3 +193,19 @@ def test_a_seed_checkpoint_is_made_once(titan, config, tmp_path):
     assert (report["num_files"], report["mesh"], report["num_parameters"]) == (2, "dp_shard=2", 1_311_872)
     code, _, err = titan("seed", config, tmp_path / "seed")
     assert code == 2 and "exists already" in err
+
+
+@pytest.mark.slow
+def test_torchtitans_first_run_starts(tmp_path, monkeypatch):
+    config = write_first_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = _run("config", "check", config.name)
+    assert code == 0 and "fine on 1 rank" in out, err
+    code, out, err = _run("train", config.name, "--training.seq_len=128", "--training.steps=4", "--checkpoint.enable")
+    assert code == 0, err
+    assert "their ids are 263, 264, as in torchtitan and transformers" in err
+    assert "has no token for 162 of the 256 bytes, the space among them" in err
+    assert "reading tests/assets/c4_test, as torchtitan does" in err
+    assert len(read_losses(tmp_path / "outputs")) == 4
+    code, out, err = _run("infer", "outputs", "--prompt", "the other", "--max-new-tokens", "4")
+    assert code == 0, err

@@ -16,6 +16,7 @@ _ENDINGS = {"c4_test": JSON_LINES, "jsonl": JSON_LINES, "text": TEXT, "parquet":
 assert _ENDINGS.keys() == set(TEXT_KINDS)
 
 _OPENERS: dict[str, Callable[[str], TokenSource]] = {TOKENS: open_index}
+_TORCHTITANS_SAMPLE = Path("tests/assets/c4_test")  # in its repository, from which its users start their runs
 _BUILT_IN = (TOKENS, *TEXT_KINDS, C4, C4_VALIDATION)
 
 
@@ -43,6 +44,10 @@ def open_dataset(
 
     `preparation`: for text, which becomes an index by it; `most_tokens`: how much of a streamed text.
     """
+    if name == "c4_test" and not path and _TORCHTITANS_SAMPLE.is_dir():
+        assert preparation is not None, name
+        path = str(_TORCHTITANS_SAMPLE)
+        preparation.say(f"dataset c4_test without dataset_path: reading {path}, as torchtitan does")
     if name in (C4, C4_VALIDATION):
         source = _open_beginning_of_c4(name, path, preparation, most_tokens)
     elif name not in _OPENERS and name not in TEXT_KINDS:
@@ -127,7 +132,8 @@ def _no_path(name: str) -> DataError:
     if name == "c4_test":
         return DataError(
             "dataset = 'c4_test' needs dataset_path: a file or folder in C4's format (JSON lines with a \"text\" each)",
-            hint="torchtitan's small sample of C4 is not part of titan; Python's own sources make as good a first text",
+            hint=f"torchtitan's small sample of C4 is not part of titan, and there is no {_TORCHTITANS_SAMPLE} here;"
+            " Python's own sources make as good a first text",
             tries=["--training.dataset_path c4-train.00000-of-01024.json.gz", "titan data prepare --out data"],
         )
     return DataError(f"dataset = {name!r} needs dataset_path", tries=["--training.dataset_path data"])

@@ -11,6 +11,7 @@ from typing import Protocol
 from converters.assets import find_assets
 from converters.errors import DataError
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers.config_tokens import read_table, tokens_only_in_config
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
     LLAMA3_PATTERN,
@@ -83,6 +84,7 @@ class _TiktokenTokenizer:
         words: set[str] = set()
         if described:
             specials, words, self.prefix_ids = _described(described)
+            specials |= tokens_only_in_config(assets, *read_table(described))
         else:
             specials = _specials_after(len(ranks))
             self.prefix_ids = prefix_of_model_file(assets, specials[BEGIN])
@@ -122,6 +124,8 @@ class _JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer: {error}") from None
+        num_in_model = self._tokenizer.get_vocab_size(with_added_tokens=False)
+        self._tokenizer.add_special_tokens([*tokens_only_in_config(assets, self._tokenizer.get_vocab(), num_in_model)])
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.byte_values = _byte_values(self._tokenizer)
         self.special_names = _special_names(self._tokenizer)

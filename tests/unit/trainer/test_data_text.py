@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from converters.errors import DataError
+from tests.torchtitan_release import write_first_run
 from tests.unit.trainer.test_data_streams import write_c4
 from trainer.data import streamed_text, text_index
 from trainer.data.datasets import open_dataset
@@ -179,6 +180,18 @@ def test_what_a_kind_does_not_hold_and_a_missing_tokenizer_are_told(preparation,
     with pytest.raises(DataError, match="is text, and model.hf_assets_path = .*nowhere' holds no tokenizer") as caught:
         open_dataset("jsonl", str(data), vocab_size=290, preparation=lost)
     assert "--model.hf_assets_path FOLDER" in caught.value.tries
+
+
+def test_torchtitans_sample_is_read_where_its_users_start_a_run(tmp_path, monkeypatch):
+    write_first_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said = []
+    prepared = Preparation(Path("tests/assets/tokenizer"), tmp_path / "made", once=lambda work: work(), say=said.append)
+    source = open_dataset("c4_test", None, vocab_size=2048, preparation=prepared)
+    assert said[0] == "dataset c4_test without dataset_path: reading tests/assets/c4_test, as torchtitan does"
+    texts = [json.loads(line)["text"] for line in Path("tests/assets/c4_test/data.json").read_text().splitlines()]
+    tokenizer = load_tokenizer(prepared.tokenizer)
+    assert documents_of(source, tokenizer) == [tokenizer.decode(tokenizer.encode(text)) for text in texts]
 
 
 def test_c4s_validation_is_an_index_of_its_beginning(preparation, index, tmp_path):

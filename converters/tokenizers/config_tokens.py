@@ -1,0 +1,114 @@
+"""Special tokens that tokenizer_config.json names and tokenizer.json lacks, and the ids that readers give them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError, UnsupportedError
+from converters.json_file import read_json
+from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS
+from converters.tokenizers.tokenizer_json import read_tokenizer_json
+
+_ENDS = ("bos_token", "eos_token")
+# In the order in which torchtitan v0.2.2 adds them, and transformers 5
+_TORCHTITAN = (*_ENDS, "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_TRANSFORMERS = (*_ENDS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], num_in_model: int) -> dict[str, int]:
+    """Each such token and its id, in ascending order. Empty unless the begin or end token is among them.
+
+    `id_of` and `num_in_model`: see `read_table`.
+
+    The ids follow the table of tokenizer.json, as the `tokenizers` library assigns them in torchtitan and transformers.
+    Both disregard the ids that `added_tokens_decoder` writes. Raises UnsupportedError where they would differ.
+    """
+    if TOKENIZER_CONFIG not in assets:
+        return {}
+    config = read_json(assets[TOKENIZER_CONFIG])
+    if all((text := token_text(config.get(key))) is None or text in id_of for key in _ENDS):
+        return {}
+    declared = _declared(config)
+    in_torchtitan = [*_named(config, _TORCHTITAN), *declared.values()]
+    in_transformers = [*(declared[id] for id in sorted(declared)), *_named(config, _TRANSFORMERS)]
+    # after the model's own table, or after the added tokens that reach beyond it
+    first = max([num_in_model, *(id + 1 for id in id_of.values())])
+    added, others = (
+        {text: first + i for i, text in enumerate(text for text in dict.fromkeys(order) if text not in id_of)}
+        for order in (in_torchtitan, in_transformers)
+    )
+    if differing := [text for text, id in added.items() if others[text] != id]:
+        raise UnsupportedError(
+            f"{assets[TOKENIZER_CONFIG]} names tokens that {TOKENIZER_JSON} lacks, and torchtitan numbers"
+            f" {', '.join(differing)} differently from transformers",
+            hint="load the folder with transformers' AutoTokenizer and save it again: tokenizer.json then has the ids",
+        )
+    return added
+
+
+def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
+    """What a user has to know of a tokenizer.json: ids of such tokens, and bytes of a text that get no token."""
+    if TOKENIZER_JSON not in assets:
+        return []
+    path, notes = assets[TOKENIZER_JSON], []
+    content, _ = read_tokenizer_json(path)
+    if added := tokens_only_in_config(assets, *_table(content, path)):
+        declared = {text: id for id, text in _declared(read_json(assets[TOKENIZER_CONFIG])).items()}
+        moved = [str(declared[text]) for text, id in added.items() if declared.get(text, id) != id]
+        written = f" ({TOKENIZER_CONFIG} writes {', '.join(moved)})" if moved else ""
+        notes.append(
+            f"{path} lacks {', '.join(added)}, which {TOKENIZER_CONFIG} names: their ids are"
+            f" {', '.join(map(str, added.values()))}, as in torchtitan and transformers{written}"
+        )
+    if dropped := _dropped_bytes(content):
+        which = ", the space among them," if ord(" ") in dropped else ""
+        notes.append(
+            f"{path} has no token for {len(dropped)} of the 256 bytes{which} and none for the unknown: they are left"
+            " out of each text, as in torchtitan and transformers"
+        )
+    return notes
+
+
+def _dropped_bytes(content: Mapping[str, Any]) -> list[int]:
+    """Bytes without a token, where a text is cut into bytes and nothing stands for an unknown one."""
+    model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
+    kinds = {part.get("type") for part in [cut, *cut.get("pretokenizers", [])]}
+    if model.get("type") != "BPE" or "ByteLevel" not in kinds or model.get("unk_token") is not None:
+        return []
+    return [byte for byte, letter in BYTE_LETTERS.items() if letter not in model["vocab"]]
+
+
+def read_table(path: Path) -> tuple[dict[str, int], int]:
+    """The id of each token of a tokenizer.json, added ones included, and how many the model's own table has."""
+    return _table(read_tokenizer_json(path)[0], path)
+
+
+def _table(content: Mapping[str, Any], path: Path) -> tuple[dict[str, int], int]:
+    try:
+        vocab = content.get("model", {}).get("vocab") or {}
+        # pairs in a Unigram model, whose named tokens are added ones
+        named = dict(vocab) if isinstance(vocab, dict) else {}
+        added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
+    return named | added, len(vocab)
+
+
+def token_text(token: Any) -> str | None:
+    """tokenizer_config.json writes a token as its text or as an object with `content`."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _named(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
+    return [text for key in keys if (text := token_text(config.get(key)))]
+
+
+def _declared(config: Mapping[str, Any]) -> dict[int, str]:
+    """Tokens of `added_tokens_decoder` by the ids that it writes."""
+    listed = config.get("added_tokens_decoder") or {}
+    try:
+        return {int(id): str(token["content"]) for id, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{TOKENIZER_CONFIG}: no readable added_tokens_decoder"
+        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from None

@@ -1,0 +1,96 @@
+"""Begin and end tokens that only tokenizer_config.json names get the ids that torchtitan and transformers give them."""
+
+import json
+import re
+
+import pytest
+from transformers import AutoTokenizer
+
+from converters.assets import find_assets, read_token_ids
+from converters.errors import CheckpointError, UnsupportedError
+from converters.tokenizers.config_tokens import tokenizer_notes
+from tests.tiny_llama import write_tokenizer as write_llama3_tokenizer
+from tests.torchtitan_release import BEGIN, END, torchtitan, write_tokenizer
+from trainer.data.tokenizer import load_tokenizer
+
+TEXTS = ["", "the other", "in, 1 2\n\t!", f"the {BEGIN} end {END}", "é漢字 on\x00", "  the  "]
+CONFIGS = {  # what stands in tokenizer_config.json → begin and end ids; 263 tokens are in the table
+    "as torchtitan's": ({}, 263, 264),
+    "ids of the table": ({"added_tokens_decoder": {"5": {"content": BEGIN}, "6": {"content": END}}}, 263, 264),
+    "no ids": ({"added_tokens_decoder": {}}, 263, 264),
+    "objects": (
+        {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": END, "special": True}},
+        263,
+        264,
+    ),
+    "one of them in the table": ({"added_tokens_decoder": {}, "bos_token": "<|image|>"}, 261, 263),
+    "another before them": ({"added_tokens_decoder": {}, "pad_token": "[PAD]", "bos_token": None}, None, 263),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ids_are_those_of_transformers(tmp_path, name):
+    config, bos, eos = CONFIGS[name]
+    folder = write_tokenizer(tmp_path, **config)
+    reference = AutoTokenizer.from_pretrained(folder)
+    assert (reference.bos_token_id, reference.eos_token_id) == (bos, eos)
+    for as_transformers in (False, True):
+        tokenizer = load_tokenizer(folder, as_transformers=as_transformers)
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (bos, (eos,))
+        assert tokenizer.vocab_size == len(reference)
+        for text in TEXTS:
+            assert tokenizer.encode(text, special=True) == reference(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode([eos]) == reference.decode([eos])
+    assert read_token_ids(find_assets(folder), vocab_size=2048).get("eos_token_id") == eos
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_documents_are_those_of_torchtitan(tmp_path, name):
+    folder = write_tokenizer(tmp_path, **CONFIGS[name][0])
+    with torchtitan("components.tokenizer") as (module,):
+        reference = module.HuggingFaceTokenizer(str(folder))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (
+        reference.bos_id,
+        (reference.eos_id,),
+        reference.vocab_size,
+    )
+    for text in TEXTS:
+        ours = tokenizer.encode(text, bos=True, eos=True, special=True)
+        assert ours == reference.encode(text, add_bos=True, add_eos=True)
+
+
+def test_notes_say_which_ids_and_what_is_left_out(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    ids, dropped = tokenizer_notes(find_assets(folder))
+    assert ids.endswith(
+        "tokenizer.json lacks <|begin_of_text|>, <|end_of_text|>, which tokenizer_config.json names: their ids are"
+        " 263, 264, as in torchtitan and transformers (tokenizer_config.json writes 128000, 128001)"
+    )
+    reference = AutoTokenizer.from_pretrained(folder)
+    lost = [value for value in range(128) if not reference(chr(value)).input_ids]
+    assert ord(" ") in lost and "has no token for 162 of the 256 bytes, the space among them," in dropped
+    write_tokenizer(tmp_path, bos_token="<|image|>", eos_token="<|pad|>")
+    assert tokenizer_notes(find_assets(tmp_path)) == [dropped]
+    (tmp_path / "llama3").mkdir()
+    write_llama3_tokenizer(tmp_path / "llama3")
+    assert tokenizer_notes(find_assets(tmp_path / "llama3")) == []
+
+
+def test_ids_that_the_two_would_number_differently_are_refused(tmp_path):
+    declared = {"added_tokens_decoder": {"1": {"content": "<|other|>"}, "2": {"content": END}}, "bos_token": None}
+    folder = write_tokenizer(tmp_path, **declared)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 264
+    with pytest.raises(UnsupportedError, match=re.escape(f"numbers {END}, <|other|> differently")) as caught:
+        load_tokenizer(folder)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)  # as the hint says
+    assert "save it again" in caught.value.hint and load_tokenizer(folder).eos_ids == (264,)
+
+
+def test_an_unreadable_list_is_told(tmp_path):
+    folder = write_tokenizer(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {"x": {}}}))
+    with pytest.raises(CheckpointError, match="tokenizer_config.json: no readable added_tokens_decoder"):
+        load_tokenizer(folder)
