@@ -105,7 +105,20 @@ class Catalog:
     planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
     copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again (see copies.py)
-    unread: dict[str, str] = field(default_factory=dict)  # files that belong to the weights, and why they are not read
+    file: str = ""  # the one file that holds all tensors, where there is one: errors name it
+    unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
+    prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
+
+    @property
+    def place(self) -> Path:
+        """What errors about its tensors name: the file, or the folder of several."""
+        return self.root / self.file
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user of the checkpoint should know about how it was opened."""
+        removed = [f"names: removed `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
+        return removed + [f"{name} is not read: {why}" for name, why in self.unread.items()]
 
     @property
     def num_bytes(self) -> int:

@@ -174,7 +174,7 @@ def convert(
         remarks=(
             *filter(None, [_tell_long_files(plan.target.file_bytes, options.shard_bytes)]),
             *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
-            *(f"{name} is not read: {why}" for name, why in catalog.unread.items()),
+            *catalog.notes,
             *(
                 index_remarks(catalog.root, catalog.num_bytes)
                 if catalog.container == "safetensors" and src.is_dir()

@@ -47,6 +47,7 @@ class DiffReport:
     differences: tuple[Difference, ...]
     not_compared: Mapping[str, str]
     notes: tuple[str, ...]  # what differs and makes no difference to what the model computes
+    remarks: tuple[str, ...]  # how each side was opened
 
     @property
     def equal(self) -> bool:
@@ -104,8 +105,9 @@ def diff(
                 differences += found
                 num_equal += equal
         differences += _value_differences(one, other, both)
+    remarks = tuple(f"{path}: {text}" for path, side in ((a, one), (b, other)) for text in side.catalog.notes)
     by = "native names" if one.info else "names as stored"
-    return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes))
+    return DiffReport(str(a), str(b), by, num_equal, total, tuple(differences), not_compared, tuple(notes), remarks)
 
 
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:

@@ -44,6 +44,7 @@ class Inspection:
     num_values: int
     values: dict[str, Any]
     has_manifest: bool
+    notes: tuple[str, ...]  # on how it was opened: prefixes removed from names, weight files left unread
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,6 +84,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
         has_manifest=read_manifest(catalog.root) is not None,
+        notes=tuple(catalog.notes),
     )
 
 

@@ -19,6 +19,7 @@ TIKTOKEN_MODEL = "tokenizer.model"
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TORCH_MODEL = "model.pt"
+TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
 # What torchtune's recipes start from

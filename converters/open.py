@@ -8,21 +8,35 @@ from converters.catalog import Catalog
 from converters.commit import find_complete
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.folder import (
+    ADAPTER,
+    FOREIGN,
+    RUN_STATE,
+    TORCH_SUFFIXES,
+    find_hf_entry,
+    is_meta_shard,
+    name_adapters,
+    name_unread,
+)
 from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_shards
 from converters.formats.dcp_ranks import rank_metadata_files
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import linked_files, refuse_links_out
 from converters.manifest import Manifest, check_sizes
-from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, META_SHARD, TORCH_INDEX, epoch_of, step_of
+from converters.names import (
+    DCP_METADATA,
+    HF_CONFIG,
+    HF_INDEX,
+    MANIFEST,
+    META_SHARD,
+    TORCH_INDEX,
+    epoch_of,
+    step_of,
+)
 
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-_READ_SUFFIXES = (*_TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
+_READ_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
 _SNIFF_BYTES = 512
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
-# What fine-tuning leaves beside the weights: a LoRA adapter, and the state of the run (torchtune's, transformers')
-_ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
-_MERGED = "a LoRA adapter; torchtune has merged it into the weights beside it"
-_RUN_STATE = re.compile(r"(recipe_state|optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 
 
 def open_checkpoint(path: str | Path) -> Catalog:
@@ -57,7 +71,6 @@ def _open(path: Path) -> Catalog:
         catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
-        catalog.unread |= {p.name: _MERGED for p in sorted(path.iterdir()) if _ADAPTER.fullmatch(p.name)}
         _compare_with_manifest(catalog, check_sizes(path))
     else:
         raise CheckpointError(f"{path}: neither a file nor a folder")
@@ -92,6 +105,12 @@ def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:
     ]
     if odd:
         raise CheckpointError(f"{catalog.root}: the files and {MANIFEST} disagree:{list_offenders(odd)}")
+    used = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    if added := sorted(used - manifest.files.keys()):
+        raise CheckpointError(
+            f"{catalog.root}: weights that are not in {MANIFEST}, added after it was written:{list_offenders(added)}",
+            hint="move them elsewhere to use the checkpoint that the manifest describes",
+        )
 
 
 def _own_place(path: Path) -> Path:
@@ -109,34 +128,50 @@ def _open_folder(path: Path) -> Catalog:
     names = {entry.name for entry in path.iterdir()}
     if not names:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")
-    adapters = sorted(name for name in names if _ADAPTER.fullmatch(name))
-    names = {name for name in names if not _ADAPTER.fullmatch(name) and not _RUN_STATE.fullmatch(name)}
-    found = {
-        "dcp": DCP_METADATA in names or bool(rank_metadata_files(names)),
-        "safetensors": HF_INDEX in names or any(name.endswith(".safetensors") for name in names),
-        "meta": any(Path(name).match("consolidated.*.pth") for name in names),
-    }
-    if found["dcp"] and (found["safetensors"] or found["meta"]):
+    entry = find_hf_entry(path, names)
+    catalog = _open_weights(path, names, entry)
+    catalog.unread = name_unread(catalog, names, entry=entry) | name_adapters(catalog, names)
+    return catalog
+
+
+def _open_weights(path: Path, names: set[str], entry: str) -> Catalog:
+    """The weights of a folder. `entry`: what transformers takes, "" for none."""
+    found = sorted(name for name in names if not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name))
+    safetensors_files = [name for name in found if name.endswith(".safetensors")]
+    torch_files = [name for name in found if name.endswith(TORCH_SUFFIXES) and (path / name).is_file()]
+    meta_files = [name for name in found if is_meta_shard(name)]
+    metadata = [DCP_METADATA] if DCP_METADATA in names else rank_metadata_files(names)
+    kinds = [
+        (metadata, f"DCP ({', '.join(metadata[:1])})"),
+        (entry, entry),
+        (not entry and safetensors_files, ", ".join(safetensors_files[:3])),
+        (meta_files, ", ".join(meta_files[:3])),
+        (safetensors_files and not (entry or meta_files) and torch_files, ", ".join(torch_files[:3])),
+    ]
+    found = [called for is_there, called in kinds if is_there]
+    if len(found) > 1 and (metadata or not entry or HF_CONFIG not in names):  # else transformers' order decides
         raise CheckpointError(
-            f"{path}: holds more than one checkpoint (DCP metadata beside other weights)",
-            hint="keep each in a folder of its own",
+            f"{path}: holds more than one checkpoint:{list_offenders(found)}",
+            hint="nothing says which one is meant; keep each in a folder of its own",
         )
-    if found["dcp"]:
-        metadata = [DCP_METADATA] if DCP_METADATA in names else rank_metadata_files(names)
+    if metadata:
         _refuse_strange_files(path, metadata, pickles=True)
         return _covered(dcp.read_catalog(path))
-    if found["safetensors"]:
-        _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".safetensors")])
-        return safetensors.read_catalog(path)
-    if found["meta"]:
-        _refuse_strange_files(path, [name for name in sorted(names) if name.endswith(".pth")])
-        return meta_shards.read_catalog(path)
-    torch_files = sorted(name for name in names if name.endswith(_TORCH_SUFFIXES) and (path / name).is_file())
-    if TORCH_INDEX in names:
+    if entry.endswith((".safetensors", ".safetensors.index.json")) or (safetensors_files and not entry):
+        one_file = entry.endswith(".safetensors")
+        _refuse_strange_files(path, [entry] if one_file else safetensors_files)
+        return safetensors.read_catalog(path, entry)
+    if entry == TORCH_INDEX:
         _refuse_strange_files(path, torch_files)
         return torch_shards.read_catalog(path)
+    if entry:
+        return _open_file(path / entry)
+    if meta_files:
+        _refuse_strange_files(path, meta_files)
+        return meta_shards.read_catalog(path)
     if len(torch_files) == 1:
         return _open_file(path / torch_files[0])
+    adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
     if adapters and not torch_files:
         raise UnsupportedError(
             f"{path}: holds a LoRA adapter ({', '.join(adapters)}), not a model",
@@ -178,6 +213,12 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
     if torch_files:
         return UnsupportedError(
             f"{path}: {len(torch_files)} torch files", hint="name one of them", tries=[str(path / torch_files[0])]
+        )
+    if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
+        kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
+        return UnsupportedError(
+            f"{path}: its weights are {kinds} files, which are not covered:{list_offenders(foreign)}",
+            hint="load them with transformers and save them with save_pretrained, which writes safetensors",
         )
     expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
     shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")

@@ -189,7 +189,7 @@ def reshard(
         missing=contents.missing,
         loader_state=loader_state,
         non_finite=done.non_finite,
-        remarks=(*filter(None, remarks), *done.remarks),
+        remarks=(*filter(None, remarks), *catalog.notes, *done.remarks),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,
         needs=needs,

@@ -55,6 +55,8 @@ def verify(
         checks += _check_index(catalog)
     if catalog.container == "dcp":
         checks += _check_gaps(catalog)
+    if catalog.notes:
+        checks.append(Check("reading", "warning", "how the weights were found", tuple(catalog.notes)))
     model_check, native_rows = _check_model(catalog, model_from)
     checks.append(model_check)
     manifest = _manifest_of(catalog, path)

@@ -20,6 +20,8 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
     print(f"{found.path}: {container}, {found.naming} names, {manifest}")
     for line in _tell_model(found):
         print(line)
+    for text in found.notes:
+        print(f"note:  {text}")
     if found.step is not None:
         print(f"step:  {found.step:,}")
     sizes = ", ".join(f"{tell_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())

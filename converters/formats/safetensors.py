@@ -18,25 +18,24 @@ from converters.names import HF_INDEX, HF_SINGLE
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def read_catalog(path: Path) -> Catalog:
+def read_catalog(path: Path, entry: str = "") -> Catalog:
     """The catalog of a `.safetensors` file or of a folder of them.
 
-    A folder with an index is what the index says, file by file and key by key; a folder without one holds one file.
+    `entry`: the file or index that says what the folder holds, file by file and key by key; without one the folder
+    holds one file.
     """
     if path.is_file():
-        return Catalog(path.parent, "safetensors", read_file(path.parent, path.name))
-    index = path / HF_INDEX
-    if index.exists():
-        return Catalog(path, "safetensors", read_indexed(path, index, read_file))
-    single = path / HF_SINGLE
-    names = [HF_SINGLE] if single.exists() else sorted(p.name for p in path.glob("*.safetensors"))
+        return Catalog(path.parent, "safetensors", read_file(path.parent, path.name), file=path.name)
+    if entry.endswith(".json"):
+        return Catalog(path, "safetensors", read_indexed(path, path / entry, read_file))
+    names = [entry] if entry else sorted(p.name for p in path.glob("*.safetensors"))
     if len(names) != 1:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
             hint="without the index nobody can tell whether a file is missing",
             tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
-    return Catalog(path, "safetensors", read_file(path, names[0]))
+    return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
 
 
 def read_indexed(
@@ -108,22 +107,15 @@ def is_of_series(name: str) -> bool:
 
 
 def index_remarks(folder: Path, num_bytes: int) -> list[str]:
-    """What is odd about an index and harmless, since nobody reads it; `num_bytes`: of all tensors.
-
-    A wrong total is not rare; nor are files of another series: Mistral's repositories hold the weights twice.
-    """
-    index, remarks = folder / HF_INDEX, []
-    named = {HF_SINGLE}
-    if index.exists():
-        metadata = read_json(index).get("metadata")
-        named = set(read_weight_map(index).values())
-        total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        if total is not None and total != num_bytes:
-            remarks.append(f"{HF_INDEX}: says total_size {total!r:.40}, the tensors take {num_bytes}")
-    elif not (folder / HF_SINGLE).exists():
+    """What is odd about an index and harmless, since nobody reads it; `num_bytes`: of all tensors."""
+    index = folder / HF_INDEX
+    if not index.exists() or (folder / HF_SINGLE).exists():
         return []
-    beside = sorted({path.name for path in folder.glob("*.safetensors")} - named)
-    return remarks + [f"{name}: lies beside the checkpoint and belongs to nothing; not looked into" for name in beside]
+    metadata = read_json(index).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None or total == num_bytes:
+        return []
+    return [f"{HF_INDEX}: says total_size {total!r:.40}, the tensors take {num_bytes}"]
 
 
 def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:

@@ -25,7 +25,7 @@ def read_catalog(path: Path) -> Catalog:
         os.close(descriptor)
     if not isinstance(root, dict):
         raise UnsupportedError(f"{path}: holds a {type(root).__name__}, not a dict of tensors")
-    catalog = Catalog(path.parent, "torch", {})
+    catalog = Catalog(path.parent, "torch", {}, file=path.name)
     refused: list[str] = []
     for keys, value in _leaves(root, ()):
         fqn = ".".join(map(str, keys))

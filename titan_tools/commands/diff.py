@@ -55,6 +55,8 @@ def diff(
             print(f"not compared, being {where}: {', '.join(sections)}")
         for text in report.notes:
             print(f"not counted: {text}")
+        for text in report.remarks:
+            print(f"note: {text}")
         if report.first_tensor:
             print(f"first differing tensor: {report.first_tensor}")
         verdict = count(len(report.differences), "difference") if report.differences else "equal"

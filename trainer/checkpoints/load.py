@@ -74,6 +74,8 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
                 hint="without that key the format is read from the files",
                 tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
             )
+        for text in weights.catalog.notes:
+            note(f"{path}: {text}")
         _refuse_damaged(weights.catalog, group)
         _refuse_other_model(weights.info, info, path)
         _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
