@@ -92,7 +92,7 @@ def _rows_of_a_part(catalog: Catalog, model_from: Path | str | None) -> RowNumbe
         return None
 
 
-def check_items(catalog: Catalog) -> Check:
+def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") -> Check:
     """Each record of torch's against the CRC32 that torch writes and never looks at."""
     problems, num_summed, num_unsummed = [], 0, 0
     with CatalogReader(catalog) as reader:
@@ -109,7 +109,7 @@ def check_items(catalog: Catalog) -> Check:
         for fqn in catalog.blobs:
             problems += reader.blob_problems(fqn)
     num_summed += len(catalog.blobs)
-    detail = f"{num_summed:,} items against the CRC32 that each carries (there is no {MANIFEST})"
+    detail = f"{num_summed:,} items against the CRC32 that each carries ({remark})"
     if num_unsummed and not problems:
         told = f"{num_unsummed:,} items carry no CRC32 and could not be checked"
         return Check("files", "warning" if num_summed else "not possible", detail if num_summed else told, (told,))

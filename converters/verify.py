@@ -42,7 +42,7 @@ def verify(
     try:
         catalog = open_checkpoint(path)
     except CheckpointError as error:
-        hints = tuple(line for line in (error.hint, *error.tries) if line)
+        hints = tuple(line for line in (error.hint, *error.tries) if line and line != f"titan verify {path}")
         checks = [Check("structure", "failed", error.message, hints), *_check_unopened(path, quick=quick)]
         return VerifyReport(str(path), "", tuple(checks), 0, 0, {})
     except UnsupportedError as error:
