@@ -49,14 +49,23 @@ def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPO
 
 
 def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
-    """Raise CheckpointError unless `dst` may be written: absent, or, with `overwrite`, a folder that holds a mark."""
+    """Raise CheckpointError unless `dst` may be written.
+
+    It may where it is absent or an empty folder, and, with `overwrite`, where it is a folder that holds a mark.
+    """
     if dst.is_symlink():
         raise CheckpointError(f"{dst}: is a link; give the place itself")
     if not dst.exists():
         return
     if not dst.is_dir():
         raise CheckpointError(f"{dst}: exists and is not a folder")
-    if any(dst.iterdir()) and not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite is no help here
+    if not any(dst.iterdir()):
+        is_mount = dst.absolute().is_mount()
+        if is_mount or dst.samefile(Path.cwd()):  # a rename cannot replace the one, and would orphan the other
+            what = "a mount point" if is_mount else "the current folder"
+            raise CheckpointError(f"{dst}: is {what}, which cannot be replaced", tries=[str(dst / "NEW_FOLDER")])
+        return
+    if not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite is no help here
         raise CheckpointError(
             f"{dst}: exists already and holds something else than what would be written; it is not replaced",
             hint="give a new folder, or remove this one yourself",
@@ -91,7 +100,7 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
     parent = dst.absolute().parent
     check_destination(dst, overwrite=overwrite, marks=marks)
     aside = aside_of(dst)
-    if not dst.exists():
+    if not dst.exists() or not any(dst.iterdir()):
         _rename_new(staging, dst)
         fsync(parent)
         shutil.rmtree(aside, ignore_errors=True)  # of a kill between the two renames below
@@ -171,8 +180,11 @@ def require_space(folder: Path, num_bytes: int) -> int:
 
 def _rename_new(staging: Path, dst: Path) -> None:
     try:
-        if not _renameat2(staging, dst, _RENAME_NOREPLACE):
-            os.rename(staging, dst)  # replaces an empty folder at most
+        if dst.exists():
+            shutil.copymode(dst, staging)
+            os.rename(staging, dst)  # replaces an empty folder, and none that holds anything
+        elif not _renameat2(staging, dst, _RENAME_NOREPLACE):
+            os.rename(staging, dst)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise CheckpointError(f"{dst}: appeared while it was being made", hint="another job wrote there") from error

@@ -17,15 +17,21 @@ from zlib import crc32
 
 from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
-from converters.formats.paths import checked_file_name
+from converters.formats.paths import checked_file_name, refuse_links_out
 from converters.names import EDITABLE, MANIFEST
 
 VERSION = 2
 _READ_BYTES = 1 << 20  # into memory of each reader's own: ranks check files before they load a model beside them
 _PART_BYTES = 256 << 20  # of a large file, which several threads sum
 _NUM_READERS = 4
+_SMALL_BYTES = 16 << 20  # files that are read for an error's list
+_REWRITE = "the manifest is damaged or was edited: use another copy, or check the files and rewrite it"
 T = TypeVar("T")
 _FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
+
+
+class OtherVersion(CheckpointError):
+    """A manifest that another version of titan wrote, or one that is damaged in that number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +70,27 @@ def write_manifest(
 ) -> Manifest:
     """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
     known = dict(files or {})
-    found = {name: known.get(name) or sum_file(folder / name) for name in _files_to_keep(folder)}
+    found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
     if absent := sorted(known.keys() - found.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found)
     body = _dump(manifest)
     temporary = folder / (MANIFEST + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(b'{"crc32": %d,\n' % crc32(body) + body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / MANIFEST)
+    try:
+        with temporary.open("wb") as file:
+            file.write(b'{"crc32": %d,\n' % crc32(body) + body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / MANIFEST)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder; None where it has none (a checkpoint that someone else wrote)."""
-    path = folder / MANIFEST
+    path, tries = folder / MANIFEST, [f"titan verify {folder} --accept"]
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -90,14 +100,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint="the manifest is damaged") from error
+        raise CheckpointError(f"{path}: is not JSON: {in_words(error)}", hint=_REWRITE, tries=tries) from error
     try:
         if not _matches_itself(raw, content):
-            raise CheckpointError(f"{path}: does not match its own CRC32", hint="the manifest is damaged or was edited")
+            raise CheckpointError(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
         tensors = {k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"]) for k, t in content["tensors"].items()}
         files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged ({in_words(error)})") from error
+        raise CheckpointError(f"{path}: damaged ({in_words(error)})", hint=_REWRITE, tries=tries) from error
     for name in files:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
@@ -110,7 +120,7 @@ def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
         canonical = {key: content[key] for key in sorted(content)}
         return claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
     if version != VERSION:
-        raise CheckpointError(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
+        raise OtherVersion(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
     first = _FIRST_LINE.match(raw)
     return first is not None and int(first[1]) == crc32(memoryview(raw)[first.end() :])
 
@@ -133,12 +143,22 @@ def _dump(manifest: Manifest) -> bytes:
 def check_sizes(folder: Path) -> Manifest | None:
     """Read the manifest and compare the sizes of its files: cheap enough for every open. Raises where one is off."""
     manifest = read_manifest(folder)
-    if manifest is not None and (problems := _size_problems(folder, manifest, manifest.files)):
-        raise CheckpointError(
-            f"{folder}: the checkpoint is not whole:{list_offenders([*problems.values()])}",
-            hint="its manifest lists other files than there are; use another copy of it",
-        )
+    if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
+        small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
+        refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
+        problems = [*broken.values(), *check_files(folder, small), *_added_files(folder, manifest)]
+        raise changed_since(folder, problems)
     return manifest
+
+
+def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
+    """The error for a folder that is not as titan wrote it. Whether on purpose or by damage, nobody can tell."""
+    return CheckpointError(
+        f"{folder}: changed or damaged since titan wrote it:{list_offenders(problems)}",
+        hint=f"if the change was intended, accept it, which checks the files and rewrites {MANIFEST}; if not, use "
+        f"another copy{lost}",
+        tries=[f"titan verify {folder}", f"titan verify {folder} --accept"],
+    )
 
 
 def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
@@ -167,10 +187,11 @@ def check_files(folder: Path, names: Iterable[str] | None = None, *, do_all: DoA
     for name in whole:
         if sums[name] != manifest.files[name].crc32:
             problems.append(f"{name}: its bytes have changed (CRC32)")
-    if names is None:
-        strangers = [name for name in _files_to_keep(folder) if name not in manifest.files]
-        problems += [f"{name}: not in the manifest" for name in strangers]
-    return problems
+    return problems if names is not None else problems + _added_files(folder, manifest)
+
+
+def _added_files(folder: Path, manifest: Manifest) -> list[str]:
+    return [f"{name}: not in the manifest" for name in files_to_keep(folder) if name not in manifest.files]
 
 
 def list_files(folder: Path) -> list[str]:
@@ -179,7 +200,7 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in names if name not in (MANIFEST, MANIFEST + ".tmp"))
 
 
-def _files_to_keep(folder: Path) -> list[str]:
+def files_to_keep(folder: Path) -> list[str]:
     """The files that must stay as they are written; some are there to be edited."""
     return [name for name in list_files(folder) if name not in EDITABLE]
 

@@ -22,7 +22,7 @@ from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_
 from converters.formats.dcp_ranks import rank_metadata_files
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import linked_files, refuse_links_out
-from converters.manifest import Manifest, check_sizes
+from converters.manifest import Manifest, changed_since, check_sizes
 from converters.names import (
     DCP_METADATA,
     HF_CONFIG,
@@ -39,15 +39,17 @@ _SNIFF_BYTES = 512
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 
 
-def open_checkpoint(path: str | Path) -> Catalog:
+def open_checkpoint(path: str | Path, *, against_manifest: bool = True) -> Catalog:
     """The catalog of a checkpoint folder or file. Reads headers only.
+
+    A folder's files are compared with its manifest where it has one, unless `against_manifest` is false.
 
     Raises CheckpointError where it is missing, half-written, damaged or not a checkpoint, and UnsupportedError where it
     is one of a kind that is not covered. DCP chunks are checked to cover each tensor exactly once.
     """
     path = Path(path)
     try:
-        return _open(snapshot_of(find_complete(path)))
+        return _open(snapshot_of(find_complete(path)), against_manifest=against_manifest)
     except OSError as error:  # no permission, a name that is too long, a disk that fails
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
 
@@ -65,13 +67,14 @@ def require_there(path: Path) -> None:
     raise CheckpointError(f"{path}: no such file or folder", tries=tries)
 
 
-def _open(path: Path) -> Catalog:
+def _open(path: Path, *, against_manifest: bool) -> Catalog:
     require_there(path)
     if path.is_file():
         catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
-        _compare_with_manifest(catalog, check_sizes(path))
+        if against_manifest:
+            _compare_with_manifest(catalog, check_sizes(path))
     else:
         raise CheckpointError(f"{path}: neither a file nor a folder")
     if not catalog.tensors:
@@ -99,18 +102,19 @@ def _compare_with_manifest(catalog: Catalog, manifest: Manifest | None) -> None:
     claimed = {fqn: (t.dtype, t.shape) for fqn, t in manifest.tensors.items()}
     found = {fqn: (t.dtype, t.shape) for fqn, t in catalog.tensors.items()}
     odd = [
-        f"{fqn}: {found.get(fqn, 'not in the files')}, {claimed.get(fqn, 'not in the manifest')}"
+        f"{fqn}: {_shown(found.get(fqn))} in the files, {_shown(claimed.get(fqn))} in {MANIFEST}"
         for fqn in sorted(claimed.keys() | found.keys())
         if claimed.get(fqn) != found.get(fqn)
     ]
     if odd:
-        raise CheckpointError(f"{catalog.root}: the files and {MANIFEST} disagree:{list_offenders(odd)}")
+        raise changed_since(catalog.root, odd)
     used = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
     if added := sorted(used - manifest.files.keys()):
-        raise CheckpointError(
-            f"{catalog.root}: weights that are not in {MANIFEST}, added after it was written:{list_offenders(added)}",
-            hint="move them elsewhere to use the checkpoint that the manifest describes",
-        )
+        raise changed_since(catalog.root, [f"{name}: weights that are not in {MANIFEST}" for name in added])
+
+
+def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return f"{tensor[0]} {list(tensor[1])}" if tensor else "missing"
 
 
 def _own_place(path: Path) -> Path:

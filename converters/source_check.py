@@ -11,7 +11,7 @@ from converters.engine.copy import whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.manifest import DoAll, Manifest, check_files, in_threads, read_manifest
+from converters.manifest import DoAll, Manifest, changed_since, check_files, in_threads, read_manifest
 from converters.names import MANIFEST
 
 
@@ -32,12 +32,8 @@ class Vouched:
             if self.digests.get(name) and found[target] != self.digests[name]
         }
         if wrong:
-            raise CheckpointError(
-                f"{self.root}: these tensors do not have the values that {MANIFEST} lists:"
-                + list_offenders(sorted(wrong)),
-                hint=f"they were damaged or changed after they were written{self.lost}",
-                tries=[f"titan verify {self.root}"],
-            )
+            told = [f"{name}: its values are not those that {MANIFEST} lists" for name in sorted(wrong)]
+            raise changed_since(self.root, told, lost=self.lost)
 
 
 def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
@@ -113,11 +109,7 @@ def _manifest_of(catalog: Catalog) -> tuple[Manifest | None, set[str]]:
 
 def _require_files(folder: Path, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
     if problems := check_files(folder, sorted(names), do_all=do_all):
-        raise CheckpointError(
-            f"{folder}: files are not those that {MANIFEST} lists:{list_offenders(problems)}",
-            hint=f"where they were changed on purpose, remove {MANIFEST}: it vouches for what is there no more",
-            tries=[f"titan verify {folder}"],
-        )
+        raise changed_since(folder, problems)
 
 
 def check_blobs(reader: CatalogReader) -> None:

@@ -3,20 +3,35 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from converters.names import MANIFEST
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check and what came of it; `problems` list every offender, of a warning what was seen."""
 
     name: str
-    outcome: Literal["ok", "warning", "failed", "not possible", "not done"]
+    outcome: Literal["ok", "warning", "changed", "failed", "not possible", "not done"]
     detail: str
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """What `titan verify --accept` found to differ from the manifest that it replaces: name → how. Empty: nothing."""
+
+    files: dict[str, str]
+    tensors: dict[str, str]
+    num_tensors: int
+    unreadable: str = ""  # why the old manifest could not be read
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is no damage."""
+    """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is no damage.
+
+    `changes`: what was accepted; None where nothing was, and in a report that is not of `--accept`.
+    """
 
     path: str
     container: str
@@ -24,6 +39,7 @@ class VerifyReport:
     num_tensors: int
     num_bytes: int
     non_finite: dict[str, int]
+    changes: Changes | None = None
 
     @property
     def ok(self) -> bool:
@@ -36,7 +52,9 @@ class VerifyReport:
             return "FAILED"
         left = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
         warned = [check.name for check in self.checks if check.outcome == "warning"]
-        parts = ["nothing wrong was found" if left else "all checks passed"]
+        parts = [
+            _accepted(self.changes) if self.changes else "nothing wrong was found" if left else "all checks passed"
+        ]
         if warned:
             parts.append(f"with warnings: {', '.join(warned)}")
         if left:
@@ -45,3 +63,12 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": self.ok, "verdict": self.verdict, **asdict(self)}
+
+
+def _accepted(changes: Changes) -> str:
+    if changes.unreadable:
+        return f"{MANIFEST} was rewritten; the old one was damaged, so files and values could not be compared with it"
+    if not changes.files and not changes.tensors:
+        return f"nothing has changed since titan wrote it; {MANIFEST} was left as it is"
+    files, tensors = len(changes.files), len(changes.tensors)
+    return f"{MANIFEST} was rewritten; changed: {files:,} files, {tensors:,} of {changes.num_tensors:,} tensors"

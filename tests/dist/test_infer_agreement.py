@@ -94,7 +94,8 @@ def test_the_first_chooses_the_step_and_the_time_and_tells_once(pools, dcp_folde
     told = first[1].splitlines()
     assert told[0] == "reading run/step-20" and told[-1] == "reading run/step-10"
     assert (
-        sum(line.startswith("WARNING: passing over a damaged step: run/step-20: files are not") for line in told) == 1
+        sum(line.startswith("WARNING: passing over a damaged step: run/step-20: changed or damaged") for line in told)
+        == 1
     )
 
 
@@ -107,7 +108,7 @@ def test_ranks_share_the_reading_for_damage_and_tell_it_alike(pools, dcp_folder,
     asked = {"text": "def main("}
     told = pools[2].run(infer, asked, tmp_path, 2, size // 4 + 1)
     for out, err, wrong, _ in told:
-        assert (out, err) == ("", "") and wrong.startswith("model: files are not those that titan_manifest.json lists:")
+        assert (out, err) == ("", "") and wrong.startswith("model: changed or damaged since titan wrote it:")
         assert wrong.endswith(f"\n  {name}: its bytes have changed (CRC32)")
     parts = [{start for file, start in read if file == name} for *_, read in told]
     assert len(parts[0]) == len(parts[1]) == 2 and len(parts[0] | parts[1]) == 4

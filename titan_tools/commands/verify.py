@@ -12,24 +12,46 @@ def verify(
     quick: Annotated[
         bool, typer.Option("--quick", help="Structure, names, sizes and small files; reads no tensor.")
     ] = False,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept",
+            help="After an intended change: check the files, list what differs, and rewrite titan_manifest.json.",
+        ),
+    ] = False,
     model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Check structure, names, shapes, checksums and digests of a checkpoint. Exits with 1 where a check fails.
 
     A checkpoint of titan's is checked bit for bit against its manifest; of stock DCP and torch files, the CRC32 that
-    every item carries (torch itself never looks at it). What could not be checked is told.
+    every item carries (torch itself never looks at it). What could not be checked is told. Of a run's folder the newest
+    step is checked.
+
+    --accept is for a folder that was changed after titan wrote it (save_pretrained into it, an edited config.json).
+    What is damaged in itself is refused: cut files, wrong CRC32s, missing tensors, a config of another model. Changed
+    values are listed by tensor; whether they were meant only you can know.
 
     \b
     Examples:
       titan verify outputs/checkpoint/step-1000
       titan verify Llama-3.2-1B --quick --json
+      titan verify my-finetune --accept
     """
+    from converters.accept import accept as accept_changes
+    from converters.errors import ConfigError
     from converters.sizes import tell_bytes
     from converters.verify import verify as verify_checkpoint
-    from titan_tools.console import count, non_finite, print_json, progress
+    from titan_tools.console import count, non_finite, note, print_json, progress
+    from titan_tools.infer.find import newest_step
 
-    report = verify_checkpoint(checkpoint, quick=quick, model_from=model_from, progress=progress)
+    if accept and quick:
+        raise ConfigError("--accept reads every tensor: leave --quick out")
+    checkpoint = newest_step(checkpoint)
+    if accept:
+        report = accept_changes(checkpoint, model_from=model_from, progress=progress)
+    else:
+        report = verify_checkpoint(checkpoint, quick=quick, model_from=model_from, progress=progress)
     if as_json:
         print_json(report.to_json())
     else:
@@ -41,4 +63,8 @@ def verify(
         size = f"{count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)}"
         print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
     if not report.ok:
+        if accept:
+            note("titan_manifest.json was left as it is")
+        elif any(check.name == "files" and check.outcome == "failed" for check in report.checks):
+            note(f"hint: files that were changed on purpose are accepted by: titan verify {checkpoint} --accept")
         raise typer.Exit(1)

@@ -10,6 +10,7 @@ from converters.formats.hf_cache import snapshot_of
 from converters.manifest import check_files, read_manifest
 from converters.model_info import says_model
 from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
+from titan_tools.console import note
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
@@ -31,9 +32,7 @@ def find_checkpoints(path: Path) -> Iterator[Found]:
     Who asks for the next step has found the last one damaged, and reports that. Raises CheckpointError where no step is
     left.
     """
-    run = None
-    if path.is_dir() and not (path / DCP_METADATA).is_file():
-        run = next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
+    run = _folder_of_steps(path)
     if run is None:
         yield Found(path)
         return
@@ -46,6 +45,23 @@ def find_checkpoints(path: Path) -> Iterator[Found]:
             problem, num_told = "it is damaged", len(problems) + 1
         problems.append(f"{folder.name}: {problem}")
     raise CheckpointError(f"no step in {run} is whole:" + list_offenders(problems))
+
+
+def newest_step(path: Path) -> Path:
+    """The newest step with a .metadata where `path` is a run's folder, and a note that names it; else `path`."""
+    run = _folder_of_steps(path)
+    steps = [step_folder(run, step) for step in list_steps(run)] if run else []
+    complete = [step for step in steps if (step / DCP_METADATA).is_file()]
+    if not complete:
+        return path
+    cut_off = ", ".join(step.name for step in steps[: steps.index(complete[0])])
+    others = f"; another step: titan verify {complete[1]}" if len(complete) > 1 else ""
+    note(
+        f"{path} is a run's folder: its newest step, {complete[0].name}, is verified"
+        + (f" ({cut_off}: no {DCP_METADATA}, a save that was cut off)" if cut_off else "")
+        + others
+    )
+    return complete[0]
 
 
 def find_model_place(model_from: Path | None) -> Path | None:
@@ -75,6 +91,13 @@ def _small_file_problem(step: Path) -> str:
     """What is wrong with a step's files that hold no tensors: reading them would fail before anything is compared."""
     small = [name for name in read_manifest(step).files if not name.endswith(_DATA)]
     return "; ".join(check_files(step, small))
+
+
+def _folder_of_steps(path: Path) -> Path | None:
+    """Where the steps of a run are; None where `path` is no run's folder."""
+    if not path.is_dir() or (path / DCP_METADATA).is_file():
+        return None
+    return next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
 
 
 def _places_of_steps(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
-from converters.manifest import check_files, read_manifest
+from converters.manifest import changed_since, check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info, says_model
 from converters.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, TRAIN_STATE, section_of
 from converters.open import open_checkpoint
@@ -113,9 +113,9 @@ def _refuse_damaged(catalog: Catalog, group: dist.ProcessGroup) -> None:
         with CatalogReader(catalog) as reader:
             return [problem for fqn in unlisted[rank::world] for problem in reader.record_problems(fqn)]
 
-    changed = changed_files(path, group) if listed else ""
-    problems = [changed] if changed else [p for share in on_each(group, check_share) for p in share]
-    if problems:
+    if changed := changed_files(path, group) if listed else "":
+        raise changed_since(path, [changed])
+    if problems := [p for share in on_each(group, check_share) for p in share]:
         raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
 
 

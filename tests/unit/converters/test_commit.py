@@ -65,6 +65,34 @@ def test_an_existing_place_is_refused_before_any_work(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_folder_is_a_place_to_write_to(tmp_path, kernel, overwrite):
+    (tmp_path / "out").mkdir(mode=0o700)
+    fill(tmp_path / "out", "new", overwrite=overwrite)
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == [".metadata", "assets"]
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_empty_folder_that_somebody_fills_meanwhile_is_left_alone(tmp_path, kernel, monkeypatch):
+    (tmp_path / "out").mkdir()
+    rename = os.rename
+
+    def late(source, target):
+        (tmp_path / "out" / "theirs").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(committing.os, "rename", late)
+    with pytest.raises(CheckpointError, match="appeared while it was being made"):
+        fill(tmp_path / "out", "new")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["theirs"]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is the current folder"):
+        check_destination(Path("."), overwrite=False)
+
+
 def test_overwrite_replaces(tmp_path, kernel):
     fill(tmp_path / "out", "old")
     (tmp_path / "out/only_old").touch()

@@ -246,6 +246,43 @@ def test_a_mismatch_names_the_side_and_keeps_its_indent(titan, folder, tmp_path)
     assert code == 1 and "\n                missing     model.layers.2.input_layernorm.weight" in out
 
 
+def test_an_intended_change_is_accepted(titan, tmp_path):
+    titan("convert", "auto", "hf", tmp_path / "hf", "--to", "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(config.read_text().replace("0.02", "0.03"))  # of the same length: the folder opens
+    code, out, err = titan("verify", tmp_path / "hf")
+    assert code == 1 and "config.json: its bytes have changed" in out
+    command = f"titan verify {tmp_path / 'hf'} --accept"
+    assert err == f"hint: files that were changed on purpose are accepted by: {command}\n"
+    config.write_text(config.read_text().replace("\n", "\n ", 1))
+    code, _, err = titan("inspect", tmp_path / "hf")
+    assert code == 2 and "changed or damaged since titan wrote it" in err and f"\ntry: {command}\n" in err
+    code, out, err = titan(*command.split()[1:], "--json")
+    report = json.loads(out)
+    assert code == 0 and report["ok"] and [*report["changes"]["files"]] == ["config.json"]
+    assert report["changes"]["tensors"] == {} and err == ""
+    assert titan("inspect", tmp_path / "hf")[0] == 0
+    weights = tmp_path / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    code, out, err = titan("verify", tmp_path / "hf", "--accept")
+    assert code == 1 and "FAILED" in out and err == "titan_manifest.json was left as it is\n"
+    assert titan("verify", tmp_path / "hf", "--accept", "--quick")[0] == 2
+
+
+def test_of_a_run_the_newest_step_is_verified(titan, tmp_path):
+    for step in (5, 10):
+        titan("convert", "hf-to-dcp", "hf", tmp_path / "run" / "checkpoint" / f"step-{step}")
+    (tmp_path / "run" / "checkpoint" / "step-20").mkdir()
+    code, out, err = titan("verify", tmp_path / "run")
+    newest, older = (tmp_path / "run" / "checkpoint" / f"step-{step}" for step in (10, 5))
+    assert code == 0 and f"{newest}: all checks passed" in out
+    assert "its newest step, step-10, is verified (step-20: no .metadata" in err
+    assert err.endswith(f"another step: titan verify {older}\n")
+    (newest / "titan_model.json").write_text("{}")
+    code, out, _ = titan("verify", tmp_path / "run")  # an older one does not stand in for it
+    assert code == 1 and f"{newest}: FAILED" in out
+
+
 def test_verify_says_what_it_could_not_check(titan, folder, tmp_path):
     shutil.copytree(folder / "hf", tmp_path / "bare")
     (tmp_path / "bare" / "config.json").unlink()

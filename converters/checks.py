@@ -1,0 +1,141 @@
+"""The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from converters.catalog import Catalog
+from converters.dtypes import itemsize
+from converters.engine.casts import count_non_finite
+from converters.engine.copy import RowNumbers, whole_row_units
+from converters.engine.digest import TensorDigest
+from converters.engine.read import BLOCK_BYTES, CatalogReader
+from converters.errors import CheckpointError, UnsupportedError
+from converters.families.registry import get_family
+from converters.formats.safetensors import index_remarks
+from converters.manifest import MANIFEST
+from converters.model_info import says_model
+from converters.verify_report import Check
+from converters.view import foreign_view
+from converters.weights import NativeWeights, native_weights
+
+
+def tell_structure(catalog: Catalog) -> Check:
+    """What opening has checked: it raises where anything of it is wrong."""
+    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
+    parts = [
+        f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
+        f"{len(files):,} files as long as they must be" if len(files) > 1 else "1 file as long as it must be",
+    ]
+    if catalog.container == "safetensors":
+        parts.append("no hole, overlap or trailing byte")
+    if catalog.blobs:
+        parts.append(f"{len(catalog.blobs):,} other entries")
+    return Check("structure", "ok", "; ".join(parts))
+
+
+def check_index(catalog: Catalog) -> list[Check]:
+    """What is odd about the index, beyond what opening compares, which is each tensor's place. []: nothing."""
+    remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))
+    return [Check("index", "warning", "every tensor is where it should be, but", tuple(remarks))] if remarks else []
+
+
+def check_gaps(catalog: Catalog) -> list[Check]:
+    """Bytes of DCP files that no item takes, or that two take; []: none. Nobody reads the former."""
+    extents: dict[str, set[tuple[int, int]]] = {}
+    for entry in catalog.tensors.values():
+        for chunk in entry.chunks:
+            extents.setdefault(chunk.file, set()).add(chunk.item)
+    for blob in catalog.blobs.values():
+        extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
+    remarks = []
+    for file, items in extents.items():
+        size, taken = (catalog.root / file).stat().st_size, sum(length for _, length in items)
+        if size != taken:
+            remarks.append(f"{file}: {size:,} bytes, of which its items take {taken:,}")
+    return (
+        [Check("items", "warning", "files hold other bytes than those of their items", tuple(remarks))]
+        if remarks
+        else []
+    )
+
+
+def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, RowNumbers | None]:
+    """Whether the tensors are those of the model; and how stored rows are numbered natively, for the digests."""
+    name = "names and shapes"
+    try:
+        with native_weights(catalog, model_from=model_from) as weights:
+            args = weights.info.args
+            what = f"{weights.info.family}, {args.num_layers} layers, dim {args.dim}, {weights.naming} names"
+            return Check(name, "ok", what), _native_rows(weights)
+    except UnsupportedError as error:
+        return Check(name, "not possible", error.message), None
+    except CheckpointError as error:
+        outcome = "failed" if model_from or says_model(catalog.root) else "not possible"
+        return Check(name, outcome, error.message), _rows_of_a_part(catalog, model_from)
+
+
+def _native_rows(weights: NativeWeights) -> RowNumbers | None:
+    if not weights.source.row_orders:
+        return None
+    naming = get_family(weights.info.family).namings[weights.naming]
+    return foreign_view(weights.source, weights.info, naming).native_rows
+
+
+def _rows_of_a_part(catalog: Catalog, model_from: Path | str | None) -> RowNumbers | None:
+    """Of a model that is not whole (`convert --allow-missing`): what there is of it has its digests all the same."""
+    try:
+        with native_weights(catalog, model_from=model_from, allow_missing=True, allow_extra=True) as weights:
+            return _native_rows(weights)
+    except CheckpointError:
+        return None
+
+
+def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") -> Check:
+    """Each record of torch's against the CRC32 that torch writes and never looks at."""
+    problems, num_summed, num_unsummed = [], 0, 0
+    with CatalogReader(catalog) as reader:
+        for fqn, entry in catalog.tensors.items():
+            chunks = (*entry.chunks, *catalog.copies.get(fqn, ()))
+            try:
+                problems += reader.record_problems(fqn)
+                absent = sum(_carries_none(reader, fqn, chunk) for chunk in chunks)
+            except (CheckpointError, UnsupportedError) as error:
+                problems.append(error.message)
+                continue
+            num_unsummed += absent
+            num_summed += len(chunks) - absent
+        for fqn in catalog.blobs:
+            problems += reader.blob_problems(fqn)
+    num_summed += len(catalog.blobs)
+    detail = f"{num_summed:,} items against the CRC32 that each carries ({remark})"
+    if num_unsummed and not problems:
+        told = f"{num_unsummed:,} items carry no CRC32 and could not be checked"
+        return Check("files", "warning" if num_summed else "not possible", detail if num_summed else told, (told,))
+    return judge("files", detail, problems)
+
+
+def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:
+    chunk = reader.located(fqn, chunk)
+    return chunk.crc32 is None and chunk.record is not None and chunk.record[1] > 0
+
+
+def read_through(
+    reader: CatalogReader, fqn: str, native_rows: RowNumbers | None, advance: Callable[[int], None]
+) -> tuple[str, int]:
+    """(digest, number of values that are not finite) of a tensor, read block by block."""
+    info, num_non_finite = reader.tensors[fqn], 0
+    digest = TensorDigest(info.dtype, info.shape)
+    for boxes in whole_row_units(info.shape, itemsize(info.dtype), BLOCK_BYTES):
+        for box in boxes:
+            array = reader.read(fqn, box)
+            num_non_finite += count_non_finite(array, info.dtype)
+            rows = digest.row_numbers(box)
+            digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+            advance(array.nbytes)
+    return digest.hexdigest(), num_non_finite
+
+
+def judge(name: str, detail: str, problems: list[str]) -> Check:
+    return Check(name, "failed" if problems else "ok", detail, tuple(problems))
