@@ -27,8 +27,15 @@ def prepare(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer to use; none is trained.")
     ] = None,
-    held_out: Annotated[float, typer.Option("--held-out", help="Share of the text kept for validation.")] = 0.02,
-    max_bytes: Annotated[int | None, typer.Option("--max-bytes", help="Read at most this much text.")] = None,
+    held_out: Annotated[
+        float, typer.Option("--held-out", help="Share of the text kept for validation; 0: none.")
+    ] = 0.02,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--max-bytes", help="Read at most this much text: whole documents, but a first one that is longer is cut."
+        ),
+    ] = None,
     text_key: Annotated[str, typer.Option("--text-key", help="Key, or parquet column, of the text.")] = "text",
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out and count documents that cannot be read.")
@@ -48,7 +55,7 @@ def prepare(
     """
     from dataclasses import asdict
 
-    from titan_tools.console import print_json
+    from titan_tools.console import count, print_json
     from trainer.data.prepare import prepare as make
 
     report = make(
@@ -69,6 +76,11 @@ def prepare(
     if report.skipped:
         because = "".join(f"\n                  {why}" for why in report.skipped_because)
         skipped = f"skipped           {report.skipped:,} documents that could not be read, such as{because}\n"
+    if report.left_out:
+        kinds = ", ".join(f"{kind} {number:,}" for kind, number in report.left_out.items())
+        skipped += f"left out          {count(sum(report.left_out.values()), 'file')} in folders: {kinds}\n"
+    held_out_part = f"{report.held_out_tokens:,} tokens, by {report.held_out_by}" if held_out else "nothing"
+    measured = "held-out part" if report.held_out_tokens else "training part"
     entropies = f"{report.unigram_cross_entropy:.3f} nats/token; its own entropy {report.unigram_entropy:.3f}"
     print(
         f"source            {report.source}\n"
@@ -76,7 +88,7 @@ def prepare(
         f"{skipped}"
         f"tokens            {report.tokens:,} ({report.bytes_per_token} bytes per token)\n"
         f"vocabulary        {report.vocab_size:,} (tokenizer {report.tokenizer})\n"
-        f"held out          {report.held_out_tokens:,} tokens, by {report.held_out_by}\n"
-        f"unigram loss      {entropies} (held-out part)\n"
+        f"held out          {held_out_part}\n"
+        f"unigram loss      {entropies} ({measured})\n"
         f"wrote {report.out} in {report.secs:.1f} s"
     )

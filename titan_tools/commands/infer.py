@@ -112,7 +112,16 @@ def infer(
             show_default=False,
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
+    generation_config: Annotated[
+        bool,
+        typer.Option(
+            "--generation-config",
+            help="Follow the checkpoint's generation_config.json; other options given here come first.",
+        ),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0 is greedy. Default: 0.", show_default=False)
+    ] = None,
     top_k: Annotated[
         int | None,
         typer.Option(metavar="K", help="Sample from the K likeliest tokens. Default: all.", show_default=False),
@@ -134,8 +143,13 @@ def infer(
         ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(metavar="X", help="Divides the logits of tokens that were there before; 1 is none.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Divides the logits of tokens that were there before; 1 is none. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option(metavar="N", help="Seed of the sampling; gives the same tokens at any --tp and --batch-size.")
     ] = 0,
@@ -213,10 +227,17 @@ def infer(
     if request is not None:
         infer(replace(load_request(request), checkpoint=checkpoint, tp=tp))
         return
+    chosen = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens,
+    }  # fmt: skip
+    penalty = 1.0 if repetition_penalty is None else repetition_penalty
     infer(
         Request(
             checkpoint,
-            Sampling(temperature, top_k, top_p, min_p or None, repetition_penalty, seed),
+            Sampling(temperature or 0.0, top_k, top_p, min_p or None, penalty, seed),
+            generation_config=generation_config,
+            explicit=tuple(name for name, value in chosen.items() if value is not None),
             text=read_prompt(text=prompt, file=prompt_file, source=source),
             batch=batch,
             out=out,

@@ -15,11 +15,15 @@ class _Problem(NamedTuple):
     tries: tuple[str, ...] = ()
 
 
-def check_options(request: Request) -> None:
-    """Raise ConfigError with everything in the request that has no meaning beside the rest of it."""
-    problems = list(_problems(request))
+def check_options(request: Request, *, is_settled: bool = True) -> None:
+    """Raise ConfigError with everything in the request that has no meaning beside the rest of it.
+
+    `is_settled`: false where a generation config is yet to say how tokens are chosen.
+    """
+    problems = list(_problems(request, is_settled=is_settled))
     try:
-        check_sampling(request.sampling)
+        if is_settled:
+            check_sampling(request.sampling)
     except ConfigError as error:
         problems.append(_Problem(error.message, error.tries))
     if not problems:
@@ -32,14 +36,14 @@ def check_options(request: Request) -> None:
     raise ConfigError(message, tries=list(dict.fromkeys(line for problem in problems for line in problem.tries)))
 
 
-def _problems(request: Request) -> Iterator[_Problem]:
+def _problems(request: Request, *, is_settled: bool) -> Iterator[_Problem]:
     yield from _of_prompts(request)
     for name, text in (("--system", request.system), *(("--stop", stop) for stop in request.stop)):
         if wrong := _not_utf8(text or ""):
             yield _Problem(f"{name} is not UTF-8: {wrong}")
     if "" in request.stop:
         yield _Problem("--stop is empty, and every text ends with nothing", ('--stop "###"',))
-    if request.samples > 1 and request.sampling.temperature == 0 and not request.score:
+    if is_settled and request.samples > 1 and request.sampling.temperature == 0 and not request.score:
         yield _Problem(
             f"--samples {request.samples} at temperature 0 would all be alike: give --temperature", ("--temperature 1",)
         )
@@ -90,7 +94,7 @@ def is_conversation(request: Request) -> bool:
 
 _OF_GENERATION = (
     "--chat", "--max-new-tokens", "--stop", "--ignore-eos", "--temperature", "--top-k", "--top-p", "--min-p",
-    "--repetition-penalty", "--samples", "--truncate", "--from-bos", "--compile",
+    "--repetition-penalty", "--generation-config", "--samples", "--truncate", "--from-bos", "--compile",
 )  # fmt: skip
 _OF_RESULTS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
 _OF_PLAIN_TEXT = ("--from-bos", "--special-tokens")

@@ -22,7 +22,10 @@ class Request:
     chat: bool = False  # prompts are what a user says, put into the checkpoint's chat template
     system: str | None = None
     score: bool = False  # how likely are the texts, instead of what follows them
+    generation_config: bool = False  # follow the checkpoint's, where no option in `explicit` was given
+    explicit: tuple[str, ...] = ()
     # how far
+    max_length: int | None = None  # of prompt and new tokens together, from the generation config
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -70,4 +73,4 @@ def load_request(path: Path) -> Request:
         if values[name] is not None:
             values[name] = Path(values[name])
     made = {"sampling": Sampling(**values["sampling"]), "moment": datetime.fromisoformat(values["moment"])}
-    return Request(**values | made | {"stop": tuple(values["stop"])})
+    return Request(**values | made | {name: tuple(values[name]) for name in ("stop", "explicit")})

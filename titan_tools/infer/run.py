@@ -17,6 +17,7 @@ from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
 from titan_tools.infer.find import Found, find_checkpoints, find_model_place, find_tokenizer
 from titan_tools.infer.free_memory import rows_that_fit
+from titan_tools.infer.generation_config import follow, note_on, read_generation_config
 from titan_tools.infer.model.freed_memory import keep_freed_memory
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.model.quantize import why_slow
@@ -47,7 +48,7 @@ _COMPUTED_IN = ("float32", "bfloat16", "float16")  # unless another dtype is ask
 def infer(request: Request) -> None:
     """Do what was asked and print it. Ranks that this process starts do and print it in its place."""
     with rank_errors():
-        check_options(request)
+        check_options(request, is_settled=not request.generation_config)
         tp = degree(request.tp)
         if tp > 1 and not inside_launch():
             if _is_worth_ranks(_at_its_moment(request)):
@@ -75,6 +76,8 @@ def _infer(request: Request, ranks: Ranks) -> None:
             require_same_inputs(work, ranks)
             if not comes_once and _is_damaged(found, weights, ranks):
                 continue
+            if ranks.is_first and (line := _on_generation_config(work, weights)):
+                note(line)
             model = ranks.done_by_each(_load, work, weights, ranks, rows=task.rows)
         _run(task, work, model, ranks)
         return
@@ -112,9 +115,13 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     check_devices(tp)
     if request.compile:
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    folder = find_tokenizer(weights.catalog.root, request.model_from)
+    if request.generation_config:
+        config = read_generation_config(folder, weights.info)
+        request = follow(config, request, folder=folder, vocab_size=args.vocab_size)
+        check_options(request)
     check_sampling(request.sampling, vocab_size=args.vocab_size)
     check_logprobs(request.logprobs, vocab_size=args.vocab_size)
-    folder = find_tokenizer(weights.catalog.root, request.model_from)
     vocabulary = read_vocabulary(folder, weights.info)
     template = replace(read_template(folder), moment=request.moment) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
@@ -122,6 +129,11 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     own = "bfloat16" if request.quantize else stored if stored in _COMPUTED_IN else "float32"
     origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
     return Work(request, args, vocabulary, template, tp, request.dtype or own, origin)
+
+
+def _on_generation_config(work: Work, weights: NativeWeights) -> str:
+    folder = find_tokenizer(weights.catalog.root, work.request.model_from)
+    return note_on(read_generation_config(folder, weights.info), work.request)
 
 
 def _prepare(work: Work) -> Task:

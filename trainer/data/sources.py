@@ -9,8 +9,9 @@ import json
 import os
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,9 @@ JSON_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.z
 PARQUET = (".parquet",)
 _TOKEN_IDS = (".npy",)
 KNOWN = TEXT + JSON_LINES + PARQUET + _TOKEN_IDS
+_JSON_KINDS = {
+    int: "a number", float: "a number", bool: "a boolean", list: "a list", dict: "an object", type(None): "null",
+}  # fmt: skip
 _NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _GENERATED = {"encodings", "pydoc_data"}  # code page tables and a book: nothing like the rest
 
@@ -54,19 +58,22 @@ class Skipped:
             self.first.append(error.message)
 
 
-def find_files(sources: Sequence[Path], *, kinds: Sequence[str] = KNOWN) -> list[Path]:
+def find_files(
+    sources: Sequence[Path], *, kinds: Sequence[str] = KNOWN, left_out: Counter[str] | None = None
+) -> list[Path]:
     """Every file in the sources whose name ends in one of `kinds`, each once; folders are walked in the order of names.
 
-    Raises DataError for a source that is missing, and for one that holds nothing to read.
+    `left_out`: counts, by kind, the files of folders that are not read. Raises DataError for a source that is missing,
+    and for one that holds nothing to read.
     """
-    files: dict[Path, None] = {}
-    for source in sources:
+    files: list[Path] = []
+    for source in each_once(sources):
         if source.is_dir():
             endings = _in_folders(kinds)
-            found = list(_walk(source, endings))
+            found = list(_walk(source, endings, left_out=left_out))
             if not found:
                 raise DataError(f"{source}: no file in it ends in {', '.join(endings)}")
-            files |= dict.fromkeys(found)
+            files += found
         elif not source.exists():
             raise DataError(f"{source}: there is no such file or folder")
         elif not source.name.endswith(tuple(kinds)):
@@ -77,8 +84,16 @@ def find_files(sources: Sequence[Path], *, kinds: Sequence[str] = KNOWN) -> list
                 tries=[f"numpy.save('{source.stem}.npy', numpy.fromfile('{source}', 'uint16'))"] if raw else (),
             )
         else:
-            files[source] = None
-    return list(files)
+            files.append(source)
+    return each_once(files)
+
+
+def each_once(paths: Iterable[Path]) -> list[Path]:
+    """The paths without those that lead to a file or folder that an earlier one leads to."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
 
 
 def standard_library(*, max_bytes: int) -> tuple[Path, list[Path]]:
@@ -106,11 +121,13 @@ def read_documents(
 ) -> Iterator[Document]:
     """The documents of the files in order, up to `max_bytes` of text; those without any text are left out.
 
+    They are whole, but a first one that is longer than `max_bytes` is cut.
+
     Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`; where
     `skipped` is given, such documents are counted there and left out. A file that breaks off is an error all the same:
     nobody could say how much it lacks.
     """
-    left = max_bytes
+    left, is_first = max_bytes, True
     for path in files:
         for document in _documents_of(path, text_key, skipped):
             content = document.content
@@ -119,8 +136,18 @@ def read_documents(
             if left is not None:
                 left -= content.nbytes if isinstance(content, np.ndarray) else len(content.encode("utf-8"))
                 if left < 0:
+                    if is_first and len((cut := _cut(document, max_bytes)).content):
+                        yield cut
                     return
+            is_first = False
             yield document
+
+
+def _cut(document: Document, max_bytes: int) -> Document:
+    """The beginning of a document that takes at most `max_bytes`, in whole characters or ids."""
+    if document.ids is not None:
+        return replace(document, ids=document.ids[: max_bytes // document.ids.itemsize])
+    return replace(document, text=document.text.encode("utf-8")[:max_bytes].decode("utf-8", "ignore"))
 
 
 def _documents_of(path: Path, text_key: str, skipped: Skipped | None) -> Iterator[Document]:
@@ -150,10 +177,18 @@ def _in_folders(kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(ending for ending in kinds if ending not in left_out)
 
 
-def _walk(folder: Path, endings: tuple[str, ...], *, leave_out: Iterable[str] = ()) -> Iterator[Path]:
+def _walk(
+    folder: Path, endings: tuple[str, ...], *, leave_out: Iterable[str] = (), left_out: Counter[str] | None = None
+) -> Iterator[Path]:
+    left_out = Counter() if left_out is None else left_out
     for where, folders, names in os.walk(folder, onerror=_raise):  # does not follow links, so no loop
+        left_out["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in leave_out)
-        yield from (Path(where, name) for name in sorted(names) if name.endswith(endings) and not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            if name.endswith(endings):
+                yield Path(where, name)
+            else:
+                left_out[Path(name).suffix or "no ending"] += 1
 
 
 def _whole_file(path: Path, text_key: str, where: str) -> str:
@@ -207,7 +242,9 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__}, not an object", hint="each line is one JSON object")
     text = record.get(text_key)
-    if not isinstance(text, str):
+    if text_key in record and not isinstance(text, str):
+        raise DataError(f"{where}: {text_key!r} is {_JSON_KINDS[type(text)]}, not a string")
+    if text is None:
         keys = ", ".join(map(repr, list(record)[:10])) or "no key at all"
         raise DataError(
             f"{where}: no text under {text_key!r}; the line has {keys}",

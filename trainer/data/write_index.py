@@ -25,13 +25,17 @@ class Split:
     def holds_out(self, document: Document) -> bool:
         if self.by != "document" or not self.share:
             return False
-        content = document.content
-        data = content.encode() if isinstance(content, str) else np.ascontiguousarray(content)
-        return xxhash.xxh3_64_intdigest(data) < self.share * 2**64
+        return mark_of(document) < self.share * 2**64
 
     def tail_of(self, content: str | np.ndarray) -> int:
         """Where the held-out tail begins; the content's length where documents are held out whole."""
         return len(content) - round(len(content) * self.share) if self.by == "tail" else len(content)
+
+
+def mark_of(document: Document) -> int:
+    """A hash of the content, 64 bits: documents with the smallest are held out."""
+    content = document.content
+    return xxhash.xxh3_64_intdigest(content.encode() if isinstance(content, str) else np.ascontiguousarray(content))
 
 
 NOTHING_HELD_OUT = Split(0.0, "document")
@@ -65,7 +69,11 @@ def encode_documents(
         raise DataError("there is no text: every document is empty")
     empty = [name for name, file in files.items() if not file.num_tokens]
     if empty and split.share:
-        raise DataError(f"the text is too short: nothing is left for the {empty[0]} part")
+        total = sum(file.num_tokens for file in files.values())
+        raise DataError(
+            f"the text is too short: of its {total:,} tokens nothing is left for the {empty[0]} part",
+            hint="another share to hold out, or more text",
+        )
     return files
 
 
@@ -86,7 +94,7 @@ def summarize(
             "tokens": tokens,
             "held_out_documents": held_out.num_documents,
             "held_out_tokens": held_out.num_tokens,
-            "held_out_by": split.by,
+            "held_out_by": split.by if split.share else "nothing",
             "text_bytes": text_bytes,
             "bytes_per_token": round(text_bytes / tokens, 3),
             "skipped": num_skipped,

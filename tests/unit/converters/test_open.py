@@ -142,7 +142,9 @@ def test_the_manifest_must_agree(tmp_path):
     write_manifest(tmp_path, tensors={"w": TensorSum("float32", (3,), "")})
     assert list(open_checkpoint(tmp_path).tensors) == ["w"]
     safetensors.torch.save_file({"v": torch.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"changed or damaged.*\n  v: .*missing in titan_manifest.json\n  w: missing in"):
+    with pytest.raises(
+        CheckpointError, match=r"changed or .*\n  v: float32 \[3\] in the files, missing in .*\n  w: missing"
+    ):
         open_checkpoint(tmp_path)
     safetensors.torch.save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="instead of"):

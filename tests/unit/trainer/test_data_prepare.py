@@ -17,6 +17,7 @@ from converters.errors import DataError, TitanError, UnsupportedError
 from trainer.data import prepare as prepare_module
 from trainer.data.index import open_index
 from trainer.data.prepare import prepare
+from trainer.data.samples import SourceSamples
 from trainer.data.sources import find_files, read_documents, standard_library
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.write_index import unigram_nats
@@ -182,7 +183,7 @@ def test_the_embedded_default_is_quick(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n["text"]\n', "a.jsonl:2: a JSON list, not an object"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n', "a.jsonl:2: no text under 'text'; the line has 'body'"),
-        ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: no text under 'text'"),
+        ("a.jsonl", b'{"text": 5}\n', "a.jsonl:1: 'text' is a number, not a string"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2: byte 10 of the line is not UTF-8"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "a.jsonl:1: a lone surrogate"),
         ("a.jsonl", b"[" * 100_000 + b"\n", "a.jsonl:1: not JSON"),
@@ -214,7 +215,12 @@ def test_wrong_sources_and_numbers_are_told(tmp_path):
         (DataError, "held-out share is nan", [text], {"held_out": math.nan}),
         (DataError, "--max-bytes is 0", [text], {"max_bytes": 0}),
         (DataError, "cannot hold 256 bytes", [text], {"vocab_size": 100}),
-        (DataError, "nothing is left for the held_out part", [text], {"vocab_size": 266, "held_out": 1e-6}),
+        (
+            DataError,
+            "has 9 characters or ids, of which a share of 1e-06 is none",
+            [text],
+            {"vocab_size": 266, "held_out": 1e-6},
+        ),
     ]:
         with pytest.raises(error, match=told):
             make(sources, tmp_path / "index", **rest)
@@ -306,3 +312,68 @@ def test_only_titan_errors_leave_whatever_the_lines_hold(tmp_path, data):
             document.text.encode("utf-8")
     except TitanError as error:
         assert f"{path}:" in error.message
+
+
+def test_a_few_short_documents_have_a_held_out_part(tmp_path):
+    """2 % of a short line's characters is none: the share is then one of documents, and never of equal ones."""
+    source = write_lines(tmp_path / "k.jsonl", [{"text": f"item {n} is {n % 7}"} for n in range(200)])
+    for share, expected in ((0.02, 4), (0.001, 1)):
+        report = make([source], tmp_path / f"{share}", held_out=share, vocab_size=270)
+        assert (report.held_out_by, report.held_out_documents, report.documents) == ("document", expected, 200)
+        assert len(texts_of(tmp_path / f"{share}", "train")) == 200 - expected
+
+
+def test_a_text_that_is_too_short_is_refused_with_its_numbers(many, tmp_path):
+    source = write_lines(tmp_path / "same.jsonl", [{"text": "tiny"}] * 3)
+    with pytest.raises(DataError, match=r"longest of its documents \(3\) has 4 characters") as error:
+        make([source], tmp_path / "index", tokenizer=many)
+    assert error.value.tries[0] == "--held-out 0.5"
+    assert make([source], tmp_path / "half", tokenizer=many, held_out=0.5).held_out_by == "tail"
+
+
+def test_nothing_is_held_out_where_that_is_asked_for(many, tmp_path):
+    report = make([many.parent / "many.jsonl"], tmp_path / "index", held_out=0)
+    assert (report.held_out_by, report.held_out_tokens, report.held_out_documents) == ("nothing", 0, 0)
+    assert len(texts_of(tmp_path / "index", "train")) == 400
+    with pytest.raises(DataError, match="no held-out part to validate on"):
+        SourceSamples(open_index(tmp_path / "index"), "held_out", seq_len=8, seed=0)
+    assert SourceSamples(open_index(tmp_path / "index"), "train", seq_len=8, seed=0).num_samples
+
+
+def test_a_first_document_that_is_too_long_is_cut(tmp_path):
+    (tmp_path / "huge.txt").write_text("äöü words " * 400)
+    for most in (1000, 1001):
+        (document,) = read_documents([tmp_path / "huge.txt"], max_bytes=most)
+        assert len(document.text.encode()) in (most, most - 1) and ("äöü words " * 400).startswith(document.text)
+    report = make([tmp_path / "huge.txt"], tmp_path / "index", max_bytes=1000, vocab_size=270)
+    assert report.text_bytes <= 1000
+    np.save(tmp_path / "ids.npy", np.arange(100, dtype=np.uint16))
+    (document,) = read_documents([tmp_path / "ids.npy"], max_bytes=21)
+    assert document.ids.tolist() == list(range(10))
+
+
+def test_where_every_document_was_skipped_that_is_said(tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"no document could be read, and 1 were skipped.*\n.*bad.txt:1: byte 0"):
+        make([tmp_path], tmp_path / "index", skip_bad=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(5, "a number"), (True, "a boolean"), ([], "a list"), ({}, "an object"), (None, "null")]
+)
+def test_text_of_another_kind_is_called_what_it_is(tmp_path, value, kind):
+    source = write_lines(tmp_path / "m.jsonl", [{"text": "a"}, {"text": value}])
+    with pytest.raises(DataError, match=rf"m.jsonl:2: 'text' is {kind}, not a string"):
+        list(read_documents([source]))
+
+
+def test_what_folders_hold_beside_text_is_counted_and_nothing_is_read_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "mixed" / ".git", ["x"])
+    for name in ("a.txt", "b.txt", "x.bin", "c.rst", "d.rst", "README", ".hidden"):
+        (tmp_path / "mixed" / name).write_text(f"{name} has some words. " * 40)
+    (tmp_path / "link").symlink_to("mixed")
+    sources = [Path("mixed"), Path("mixed/a.txt"), Path("./mixed"), tmp_path / "mixed", Path("link")]
+    report = make(sources, tmp_path / "index", vocab_size=270)
+    assert report.documents == 2 and report.source == "mixed, mixed/a.txt"
+    assert report.left_out == {"hidden": 2, ".rst": 2, "no ending": 1, ".bin": 1}

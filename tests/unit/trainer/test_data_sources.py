@@ -123,7 +123,7 @@ def test_prepare_counts_what_it_skips(tmp_path, titan):
     code, _, err = titan("data", "prepare", tmp_path / "bad.jsonl", *options)
     assert code == 2 and "bad.jsonl:101: not JSON" in err and not (tmp_path / "skipped").exists()
     code, out, _ = titan("data", "prepare", tmp_path / "bad.jsonl", *options, "--skip-bad")
-    assert code == 0 and "skipped           2 documents" in out and "bad.jsonl:302: no text" in out
+    assert code == 0 and "skipped           2 documents" in out and "bad.jsonl:302: 'text' is null" in out
     again = open_index(tmp_path / "skipped")
     assert again.fingerprint == open_index(clean.out).fingerprint and again.summary["text"]["skipped"] == 2
 
@@ -160,7 +160,7 @@ def test_ready_token_ids_are_taken_as_they_are(index, tmp_path, dtype):
 def test_ids_that_cannot_be_are_told(index, tmp_path, array, told):
     np.save(tmp_path / "ids.npy", array, allow_pickle=True)
     with pytest.raises(DataError, match=told):
-        prepare([tmp_path / "ids.npy"], tmp_path / "index", tokenizer=index)
+        prepare([tmp_path / "ids.npy"], tmp_path / "index", tokenizer=index, held_out=0.3)
     assert not (tmp_path / "index").exists()
 
 

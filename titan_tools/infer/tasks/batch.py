@@ -95,19 +95,21 @@ def prepare_batch(work: Work) -> Batch:
 
     Raises DataError with all lines that are wrong, and ConfigError where that file is; nothing is written.
     """
-    request, context = work.request, work.args.max_seq_len
+    request = work.request
     longest = 0
 
     def take(line: Line) -> _CompactPrompt:
         nonlocal longest
         prompt = _prompt_of(line, work)
-        new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context)
+        new = new_tokens_that_fit(prompt, work)
         longest = max(longest, len(prompt.tokens) + new)
         return _CompactPrompt(line.id, prompt.text, array("i", prompt.tokens), prompt.lost)
 
     prompts = read_lines(work, take, keys=("prompt", "messages"))
     # `longest` leaves each prompt just the new tokens that fit it: 128 at most, or what was asked for
-    settings = settings_of(work, max_new_tokens=request.max_new_tokens or DEFAULT_NEW_TOKENS)
+    # and one with a max_length what is left of that, which is then as long as the longest
+    new = request.max_new_tokens or request.max_length or DEFAULT_NEW_TOKENS
+    settings = settings_of(work, max_new_tokens=new)
     keys = [(one.id, sample) for one in prompts for sample in range(settings.samples)]
     differs = partial(_difference, {one.id: one for one in prompts}, settings.samples)
     expected = Expected(keys, differs, made_with(work) if request.out else None)

@@ -127,7 +127,7 @@ class Conversation:
 def prepare_chat(work: Work) -> Conversation:
     """A conversation of `--context` tokens. Raises where the template or the context cannot hold even a short one."""
     request, most = work.request, work.args.max_seq_len
-    context = request.context or min(most, DEFAULT_CONTEXT)
+    context = request.context or min(most, request.max_length or DEFAULT_CONTEXT)
     if context > most:
         raise ConfigError(f"--context {context} is more than the model's {most} tokens", tries=[f"--context {most}"])
     if request.max_new_tokens and request.max_new_tokens >= context:

@@ -67,6 +67,7 @@ def _of_completions(work: Work) -> dict[str, Any]:
         "--repetition-penalty": sampling.repetition_penalty,
         "--seed": sampling.seed,
         "--max-new-tokens": request.max_new_tokens,
+        **({} if request.max_length is None else {"max_length": request.max_length}),
         "--stop": request.stop,
         "--ignore-eos": request.ignore_eos,
         "stop tokens": sorted(work.vocabulary.stop_ids),

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from converters.errors import ConfigError
+from converters.names import HF_GENERATION_CONFIG
 from titan_tools.console import count
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.chat_tokens import encode_chat
@@ -49,7 +50,7 @@ def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
         ids = [*ids[:num_kept], *ids[num_kept + num_lost :]]
     lost = ("" if is_all else "at least ") + count(num_lost, "token") if num_lost else ""
     prompt = Prompt(id, text, ids, lost)
-    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, is_all=is_all or cut)
+    new_tokens_that_fit(prompt, work, is_all=is_all or cut)
     return prompt
 
 
@@ -85,7 +86,7 @@ def _chat_prompt(work: Work, id: str | int, messages: Sequence[Mapping[str, str]
     prompt = Prompt(id, text, tokens, lost)
     is_too_long = len(tokens) + (request.max_new_tokens or 1) > context
     shortest = len(tokens_from(starts[-1])) if is_too_long and starts else None
-    new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=context, shortest=shortest)
+    new_tokens_that_fit(prompt, work, shortest=shortest)
     return prompt
 
 
@@ -107,19 +108,22 @@ def notes_on(work: Work, prompt: Prompt) -> list[str]:
 
 
 def new_tokens_that_fit(
-    prompt: Prompt,
-    *,
-    max_new_tokens: int | None,
-    context: int,
-    is_all: bool = True,
-    shortest: int | None = _LEAST_PROMPT,
+    prompt: Prompt, work: Work, *, is_all: bool = True, shortest: int | None = _LEAST_PROMPT
 ) -> int:
     """How many tokens to generate: as asked, else 128 or what the context leaves. Raises ConfigError if too many.
+
+    Where a generation config has a max_length, up to that length.
 
     `is_all`: the prompt's tokens are all that its text gives. `shortest`: tokens that --truncate left leaves of it at
     the least, None where it can leave none out.
     """
+    max_new_tokens, max_length, context = work.request.max_new_tokens, work.request.max_length, work.args.max_seq_len
     num_prompt = len(prompt.tokens)
+    if max_length is not None and num_prompt >= max_length:
+        raise ConfigError(
+            f"{num_prompt:,} prompt tokens leave none of the max_length {max_length:,} of {HF_GENERATION_CONFIG}",
+            tries=["--max-new-tokens N, which takes its place"],
+        )
     room = context - num_prompt
     if room < 1 or (max_new_tokens or 1) > room:
         asked = f" and {max_new_tokens:,} new ones" if max_new_tokens else ""
@@ -132,6 +136,8 @@ def new_tokens_that_fit(
             hint=f"at most {room:,} new tokens fit behind this prompt" if room > 0 else "the prompt itself is too long",
             tries=tries,
         )
+    if max_length is not None:
+        return min(max_length - num_prompt, room)
     return max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
 
 

@@ -56,7 +56,7 @@ def prepare_one(work: Work) -> OnePrompt:
     """The prompt of `work.request.text`, which must fit the model's context."""
     request = work.request
     prompt = make_prompt(work, "0", request.text)
-    num_new = new_tokens_that_fit(prompt, max_new_tokens=request.max_new_tokens, context=work.args.max_seq_len)
+    num_new = new_tokens_that_fit(prompt, work)
     settings, rows = settings_of(work, max_new_tokens=num_new), rows_of(request, request.samples)
     return OnePrompt(work, prompt, settings, rows, len(prompt.tokens) + num_new)
 
