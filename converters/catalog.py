@@ -108,6 +108,7 @@ class Catalog:
     file: str = ""  # the one file that holds all tensors, where there is one: errors name it
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
+    stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, where prefixes were removed
 
     @property
     def place(self) -> Path:
@@ -117,7 +118,7 @@ class Catalog:
     @property
     def notes(self) -> list[str]:
         """What a user of the checkpoint should know about how it was opened."""
-        removed = [f"names: removed `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
+        removed = [f"names: removed the prefix `{text}` ({number:,} tensors)" for text, number in self.prefixes.items()]
         return removed + [f"{name} is not read: {why}" for name, why in self.unread.items()]
 
     @property

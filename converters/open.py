@@ -33,6 +33,7 @@ from converters.names import (
     epoch_of,
     step_of,
 )
+from converters.wrappers import unwrap_names
 
 _READ_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
 _SNIFF_BYTES = 512
@@ -69,18 +70,21 @@ def require_there(path: Path) -> None:
 
 def _open(path: Path, *, against_manifest: bool) -> Catalog:
     require_there(path)
+    manifest = None
     if path.is_file():
         catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
         if against_manifest:
-            _compare_with_manifest(catalog, check_sizes(path))
+            manifest = check_sizes(path)
+            _compare_with_manifest(catalog, manifest)
     else:
         raise CheckpointError(f"{path}: neither a file nor a folder")
     if not catalog.tensors:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     _refuse_odd_names(catalog)
-    return catalog
+    # What titan wrote has the model's own names, and the manifest's digests are listed under them
+    return catalog if manifest else unwrap_names(catalog)
 
 
 def _refuse_odd_names(catalog: Catalog) -> None:
@@ -89,7 +93,7 @@ def _refuse_odd_names(catalog: Catalog) -> None:
     odd = [f"{ascii(name):.200}" for name in names if not name or not name.isprintable()]
     if odd:
         raise CheckpointError(
-            f"{catalog.root}: names that are empty or hold what cannot be shown:{list_offenders(odd)}",
+            f"{catalog.place}: names that are empty or hold what cannot be shown:{list_offenders(odd)}",
             hint="no tool that is known here writes such names; the file is damaged or hostile",
         )
 

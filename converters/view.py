@@ -185,6 +185,12 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
     return candidates[scores.index(max(scores))]
 
 
+def count_named(names: Iterable[str], family: Family) -> int:
+    """How many of `names` are a model's in the naming of `family` that explains the most."""
+    namings = [native_naming(family), *family.namings.values()]
+    return max(sum(_any_name(naming).fullmatch(name) is not None for name in names) for naming in namings)
+
+
 def _nested(naming: Naming, nest: str) -> Naming:
     rules = tuple(replace(rule, foreign=nest + rule.foreign) for rule in naming.rules)
     return replace(naming, rules=rules, drops=tuple(replace(d, pattern=nest + d.pattern) for d in naming.drops))

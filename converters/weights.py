@@ -63,7 +63,7 @@ def native_weights(
     info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
     if info.args.num_layers > len(weights.tensors):  # told before a name is made for each of billions of layers
         raise CheckpointError(
-            f"{catalog.root}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
+            f"{catalog.place}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
             f"that {place} says the model has"
         )
     naming = naming_of(catalog, get_family(info.family))
@@ -71,7 +71,7 @@ def native_weights(
     try:
         require_equal_copies(reader)
         view = native_view(
-            reader, info, naming, allow_missing=allow_missing, allow_extra=allow_extra, where=str(catalog.root)
+            reader, info, naming, allow_missing=allow_missing, allow_extra=allow_extra, where=str(catalog.place)
         )
         return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader)
     except BaseException:
@@ -82,7 +82,7 @@ def native_weights(
 def naming_of(catalog: Catalog, family: Family) -> Naming:
     """How a checkpoint spells its weights, the dict that holds them included."""
     nest = "".join(f"{key}." for key in _nest(catalog) or ())
-    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.root))
+    return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.place))
 
 
 def model_part(catalog: Catalog) -> Catalog:

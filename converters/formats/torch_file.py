@@ -54,11 +54,21 @@ def _leaves(value: dict[Any, Any], keys: tuple) -> list[tuple[tuple, Any]]:
         keys, item = pending.pop()
         if isinstance(item, dict) and item and len(keys) < 100:
             pending.extend(((*keys, key), child) for key, child in reversed(item.items()))
+        elif type(item) in (list, tuple) and len(keys) < 100 and not _is_plain(item):  # Lightning's optimizer_states
+            pending.extend(((*keys, place), child) for place, child in reversed(list(enumerate(item))))
         else:
             leaves.append((keys, item))
         if len(leaves) + len(pending) > 10_000_000:
             raise CheckpointError("a dict of more than ten million entries")
     return leaves
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        check_plain(value, what="")
+    except CheckpointError:
+        return False
+    return True
 
 
 def _entry(fqn: str, ref: TensorRef, file: str, record: ZipRecord) -> TensorEntry:

@@ -43,6 +43,7 @@ def with_titan_sections(catalog: Catalog) -> Training:
         tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
         blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
         planner_data={new[n]: path for n, path in paths.items()},
+        stored={new[n]: own for n, own in catalog.stored.items() if n in new},
     )
     return Training(moved, {moved: name for name, moved in new.items() if moved != name})
 

@@ -46,8 +46,9 @@ def read_spelling(
     # As the weights are called; without the key they lie under; and without the `model.` that torchtitan once put there
     for prefix_of in (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model."):
         for fqn, name in (used | tied).items():
-            native.setdefault(name.removeprefix(prefix_of(name)), fqn)
-    is_native = not renamed and all(fqn == name for fqn, name in used.items())
+            for spelled in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
+                native.setdefault(spelled.removeprefix(prefix_of(name)), fqn)
+    is_native = not renamed and not catalog.prefixes and all(fqn == name for fqn, name in used.items())
     names = _names(info, view, native, is_native=is_native)
     return Spelling(info, weights.naming, used, view.ledger.dropped, tuple(view.ledger.missing), names)
 
@@ -58,11 +59,11 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
         states = _States(reader)
         if not states.tensors:
             raise CheckpointError(f"{catalog.root}: holds neither weights nor an optimizer, nothing that a mesh cuts")
-        naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.root))
-        view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.root))
+        naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.place))
+        view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.place))
     native = {name: fqn for fqn, name in view.ledger.used.items()}
     native |= {name: fqn for fqn, name in _second_names(view).items()}
-    is_native = not renamed and all(fqn == name for name, fqn in native.items())
+    is_native = not renamed and not catalog.prefixes and all(fqn == name for name, fqn in native.items())
     return Spelling(info, naming.name, {}, {}, (), _names(info, view, native, is_native=is_native))
 
 

@@ -36,7 +36,7 @@ def test_a_state_dict_of_a_module_and_shared_storages(tmp_path):
     ("value", "message"),
     [
         ([torch.zeros(2)], "holds a list, not a dict"),
-        ({"a": torch.zeros(2), "b": [torch.zeros(1)]}, r"b: holds a tensor where only plain values may stand"),
+        ({"a": torch.zeros(2), "b": {torch.zeros(1)}}, r"b: holds a tensor where only plain values may stand"),
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "two entries are called 'a.b'"),
         ({"bomb": torch.zeros(1).expand(1 << 20, 1 << 20)}, "overlap"),
         ({"module": torch.nn.Linear(1, 1)}, "refused, it asks for `torch.nn"),
@@ -47,6 +47,15 @@ def test_what_is_no_dict_of_tensors_is_refused(tmp_path, value, message):
     torch.save(value, tmp_path / "x.pt")
     with pytest.raises((CheckpointError, UnsupportedError), match=message):
         open_checkpoint(tmp_path / "x.pt")
+
+
+def test_tensors_in_lists_have_their_places_as_names(tmp_path):
+    """Lightning keeps the states of its optimizers in a list."""
+    states = [{"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}]
+    torch.save({"w": torch.zeros(2), "optimizer_states": states, "numbers": [1, 2]}, tmp_path / "x.pt")
+    catalog = open_checkpoint(tmp_path / "x.pt")
+    assert list(catalog.tensors) == ["w", "optimizer_states.0.state.0.exp_avg"]
+    assert catalog.values["numbers"] == [1, 2]
 
 
 def test_a_legacy_file_is_refused_with_the_way_out(tmp_path):

@@ -1,0 +1,96 @@
+"""Remove what modules around a model put into the names of its parameters: DDP, FSDP, torch.compile, Lightning."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from converters.catalog import Catalog
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.families.registry import all_families
+from converters.names import section_of
+from converters.view import count_named
+
+# Of torch's own wrappers, wherever they stand in a name: no parameter of a model is called so
+_INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+# Attributes around the model stand in front of every name: `module.` (DDP), `model.` or any other (Lightning)
+_MOST_OUTER = 4
+
+
+def unwrap_names(catalog: Catalog) -> Catalog:
+    """`catalog` under the names that its model has without wrappers. `prefixes` counts what was removed.
+
+    An attribute in front is removed only where the names then are those of a known model and were not before. Raises
+    CheckpointError where two entries would have one name.
+    """
+    if catalog.container == "meta":
+        return catalog
+    if flat := [name for name in catalog.tensors if name.endswith("_flat_param")]:
+        raise UnsupportedError(
+            f"{catalog.place}: FSDP's flattened parameters, which only the same wrapping can take apart:"
+            + list_offenders(flat),
+            hint="save with StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT instead of LOCAL_STATE_DICT",
+        )
+    for text in _INNER:
+        if any(text in name for name in catalog.tensors):
+            catalog = _renamed(catalog, f"{text}.", lambda key, before, text=text: _without(key, text))
+    for _ in range(_MOST_OUTER):
+        if not (prefix := _outer_prefix(catalog)):
+            break
+        in_optimizer = re.compile(rf"((?:^|\.)(?:state|param_groups)\.){re.escape(prefix)}")
+
+        def strip(key: str, before: Sequence, prefix: str = prefix, pattern: re.Pattern = in_optimizer) -> str:
+            is_weight = not before or section_of(str(before[0])) == "model" or before[-1] in ("state", "param_groups")
+            return pattern.sub(r"\1", key.removeprefix(prefix) if is_weight else key)
+
+        catalog = _renamed(catalog, prefix, strip)
+    return catalog
+
+
+def _without(key: str, text: str) -> str:
+    return ".".join(part for part in key.split(".") if part != text)
+
+
+def _outer_prefix(catalog: Catalog) -> str:
+    """The attribute in front of the weights' names without which more of them are those of a model; "" for none."""
+    names = [str(catalog.path_of(name)[-1]) for name in catalog.tensors if section_of(name) == "model"]
+    heads = Counter(name.split(".", 1)[0] for name in names if "." in name)
+    if not heads:
+        return ""
+    prefix = heads.most_common(1)[0][0] + "."
+    without = [name.removeprefix(prefix) for name in names]
+    known = max(_num_known(names), 1)
+    return prefix if known < len(names) and _num_known(without) > known else ""
+
+
+def _num_known(names: Collection[str]) -> int:
+    return max(count_named(names, family) for family in all_families().values())
+
+
+def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], str]) -> Catalog:
+    """`rename`: a key of the nested state dict, and the keys before it → the key as it shall be; "" for none."""
+    old_names = [*catalog.tensors, *catalog.blobs, *catalog.values]
+    paths = {name: _renamed_path(catalog.path_of(name), rename) for name in old_names}
+    new = {name: ".".join(map(str, path)) for name, path in paths.items()}
+    clashes = [name for name, count in Counter(new.values()).items() if count > 1]
+    if clashes:
+        odd = [" and ".join(old for old, name in new.items() if name == clash) for clash in clashes[:20]]
+        raise CheckpointError(
+            f"{catalog.place}: two entries have one name once `{removed}` is removed:{list_offenders(odd)}",
+            hint="save the model and its wrapped copy in files of their own",
+        )
+    number = sum(new[name] != ".".join(map(str, catalog.path_of(name))) for name in catalog.tensors)
+    return replace(
+        catalog,
+        tensors={new[n]: replace(t, fqn=new[n]) for n, t in catalog.tensors.items()},
+        blobs={new[n]: replace(b, fqn=new[n]) for n, b in catalog.blobs.items()},
+        values={new[n]: value for n, value in catalog.values.items()},
+        planner_data={new[n]: paths[n] for n in old_names if n in catalog.planner_data},
+        prefixes=catalog.prefixes | {removed: number},
+        stored={new[n]: catalog.stored.get(n, n) for n in old_names},
+    )
+
+
+def _renamed_path(path: tuple, rename: Callable[[str, Sequence], str]) -> tuple:
+    keys = [rename(key, path[:place]) if isinstance(key, str) else key for place, key in enumerate(path)]
+    return tuple(key for key in keys if key != "")
