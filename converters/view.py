@@ -211,7 +211,8 @@ def _rules_for(natives: Iterable[str], naming: Naming) -> dict[str, Rule]:
     rules = {rule.native: rule for rule in naming.rules}
     nameless = dict.fromkeys(name for fqn in natives if (name := _with_placeholder(fqn)) not in rules)
     if nameless:
-        raise UnsupportedError(f"the naming {naming.name!r} has no names for:" + list_offenders(list(nameless)))
+        what = f"the naming {naming.name!r} has no names for these parameters, so its formats cannot hold the model:"
+        raise UnsupportedError(what + list_offenders(list(nameless)))
     return rules
 
 
