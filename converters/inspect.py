@@ -10,6 +10,7 @@ from typing import Any
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
+from converters.families.base import args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.formats.dcp_item import read_blob_item
@@ -61,7 +62,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     naming, model, problem = "unknown", None, ""
     try:
         info = read_model_info(place, weights)
-        model = {"family": info.family, **asdict(info.args)}
+        model = {"family": info.family, **args_to_json(info.args)}
         naming = naming_of(catalog, get_family(info.family)).name
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
         problem = error.message if model_from or says_model(place) else ""

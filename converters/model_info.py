@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from converters.assets import find_assets, read_token_ids
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import Family, ModelArgs, RopeScaling
+from converters.families.base import SCALINGS, Family, ModelArgs, Scaling, args_to_json
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import refuse_links_out
@@ -90,7 +90,7 @@ def _told_with(folder: Path) -> Iterator[None]:
 
 def write_model_info(folder: Path, info: ModelInfo) -> None:
     """titan_model.json: family and numbers, so that nobody types a flavor again."""
-    content = {"family": info.family, "args": asdict(info.args)}
+    content = {"family": info.family, "args": args_to_json(info.args)}
     write_json(folder / MODEL_INFO, content)
 
 
@@ -111,9 +111,6 @@ def meta_params(info: ModelInfo) -> dict[str, Any]:
 def write_meta_params(folder: Path, info: ModelInfo) -> None:
     """params.json of Meta's releases."""
     write_json(folder / META_PARAMS, meta_params(info))
-
-
-_SCALING_KEYS = {f.name for f in fields(RopeScaling)}
 
 
 def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
@@ -137,6 +134,16 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
-    if scaling is not None and not (isinstance(scaling, dict) and scaling.keys() == _SCALING_KEYS):
-        raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(_SCALING_KEYS))}")
-    return get_family(name), args_type(**{**numbers, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    return get_family(name), args_type(**{**numbers, "rope_scaling": _scaling(scaling, path) if scaling else None})
+
+
+def _scaling(numbers: Any, path: Path) -> Scaling:
+    """That of Llama 3.1, the first one that titan wrote, has no `rope_type`."""
+    kind = numbers.get("rope_type", "llama3") if isinstance(numbers, dict) else None
+    if kind not in SCALINGS:
+        raise CheckpointError(f"{path}: its rope_scaling has a rope_type {kind!r}, not one of {', '.join(SCALINGS)}")
+    given = {key: value for key, value in numbers.items() if key != "rope_type"}
+    known = [f.name for f in fields(SCALINGS[kind]) if f.init]
+    if given.keys() != set(known):
+        raise CheckpointError(f"{path}: its rope_scaling is not {', '.join(sorted(known))} (type {kind})")
+    return SCALINGS[kind](**given)

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import ModelArgs
+from converters.families.base import DynamicRope, ModelArgs, RopeScaling, YarnRope
 
 _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_layers", "num_hidden_layers", "n_layers"): (int, 1, 10_000),
@@ -17,7 +17,10 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("rope_theta",): (float, 1, 1e15),
     ("factor", "low_freq_factor", "high_freq_factor"): (float, 1e-6, 1e9),
     ("rope_scaling_factor", "rope_high_freq_factor", "ffn_dim_multiplier"): (float, 1e-6, 1e9),
+    ("attention_factor", "beta_fast", "beta_slow"): (float, 0, 1e9),
+    ("mscale", "mscale_all_dim"): (float, -1e9, 1e9),
     ("tied", "tie_word_embeddings", "use_scaled_rope", "qk_norm"): (bool, False, True),
+    ("attention_bias", "mlp_bias", "truncate", "use_sliding_window"): (bool, False, True),
 }
 
 
@@ -52,10 +55,25 @@ def check_args(args: ModelArgs, *, what: str) -> None:
         problems.append(f"{args.num_heads} attention heads cannot share {args.num_kv_heads} key/value heads evenly")
     if args.rope_scaling is not None:
         check_numbers(asdict(args.rope_scaling), what=f"{what}, rope_scaling,")
-        if args.rope_scaling.low_freq_factor >= args.rope_scaling.high_freq_factor:
-            problems.append("RoPE scaling whose low_freq_factor is not below its high_freq_factor")
+        problems += _scaling_problems(args)
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def _scaling_problems(args: ModelArgs) -> list[str]:
+    scaling = args.rope_scaling
+    problems = [
+        f"RoPE scaling whose {f.name} is null"
+        for f in fields(scaling)
+        if f.default is not None and getattr(scaling, f.name) is None
+    ]
+    if isinstance(scaling, RopeScaling) and not problems and scaling.low_freq_factor >= scaling.high_freq_factor:
+        problems.append("RoPE scaling whose low_freq_factor is not below its high_freq_factor")
+    if isinstance(scaling, YarnRope) and (args.rope_theta == 1 or not scaling.beta_fast or not scaling.beta_slow):
+        problems.append("RoPE of type yarn with a theta of 1, or a beta_fast or beta_slow of 0")
+    if isinstance(scaling, DynamicRope) and args.head_dim == 2:
+        problems.append("RoPE of type dynamic with a head size of 2")
+    return problems
 
 
 def _is_like(value: Any, default: Any) -> bool:

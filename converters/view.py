@@ -13,7 +13,7 @@ import numpy as np
 from converters.catalog import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
 from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, list_offenders
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.fold import fold_texts
@@ -141,11 +141,11 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     What `native` lacks, because that was allowed, is lacking here too.
     """
     family, args = get_family(info.family), info.args
-    rules = {rule.native: rule for rule in naming.rules}
     ledger, tensors, row_orders = Ledger(), {}, {}
     natives = {parameter.fqn: parameter.fqn for parameter in family.parameters(args)}
     if args.tied and naming.repeats_tied:
         natives[OUTPUT] = EMBEDDING
+    rules = _rules_for(natives, naming)
     for fqn, held in natives.items():
         if held not in native.tensors:
             continue
@@ -208,8 +208,18 @@ def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
     natives = [parameter.fqn for parameter in family.parameters(args)]
     if args.tied:
         natives.append(OUTPUT)
-    rules = {rule.native: rule for rule in naming.rules}
+    rules = _rules_for(natives, naming)
     return {_with_number(rules[_with_placeholder(fqn)].foreign, fqn): fqn for fqn in natives}
+
+
+def _rules_for(natives: Iterable[str], naming: Naming) -> dict[str, Rule]:
+    """Rules by native name. Raises UnsupportedError where the naming has no name for a parameter of the model."""
+    rules = {rule.native: rule for rule in naming.rules}
+    nameless = dict.fromkeys(name for fqn in natives if (name := _with_placeholder(fqn)) not in rules)
+    if nameless:
+        what = f"the naming {naming.name!r} has no names for these parameters, so its formats cannot hold the model:"
+        raise UnsupportedError(what + list_offenders(list(nameless)))
+    return rules
 
 
 def is_named(fqn: str, patterns: Iterable[str]) -> bool:

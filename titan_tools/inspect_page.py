@@ -42,14 +42,18 @@ def _tell_model(found: Inspection) -> list[str]:
     if found.model:
         m = dict(found.model)
         heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
+        biases = [f"{name} biases" for name in ("attention", "mlp") if m.get(f"{name}_bias")]
+        parts = (["q/k norms"] if m["qk_norm"] else []) + biases
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(
             f"model: {m['family']}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
-            f"vocabulary {m['vocab_size']:,}, {tied}" + (", q/k norms" if m["qk_norm"] else "")
+            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in parts)
         )
-        scaling = m["rope_scaling"]
-        scaled = ""
-        if scaling:
+        scaling, scaled = m["rope_scaling"], ""
+        if scaling and "rope_type" in scaling:
+            numbers = [f"{key} {value}" for key, value in scaling.items() if key != "rope_type" and value is not None]
+            scaled = f", {scaling['rope_type']} ({', '.join(numbers)})"
+        elif scaling:
             original = scaling["original_max_position_embeddings"]
             ramp = f"{scaling['low_freq_factor']:g} to {scaling['high_freq_factor']:g}"
             scaled = f", scaled by {scaling['factor']:g} (llama3, {ramp}, over {original:,})"

@@ -6,7 +6,7 @@ Every problem of a layout is told at once, each with the nearest choices that wo
 from dataclasses import asdict
 
 from converters.errors import ConfigError, list_offenders
-from converters.families.base import ModelArgs
+from converters.families.base import DynamicRope, ModelArgs
 from converters.layout import MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
@@ -102,7 +102,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_tensor_problems(args, dims.tp),
         *offload_problems(config, dims),
         *float8_problems(config, args, dims),
-        *_sequence_problems(config, dims),
+        *_sequence_problems(config, args, dims),
         *_batch_problems(config, dims),
         *data_problems(config, dims),
         *loss_problems(config, args, dims),
@@ -120,17 +120,25 @@ def _tensor_problems(args: ModelArgs, tp: int) -> list[str]:
     return [f"parallelism.tensor_parallel_degree = {tp} {uneven}"] if uneven else []
 
 
-def _sequence_problems(config: Config, dims: MeshShape) -> list[str]:
+def _sequence_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len
     divisor = sequence_divisor(dims)
     why = "tp × 2·cp" if dims.cp > 1 else "tp"
-    return [
+    problems = [
         f"{key} = {length} is not a multiple of {divisor} ({why}); nearest: {nearest_multiples(length, divisor)}"
         for key, length in lengths.items()
         if length % divisor
     ]
+    if isinstance(args.rope_scaling, DynamicRope):
+        problems += [
+            f"{key} = {length} is beyond the model's {args.max_seq_len} tokens: there a RoPE of type dynamic changes"
+            f" with the length, which is not covered; nearest: {args.max_seq_len // divisor * divisor}"
+            for key, length in lengths.items()
+            if length > args.max_seq_len
+        ]
+    return problems
 
 
 def _batch_problems(config: Config, dims: MeshShape) -> list[str]:

@@ -1,15 +1,55 @@
 """config.json of transformers 4 and 5 for Llama-like decoders: read, checked, written so that both versions agree."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import ModelArgs
+from converters.families.hf_rope import read_rope, refused_rope, rope_parameters
 from converters.model_numbers import check_numbers
 
-_TRANSFORMERS_THETA = 10000.0  # what transformers assumes where a file does not say
-_SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# What becomes of a field of a config class. A tuple: the values that are read, because any other changes the logits
+TRANSLATED = "becomes a number of ModelArgs"
+NO_EFFECT = "changes no logits"
+
+# The fields of transformers 5.23's classes, all of them: a test compares this with the classes
+_BASE_FIELDS = {
+    **dict.fromkeys(("transformers_version", "architectures"), TRANSLATED),
+    **dict.fromkeys(("output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"), NO_EFFECT),
+    **dict.fromkeys(("id2label", "label2id", "problem_type"), NO_EFFECT),  # of classifiers
+    "is_encoder_decoder": (False, None),
+}
+_DECODER_FIELDS = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), TRANSLATED),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), TRANSLATED),
+    **dict.fromkeys(("max_position_embeddings", "rms_norm_eps", "rope_parameters"), TRANSLATED),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias"), TRANSLATED),
+    **dict.fromkeys(("initializer_range", "attention_dropout", "use_cache"), NO_EFFECT),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), NO_EFFECT),
+    "hidden_act": ("silu", "swish"),  # two names of one function
+}
+LLAMA_FIELDS = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
+QWEN3_FIELDS = (
+    _BASE_FIELDS
+    | _DECODER_FIELDS
+    | dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED)
+)
+# No fields of these classes, but transformers' shared code looks for them in every config and computes otherwise
+_SHARED = {
+    "quantization_config": (None,),
+    "is_causal": (None, True),
+    "per_layer_config": (None, {}),
+    "pruned_heads": (None, {}),
+    "sliding_window": (None,),
+    "attention_chunk_size": (None,),
+    "kv_sharing_modes": (None,),
+    "fusion_config": (None,),
+    "transformers_weights": (None,),
+    "configuration_files": (None,),
+    "text_config": (None,),
+}
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +63,29 @@ class ConfigClass:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # None: as many as heads
     qk_norm: bool = False  # a property of the class, not of a file
+    biases: tuple[str, ...] = ()  # which of attention_bias and mlp_bias the family's parameters follow
+    fields: Mapping[str, str | tuple] = field(default_factory=lambda: _BASE_FIELDS | _DECODER_FIELDS)
 
 
-LLAMA = ConfigClass("Llama", "LlamaForCausalLM", "llama", max_seq_len=2048)
+LLAMA = ConfigClass(
+    "Llama",
+    "LlamaForCausalLM",
+    "llama",
+    max_seq_len=2048,
+    biases=("attention_bias", "mlp_bias"),
+    fields=LLAMA_FIELDS,
+)
 
 
 def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     """args_from_hf_config for LlamaForCausalLM."""
-    return args_from_hf_config(config, LLAMA)
+    windows = other_layer_types(config)  # transformers' cache follows them, whatever the class
+    return args_from_hf_config(config, LLAMA, also_refused=windows)
 
 
 def llama_hf_config(args: ModelArgs) -> dict[str, Any]:
     """hf_config for LlamaForCausalLM."""
-    return hf_config(args, LLAMA) | {"mlp_bias": False, "pretraining_tp": 1}
+    return hf_config(args, LLAMA) | {"mlp_bias": args.mlp_bias, "pretraining_tp": 1}
 
 
 def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refused: Sequence[str] = ()) -> ModelArgs:
@@ -44,25 +94,20 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
     Raises CheckpointError for missing keys, and UnsupportedError with everything that means another computation than
     ours; `also_refused` is what the caller found of that kind.
     """
-    required = (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "vocab_size",
-    )
-    missing = [key for key in required if not isinstance(config.get(key), int)]
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
     if missing:
         raise CheckpointError("config.json lacks numbers that define the model:" + list_offenders(missing))
     check_numbers(config, what="config.json")
-    config = {key: value for key, value in config.items() if value is not None}  # null is how some spell "default"
-    rope = _rope(config)
-    refused = [*_other_architecture(config), *_other_rope(rope), *also_refused]
+    same_heads = {"num_key_value_heads": config["num_attention_heads"]} if "num_key_value_heads" in config else {}
+    config = same_heads | {key: value for key, value in config.items() if value is not None}  # null: mostly the default
+    refused = [*_other_values(config, of), *refused_rope(config), *also_refused]
     if refused:
         raise UnsupportedError(
             f"config.json describes a {of.called} variant that is not covered:" + list_offenders(refused),
-            hint="covered: hidden_act silu, no biases, no quantization, full attention, RoPE plain or of type llama3",
+            hint=f"covered: hidden_act silu, {_covered_biases(of)}, no quantization, full causal attention",
         )
+    max_seq_len = config.get("max_position_embeddings", of.max_seq_len)
+    rope = read_rope(config, max_positions=max_seq_len)
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     return ModelArgs(
         dim=dim,
@@ -73,62 +118,42 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
         ffn_hidden=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or _TRANSFORMERS_THETA),
-        rope_scaling=_scaling(rope),
-        max_seq_len=int(config.get("max_position_embeddings", of.max_seq_len)),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        max_seq_len=max_seq_len,
+        tied=config.get("tie_word_embeddings", False),
         qk_norm=of.qk_norm,
+        **{bias: config.get(bias, False) for bias in of.biases},
     )
 
 
-def _other_architecture(config: Mapping[str, Any]) -> list[str]:
+def _other_values(config: Mapping[str, Any], of: ConfigClass) -> list[str]:
     """Settings under which the weights mean another computation."""
-    harmless = {
-        "hidden_act": (None, "silu"),
-        "attention_bias": (None, False),
-        "mlp_bias": (None, False),
-        "quantization_config": (None,),
-    }
-    return [f"{key} = {config[key]!r}" for key, allowed in harmless.items() if config.get(key) not in allowed]
+    allowed = {key: values for key, values in _SHARED.items() if key not in of.fields}
+    allowed |= {key: values for key, values in of.fields.items() if isinstance(values, tuple)}
+    allowed |= dict.fromkeys(sorted({"attention_bias", "mlp_bias"} & of.fields.keys() - {*of.biases}), (False,))
+    given = {key: config[key] for key in allowed if key in config}
+    return [f"{key} = {value!r}" for key, value in given.items() if value not in allowed[key]]
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 nests theta and scaling in `rope_parameters`, 4 had `rope_theta` and `rope_scaling`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise CheckpointError(f"config.json: its RoPE parameters are a {type(rope).__name__}, not an object")
-    check_numbers(rope, what="config.json, RoPE parameters,")
-    return rope
+def _covered_biases(of: ConfigClass) -> str:
+    return " and ".join(of.biases) or "no biases"
 
 
-def _rope_type(rope: Mapping[str, Any]) -> str:
-    return rope.get("rope_type", rope.get("type", "default"))  # `type`: the spelling of transformers before 4.43
-
-
-def _other_rope(rope: Mapping[str, Any]) -> list[str]:
-    found = []
-    if _rope_type(rope) not in ("default", "llama3"):
-        found.append(f"RoPE scaling {_rope_type(rope)!r}")
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        found.append(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}")
-    return found
-
-
-def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    if _rope_type(rope) == "default":
-        return None
-    missing = [key for key in _SCALING_KEYS if rope.get(key) is None]
-    if missing:
-        raise CheckpointError("config.json lacks numbers of its llama3 RoPE scaling:" + list_offenders(missing))
-    factor, low, high, original = (rope[key] for key in _SCALING_KEYS)
-    return RopeScaling(float(factor), float(low), float(high), int(original))
+def other_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Layers that see less than the whole sequence, or a list that is not one entry for each layer."""
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if kinds is None:
+        return []
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        return [f"layer_types = {str(kinds)[:60]}: not a list of {layers} entries, one for each layer"]
+    others = sorted({str(kind) for kind in kinds} - {"full_attention", "attention"})  # the second: its old name
+    return [f"layer_types: {', '.join(others)}"] if others else []
 
 
 def hf_config(args: ModelArgs, of: ConfigClass) -> dict[str, Any]:
     """config.json without token ids and dtype. RoPE is spelled both ways, so that transformers 4 and 5 agree."""
-    scaling = None
-    if args.rope_scaling is not None:
-        scaling = {"rope_type": "llama3"} | {key: getattr(args.rope_scaling, key) for key in _SCALING_KEYS}
+    scaling = None if args.rope_scaling is None else rope_parameters(args.rope_scaling)
     return {
         "architectures": [of.architecture],
         "model_type": of.model_type,
@@ -146,7 +171,7 @@ def hf_config(args: ModelArgs, of: ConfigClass) -> dict[str, Any]:
         "rope_theta": args.rope_theta,
         "rope_scaling": scaling,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": args.attention_bias,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,

@@ -10,14 +10,20 @@ def parameters(args: ModelArgs) -> list[Parameter]:
     listed = [Parameter("tok_embeddings.weight", (args.vocab_size, args.dim), 0)]
     for n in range(args.num_layers):
         layer = f"layers.{n}"
+        linear = [
+            ("attention.wq", (q_rows, args.dim), 0, args.attention_bias),
+            ("attention.wk", (kv_rows, args.dim), 0, args.attention_bias),
+            ("attention.wv", (kv_rows, args.dim), 0, args.attention_bias),
+            ("attention.wo", (args.dim, q_rows), 1, args.attention_bias),
+            ("feed_forward.w1", (args.ffn_hidden, args.dim), 0, args.mlp_bias),
+            ("feed_forward.w2", (args.dim, args.ffn_hidden), 1, args.mlp_bias),
+            ("feed_forward.w3", (args.ffn_hidden, args.dim), 0, args.mlp_bias),
+        ]
+        for module, shape, tp_dim, has_bias in linear:
+            listed.append(Parameter(f"{layer}.{module}.weight", shape, tp_dim))
+            if has_bias:  # sharded like the weight's rows; whole where the columns are sharded
+                listed.append(Parameter(f"{layer}.{module}.bias", shape[:1], 0 if tp_dim == 0 else None))
         listed += [
-            Parameter(f"{layer}.attention.wq.weight", (q_rows, args.dim), 0),
-            Parameter(f"{layer}.attention.wk.weight", (kv_rows, args.dim), 0),
-            Parameter(f"{layer}.attention.wv.weight", (kv_rows, args.dim), 0),
-            Parameter(f"{layer}.attention.wo.weight", (args.dim, q_rows), 1),
-            Parameter(f"{layer}.feed_forward.w1.weight", (args.ffn_hidden, args.dim), 0),
-            Parameter(f"{layer}.feed_forward.w2.weight", (args.dim, args.ffn_hidden), 1),
-            Parameter(f"{layer}.feed_forward.w3.weight", (args.ffn_hidden, args.dim), 0),
             Parameter(f"{layer}.attention_norm.weight", (args.dim,), None),
             Parameter(f"{layer}.ffn_norm.weight", (args.dim,), None),
         ]
@@ -37,21 +43,35 @@ _WITHIN_LAYER = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 _FEED_FORWARD = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 _NORMS = ("attention_norm", "ffn_norm")
 
+
+def _with_biases(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """A rule for each linear layer's bias behind those of the weights: the same rows in the same order."""
+    has_bias = tuple(f"{_L}{module}.weight" for module in _WITHIN_LAYER + _FEED_FORWARD)
+    biases = (
+        Rule(r.native.replace(".weight", ".bias"), r.foreign.replace(".weight", ".bias"), r.op)
+        for r in rules
+        if r.native in has_bias
+    )
+    return (*rules, *biases)
+
+
 HF = Naming(
     "hf",
-    rules=(
-        Rule("tok_embeddings.weight", "model.embed_tokens.weight"),
-        Rule(_L + "attention.wq.weight", "model.layers.{n}.self_attn.q_proj.weight", RopeHalves()),
-        Rule(_L + "attention.wk.weight", "model.layers.{n}.self_attn.k_proj.weight", RopeHalves()),
-        Rule(_L + "attention.wv.weight", "model.layers.{n}.self_attn.v_proj.weight"),
-        Rule(_L + "attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
-        Rule(_L + "feed_forward.w1.weight", "model.layers.{n}.mlp.gate_proj.weight"),
-        Rule(_L + "feed_forward.w2.weight", "model.layers.{n}.mlp.down_proj.weight"),
-        Rule(_L + "feed_forward.w3.weight", "model.layers.{n}.mlp.up_proj.weight"),
-        Rule(_L + "attention_norm.weight", "model.layers.{n}.input_layernorm.weight"),
-        Rule(_L + "ffn_norm.weight", "model.layers.{n}.post_attention_layernorm.weight"),
-        Rule("norm.weight", "model.norm.weight"),
-        Rule("output.weight", "lm_head.weight"),
+    rules=_with_biases(
+        (
+            Rule("tok_embeddings.weight", "model.embed_tokens.weight"),
+            Rule(_L + "attention.wq.weight", "model.layers.{n}.self_attn.q_proj.weight", RopeHalves()),
+            Rule(_L + "attention.wk.weight", "model.layers.{n}.self_attn.k_proj.weight", RopeHalves()),
+            Rule(_L + "attention.wv.weight", "model.layers.{n}.self_attn.v_proj.weight"),
+            Rule(_L + "attention.wo.weight", "model.layers.{n}.self_attn.o_proj.weight"),
+            Rule(_L + "feed_forward.w1.weight", "model.layers.{n}.mlp.gate_proj.weight"),
+            Rule(_L + "feed_forward.w2.weight", "model.layers.{n}.mlp.down_proj.weight"),
+            Rule(_L + "feed_forward.w3.weight", "model.layers.{n}.mlp.up_proj.weight"),
+            Rule(_L + "attention_norm.weight", "model.layers.{n}.input_layernorm.weight"),
+            Rule(_L + "ffn_norm.weight", "model.layers.{n}.post_attention_layernorm.weight"),
+            Rule("norm.weight", "model.norm.weight"),
+            Rule("output.weight", "lm_head.weight"),
+        )
     ),
     drops=(
         Drop("model.layers.{n}.self_attn.rotary_emb.inv_freq", "recomputed from rope_theta; old files carry it"),
@@ -63,7 +83,7 @@ _UNCHANGED = tuple(
     Rule(f"{name}.weight", f"{name}.weight")
     for name in ("tok_embeddings", *(_L + w for w in _WITHIN_LAYER + _FEED_FORWARD + _NORMS), "norm", "output")
 )
-META = Naming(  # torchtune, too, wants a tied model's output.weight, and drops it
+META = Naming(  # without biases, as Meta's code is. torchtune, too, wants a tied model's output.weight, and drops it
     "meta", rules=_UNCHANGED, drops=(Drop("rope.freqs", "recomputed from rope_theta"),), repeats_tied=True
 )
 
@@ -86,7 +106,7 @@ TORCHTUNE = Naming(  # q and k in native row order; a tied model's output.weight
 )
 TITAN_MODEL_PREFIX = Naming(  # torchtitan before its TOML-era flat layout
     "titan_model_prefix",
-    rules=tuple(Rule(r.native, "model." + r.foreign) for r in _UNCHANGED),
+    rules=tuple(Rule(r.native, "model." + r.foreign) for r in _with_biases(_UNCHANGED)),
     drops=(Drop("model.freqs_cis", "recomputed from rope_theta"),),
 )
 TITAN_QKV_LINEAR = Naming(  # torchtitan's newest layout
@@ -98,7 +118,7 @@ TITAN_QKV_LINEAR = Naming(  # torchtitan's newest layout
             if ".wo." not in r.foreign and "attention.w" in r.foreign
             else r.foreign.replace("output.weight", "lm_head.weight"),
         )
-        for r in _UNCHANGED
+        for r in _with_biases(_UNCHANGED)
     ),
 )
 

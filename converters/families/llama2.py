@@ -1,6 +1,6 @@
 """Llama 2: flavors, and what tells it from Llama 3. Parameters and names are those of llama.py."""
 
-from converters.families.base import Family, ModelArgs
+from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
@@ -15,7 +15,8 @@ def is_llama2(args: ModelArgs) -> bool:
     theta 500000 and 128,256 tokens, from 3.1 on a RoPE scaling too; Llama 2 has theta 10000 and 32,000 tokens.
     """
     told_by_theta = args.rope_theta == LLAMA2_THETA
-    return args.rope_scaling is None and (told_by_theta or args.vocab_size in _SENTENCEPIECE_VOCABULARIES)
+    is_llama31 = isinstance(args.rope_scaling, RopeScaling)
+    return not is_llama31 and (told_by_theta or args.vocab_size in _SENTENCEPIECE_VOCABULARIES)
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
@@ -39,6 +40,7 @@ LLAMA2 = Family(
     args_from_hf_config=llama_args_from_hf_config,
     hf_config=llama_hf_config,
     hf_architectures=("LlamaForCausalLM",),
+    hf_model_types=("llama",),
     args_from_meta_params=args_from_meta_params,
     meta_params=llama2_meta_params,
     meta_shard_dims={"tok_embeddings.weight": 1},

@@ -32,6 +32,7 @@ LLAMA3 = Family(
     args_from_hf_config=llama_args_from_hf_config,
     hf_config=llama_hf_config,
     hf_architectures=("LlamaForCausalLM",),
+    hf_model_types=("llama",),
     args_from_meta_params=args_from_meta_params,
     meta_params=llama3_meta_params,
     claims=lambda args: not is_llama2(args),

@@ -76,7 +76,9 @@ def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
     """
     params = _numbers(args)
     scaling = args.rope_scaling
-    if scaling is not None and scaling != RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor):
+    is_llama31 = isinstance(scaling, RopeScaling)
+    sayable = RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor) if is_llama31 else None
+    if scaling != sayable:
         raise UnsupportedError(
             f"params.json cannot say {scaling}",
             hint="Meta's code takes low_freq_factor 1 and original_max_position_embeddings 8192",
@@ -103,6 +105,8 @@ def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
 
 
 def _numbers(args: ModelArgs) -> dict[str, Any]:
+    if args.attention_bias or args.mlp_bias:
+        raise UnsupportedError("params.json cannot say that linear layers have biases: Meta's code has none")
     if args.head_dim * args.num_heads != args.dim:
         raise UnsupportedError(
             f"params.json cannot say head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",

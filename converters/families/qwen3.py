@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.families.base import Family, ModelArgs, Naming
-from converters.families.hf_config import ConfigClass, args_from_hf_config, hf_config
+from converters.families.hf_config import (
+    QWEN3_FIELDS,
+    ConfigClass,
+    args_from_hf_config,
+    hf_config,
+    other_layer_types,
+)
 from converters.families.llama import HF, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR, TORCHTUNE, parameters
 from converters.rules import Rule
 
@@ -31,9 +37,13 @@ FLAVORS = {
 
 def _as_they_are(naming: Naming, *, norms: tuple[str, str]) -> Naming:
     """Llama's names with every row in its place, for Qwen 3 turns halves on both sides; and the norms of q and k."""
-    rules = tuple(Rule(rule.native, rule.foreign) for rule in naming.rules)
+    rules = tuple(Rule(r.native, r.foreign) for r in naming.rules if not _is_feed_forward_bias(r.native))
     natives = ("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")
     return Naming(naming.name, (*rules, *map(Rule, natives, norms)), naming.drops)
+
+
+def _is_feed_forward_bias(fqn: str) -> bool:
+    return ".feed_forward." in fqn and fqn.endswith(".bias")  # the class has none
 
 
 NAMINGS = (
@@ -54,6 +64,8 @@ _CONFIG = ConfigClass(
     num_kv_heads=32,
     max_seq_len=32768,
     qk_norm=True,
+    biases=("attention_bias",),
+    fields=QWEN3_FIELDS,
 )
 
 
@@ -63,9 +75,8 @@ def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
 
 def _windows(config: Mapping[str, Any]) -> list[str]:
     """What lets a layer see less than the whole sequence; a window that no layer uses is harmless."""
-    if (kinds := config.get("layer_types")) is not None:
-        others = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else [str(kinds)]
-        return [f"layer_types: {', '.join(others)}"] if others else []
+    if config.get("layer_types") is not None:
+        return other_layer_types(config)
     first, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
     in_use = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
     if in_use and not (isinstance(first, int) and isinstance(layers, int) and first >= layers):
@@ -86,4 +97,5 @@ QWEN3 = Family(
     args_from_hf_config=_args_from_hf_config,
     hf_config=_hf_config,
     hf_architectures=("Qwen3ForCausalLM",),
+    hf_model_types=("qwen3",),
 )

@@ -30,18 +30,44 @@ def get_family(name: str) -> Family:
 
 def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
     """Family and numbers of a transformers config.json. Raises UnsupportedError where no family reads it."""
-    architectures = config.get("architectures") or []
-    if not isinstance(architectures, list):
-        raise CheckpointError(f"config.json: its architectures are {architectures!r:.60}, not a list")
-    for family in _FAMILIES.values():
-        if any(a in family.hf_architectures for a in architectures):
-            args = family.args_from_hf_config(config)
-            if family.claims(args):
-                return family, args
-    known = sorted({a for f in _FAMILIES.values() for a in f.hf_architectures})
+    for family in _families_for(config):
+        args = family.args_from_hf_config(config)
+        if family.claims(args):
+            return family, args
+    raise UnsupportedError("config.json describes a model that no family here reads")
+
+
+def _families_for(config: Mapping[str, Any]) -> list[Family]:
+    """Families whose class a config.json is for.
+
+    transformers' AutoModelForCausalLM goes by `model_type` alone, a class's own from_pretrained by neither key: where
+    both are there they must agree, and where one is missing the other decides.
+    """
+    architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"config.json: its architectures are {architectures!r:.60}, not a list of names")
+    families = list(_FAMILIES.values())
+    named = [f for f in families if set(architectures) & set(f.hf_architectures)]
+    typed = [f for f in families if model_type in f.hf_model_types]
+    if named and not typed and not any(f.hf_model_types for f in named):
+        return named  # a user's family: its architecture is enough
+    if not architectures and typed:
+        return typed
+    agreeing = [f for f in named if model_type is None or f in typed or not f.hf_model_types]
+    others = [name for name in architectures if not any(name in f.hf_architectures for f in named)]
+    if agreeing and (model_type is not None or not others):
+        return agreeing
+    known = {name: f.hf_model_types for f in families for name in f.hf_architectures}
+    read = ", ".join(f"{name} ({types[0]})" if types else name for name, types in sorted(known.items()))
+    says = f"architectures {architectures}" + (f" and model_type {model_type!r}" if model_type is not None else "")
+    if named and model_type is not None:
+        raise UnsupportedError(
+            f"config.json names {says}, which are of different models",
+            hint="transformers goes by model_type; correct the one that is wrong. Read here: " + read,
+        )
     raise UnsupportedError(
-        f"config.json names architectures {architectures}, which no family here reads",
-        hint=f"read: {', '.join(known)}; a family of your own is imported first",
+        f"config.json names {says}, which no family here reads",
+        hint=f"read: {read}; a family of your own is imported first",
         tries=["titan --import MODULE …"],
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import ModelArgs, RopeScaling, rope_type
 from converters.model_info import ModelInfo
 from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
 from converters.torchtune.chat_file import ChatFile
@@ -56,8 +56,12 @@ def require_model(info: ModelInfo) -> None:
         problems.append("norms on q and k")
     if args.head_dim * args.num_heads != args.dim:
         problems.append(f"head_dim {args.head_dim}: it takes dim / heads, {args.dim} / {args.num_heads}")
-    if scaling is not None and scaling != RopeScaling(factor=scaling.factor):
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        problems.append(f"RoPE of type {rope_type(scaling)}: it has llama3's alone")
+    elif scaling is not None and scaling != RopeScaling(factor=scaling.factor):
         problems.append(f"{scaling}: of these it takes another factor only, from {RopeScaling()}")
+    if args.attention_bias or args.mlp_bias:
+        problems.append("biases of linear layers: its builders of Llama models make none")
     if problems:
         raise UnsupportedError(f"torchtune {VERSION} cannot build this model:" + list_offenders(problems))
 

@@ -7,6 +7,7 @@ from tests.dist.training import Layout
 
 ONE_RANK = Layout("one rank")
 GQA, TIED = "debug_gqa", "debug_tied"
+BIASED, QWEN_BIASED = "llama3_biased/debug_gqa", "qwen3_biased/debug_gqa"
 QWEN_GQA, QWEN_TIED = "qwen3/debug_gqa", "qwen3/debug_tied"
 PP, TP, CP = "pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"
 REPLICAS = "data_parallel_replicate_degree"
@@ -82,6 +83,8 @@ CASES = [
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
     (_pipe("pp 2"), QWEN_TIED),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
+    # biases: a sharded product's is added once
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}), BIASED),
 ]
 # More ranks, or one more of a kind that CASES has
 SLOW_CASES = [
@@ -113,6 +116,10 @@ SLOW_CASES = [
     (_pipe("plain loss, pp 2", 2, sections={"training": {"loss": "plain"}}), TIED),
     (Layout("fsdp 2, never resharded", 2, {"fsdp_reshard_after_forward": "never"}), GQA),
     (_pipe("ZBVZeroBubble fsdp 2", 4, **{SCHEDULE: "ZBVZeroBubble"}), QWEN_GQA),
+    (_pipe("ZBVZeroBubble tp 2", 4, **{SCHEDULE: "ZBVZeroBubble", TP: 2}), BIASED),
+    (Layout("compiled, tp 2", 2, {TP: 2}, sections={"compile": AOT_EAGER}), BIASED),
+    (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}, sections={"activation_checkpoint": OP}), BIASED),
+    (_pipe("fsdp 2 tp 2 pp 2", 8, **{TP: 2}), QWEN_BIASED),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA),
     (Layout("fsdp 2 tp 2 pp 2 cp 2, V", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2, SCHEDULE: "ZBVZeroBubble"}), TIED),
 ]

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.catalog import Box
-from converters.families.base import ModelArgs
+from converters.families import registry as families
+from converters.families.base import ModelArgs, YarnRope
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.build import build
@@ -18,6 +19,9 @@ from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import make_meshes
+from trainer.models import registry as trained_families
+from trainer.models.registry import get_trainer_family
+from trainer.models.spread import Normal
 from trainer.optim import build_optimizer
 from trainer.parallel_dims import resolve
 from trainer.step import TrainStep
@@ -35,7 +39,23 @@ def family_of(flavor: str) -> tuple[str, str]:
 
 def args_of(flavor: str) -> ModelArgs:
     family, name = family_of(flavor)
+    if family.endswith("_biased"):
+        _register_biased(family)
     return get_family(family).flavors[name]
+
+
+def _register_biased(name: str) -> None:
+    """A family whose one model has every bias that the family knows, none of them 0 at first, and YaRN."""
+    family = get_family(name.removesuffix("_biased"))
+    trained = get_trainer_family(family.name)
+    changed = {"attention_bias": True, "mlp_bias": family.name == "llama3", "rope_scaling": YarnRope(4.0, 16)}
+    flavors = {"debug_gqa": replace(family.flavors["debug_gqa"], **changed)}
+
+    def initial_spread(fqn, args):
+        return Normal(0.1) if fqn.endswith(".bias") else trained.initial_spread(fqn, args)
+
+    families.register(replace(family, name=name, flavors=flavors, hf_architectures=()))
+    trained_families.register(name, replace(trained, initial_spread=initial_spread))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from converters.errors import ConfigError
+from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Model, Parallelism, Training, Validation
@@ -86,6 +87,18 @@ def test_sequences_divide_by_tensor_and_twice_context_degree():
         "validation.seq_len = 20 is not a multiple of 8 (tp × 2·cp); nearest: 16 or 24",
     ]
     assert problems(degrees, world_size=4, training={"seq_len": 4})[0].endswith("nearest: 8")
+
+
+def test_dynamic_rope_is_not_covered_beyond_the_trained_length():
+    args = replace(GQA, rope_scaling=DynamicRope(4.0), max_seq_len=64)
+    config = Config(training=Training(seq_len=128), validation=Validation(enable=True, seq_len=96))
+    told = layout_problems(config, args, MeshShape())
+    assert [problem.partition(" tokens")[0] for problem in told] == [
+        "training.seq_len = 128 is beyond the model's 64",
+        "validation.seq_len = 96 is beyond the model's 64",
+    ]
+    assert all(problem.endswith("nearest: 64") for problem in told)
+    assert layout_problems(config, replace(args, max_seq_len=128), MeshShape()) == []
 
 
 def test_global_batch_divides_by_what_the_ranks_take():

@@ -7,12 +7,13 @@ results whose settings are unknown, or other ones than the file says.
 import json
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from converters.errors import ConfigError, TitanError, list_offenders
+from converters.families.base import args_to_json
 from converters.json_file import parse_json
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.replace_file import replace_file
@@ -41,7 +42,7 @@ def made_with(work: Work) -> MadeWith:
     settings = {
         "weights": work.origin.weights,
         "tokenizer": work.origin.tokenizer,
-        **{f"model.{name}": value for name, value in asdict(work.args).items()},
+        **{f"model.{name}": value for name, value in args_to_json(work.args).items()},
         "--score": request.score,
         "--dtype": work.dtype,
         "--quantize": request.quantize,

@@ -36,10 +36,10 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
+        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)
+        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)
+        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=args.attention_bias)
         self.inner_attention: nn.Module = CausalAttention()
 
     def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.w1 = nn.Linear(args.dim, args.ffn_hidden, bias=False)
-        self.w2 = nn.Linear(args.ffn_hidden, args.dim, bias=False)
-        self.w3 = nn.Linear(args.dim, args.ffn_hidden, bias=False)
+        self.w1 = nn.Linear(args.dim, args.ffn_hidden, bias=args.mlp_bias)
+        self.w2 = nn.Linear(args.ffn_hidden, args.dim, bias=args.mlp_bias)
+        self.w3 = nn.Linear(args.dim, args.ffn_hidden, bias=args.mlp_bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))

@@ -17,6 +17,8 @@ def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
     """The style of every module that tensor parallelism touches."""
     plan = {}
     for parameter in parameters:
+        if parameter.fqn.endswith(".bias"):
+            continue  # goes with its weight, whose module has the style
         module = parameter.fqn.removesuffix(".weight")
         plan[module] = _ENDS.get(module, _BY_TP_DIM[parameter.tp_dim])
         block, _, last = module.rpartition(".")

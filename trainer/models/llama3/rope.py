@@ -1,4 +1,4 @@
-"""Rotary position embedding, interleaved pairs, with Llama 3.1's frequency scaling.
+"""Rotary position embedding, interleaved pairs: plain, linear, dynamic NTK, Llama 3.1's scaling, and YaRN.
 
 Frequencies and angles are fp32 on purpose, also where fp64 would be finer: the released weights were trained with
 angles rounded exactly so, and at position 16k that rounding moves logits more than all other arithmetic does.
@@ -11,14 +11,69 @@ import math
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import DynamicRope, LinearRope, ModelArgs, RopeScaling, Scaling, YarnRope
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
-    """Radians per token of each rotation pair, fp32 [P], on the CPU also inside `with torch.device("meta")`."""
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
-    frequencies_P = 1.0 / (args.rope_theta**exponents)
-    return frequencies_P if args.rope_scaling is None else scale_frequencies(frequencies_P, args.rope_scaling)
+    """Radians per token of each rotation pair, fp32 [P], on the CPU also inside `with torch.device("meta")`.
+
+    In the order of operations of transformers (modeling_rope_utils.py), so that every bit is the same.
+    """
+    scaling = args.rope_scaling
+    if isinstance(scaling, YarnRope):
+        return _yarn_frequencies(args, scaling)
+    frequencies_P = 1.0 / (_theta(args) ** _exponents(args))
+    if isinstance(scaling, LinearRope):
+        return frequencies_P / scaling.factor
+    return scale_frequencies(frequencies_P, scaling) if isinstance(scaling, RopeScaling) else frequencies_P
+
+
+def _exponents(args: ModelArgs) -> Tensor:
+    return torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
+
+
+def _theta(args: ModelArgs) -> float:
+    """Dynamic NTK's within the trained length: rounding aside, it is theta itself."""
+    scaling, length = args.rope_scaling, args.max_seq_len
+    if not isinstance(scaling, DynamicRope):
+        return args.rope_theta
+    stretch = (scaling.factor * length / length) - (scaling.factor - 1)
+    return args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2))
+
+
+def _yarn_frequencies(args: ModelArgs, scaling: YarnRope) -> Tensor:
+    """Pairs that turn often within the original length stay, rare ones are slowed by `factor`; a ramp between them."""
+
+    def pair_with(num_turns: float) -> float:
+        turned = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return (args.head_dim * math.log(turned)) / (2 * math.log(args.rope_theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, args.head_dim - 1)
+    if low == high:
+        high += 0.001
+    pairs_P = torch.arange(args.head_dim // 2, dtype=torch.float32, device="cpu")
+    kept_P = 1 - torch.clamp((pairs_P - low) / (high - low), 0, 1)
+    powers_P = args.rope_theta ** _exponents(args)
+    return 1.0 / (scaling.factor * powers_P) * (1 - kept_P) + 1.0 / powers_P * kept_P
+
+
+def rotation_scale(scaling: Scaling | None) -> float:
+    """What cosine and sine are multiplied by: YaRN's attention factor; 1 for all others."""
+    if not isinstance(scaling, YarnRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
+    if mscale and mscale_all_dim:
+        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+    return _magnitude(factor, 1)
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
@@ -38,7 +93,7 @@ class RotaryAngles(nn.Module):
         """`stacked_on`: the dim of cosine and sine, -1 to turn pairs of neighbours, 0 to turn halves of a head."""
         super().__init__()
         self.args, self.stacked_on = args, stacked_on
-        self.frequencies_P = rope_frequencies(args)
+        self.frequencies_P, self.scale = rope_frequencies(args), rotation_scale(args.rope_scaling)
 
     def _apply(self, fn, recurse=True):
         # `.to()`, `.cuda()`, `.to_empty()` all come through here. Take over the device, never the dtype, and compute
@@ -53,7 +108,8 @@ class RotaryAngles(nn.Module):
         Real, because compilers generate no code for complex numbers. FSDP's mixed precision must leave them alone.
         """
         angles = (positions.to(torch.float32).unsqueeze(-1) * self.frequencies_P).unsqueeze(-2)
-        return torch.stack((angles.cos(), angles.sin()), dim=self.stacked_on)
+        turns = torch.stack((angles.cos(), angles.sin()), dim=self.stacked_on)
+        return turns if self.scale == 1.0 else turns * self.scale
 
 
 def rotate(x_BLNH: Tensor, turns: Tensor) -> Tensor:

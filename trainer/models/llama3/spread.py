@@ -20,6 +20,8 @@ def initial_spread(fqn: str, args: ModelArgs) -> Spread:
         return Normal(1.0)
     if fqn == "norm.weight" or fqn.endswith("_norm.weight"):
         return Constant(1.0)
+    if fqn.endswith(".bias"):
+        return Constant(0.0)
     _, layer, module = fqn.removesuffix(".weight").split(".", 2)
     # deeper layers add to a residual stream that has already grown
     return Normal(_STD / sqrt(2 * (int(layer) + 1))) if module in _DEPTH_SCALED else Normal(_STD)

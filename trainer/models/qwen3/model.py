@@ -20,10 +20,10 @@ class Attention(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=False)
+        self.wq = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.attention_bias)
+        self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)
+        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias=args.attention_bias)
+        self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=args.attention_bias)
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
         self.inner_attention: nn.Module = CausalAttention()

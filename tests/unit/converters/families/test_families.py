@@ -134,7 +134,7 @@ def test_permuting_qwen3_by_habit_is_seen(tmp_path):
     assert (right - theirs).abs().max() < 1e-4 * theirs.abs().max() < (wrong - theirs).abs().max() / 100
     for naming in qwen3.QWEN3.namings.values():
         assert not any(isinstance(rule.op, RopeHalves) for rule in naming.rules)
-    assert sum(isinstance(rule.op, RopeHalves) for rule in HF.rules) == 2
+    assert sum(isinstance(rule.op, RopeHalves) for rule in HF.rules) == 4  # weights and biases of q and k
 
 
 @pytest.mark.parametrize("present", [False, True])

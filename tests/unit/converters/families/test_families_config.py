@@ -230,10 +230,13 @@ def test_qwen3_defaults_are_those_of_transformers():
 
 
 REFUSED = {
-    "attention_bias = True": {"attention_bias": True},
+    "is_causal = False": {"is_causal": False},
     "hidden_act = 'gelu'": {"hidden_act": "gelu"},
-    "'yarn'": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-    "'dynamic'": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0}},
+    "'longrope'": {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}},
+    "'proportional'": {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e6}},
+    "RoPE parameters of full_attention": {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+    "per_layer_config": {"per_layer_config": {"0": {"intermediate_size": 64}}},
+    "layer_types = ": {"layer_types": ["full_attention"]},
     "partial_rotary_factor = 0.5": {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
     "from layer 28 on": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
     "layer_types: sliding_attention": {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]},
@@ -249,12 +252,12 @@ def test_what_means_another_computation_is_refused(said):
 
 
 def test_all_that_is_refused_is_listed_at_once(tmp_path):
-    told = REFUSED["'yarn'"] | REFUSED["attention_bias = True"] | REFUSED["from layer 28 on"]
+    told = REFUSED["'longrope'"] | REFUSED["is_causal = False"] | REFUSED["from layer 28 on"]
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | told))
     with pytest.raises(UnsupportedError) as error:
         read_model_info(tmp_path)
     assert all(
-        said in error.value.message for said in ("'yarn'", "attention_bias = True", "use_sliding_window", str(tmp_path))
+        said in error.value.message for said in ("'longrope'", "is_causal = False", "use_sliding_window", str(tmp_path))
     )
 
 

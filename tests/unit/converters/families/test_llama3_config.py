@@ -89,12 +89,12 @@ def test_defaults_of_a_sparse_config():
 def test_other_variants_are_refused():
     config = LLAMA3.hf_config(FLAVORS["debug_gqa"])
     with pytest.raises(UnsupportedError) as error:
-        LLAMA3.args_from_hf_config(config | {"attention_bias": True, "hidden_act": "gelu"})
-    assert "attention_bias = True" in error.value.message and "hidden_act = 'gelu'" in error.value.message
-    with pytest.raises(UnsupportedError, match="'yarn'"):
-        LLAMA3.args_from_hf_config(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}})
+        LLAMA3.args_from_hf_config(config | {"is_causal": False, "hidden_act": "gelu"})
+    assert "is_causal = False" in error.value.message and "hidden_act = 'gelu'" in error.value.message
+    with pytest.raises(UnsupportedError, match="'axial'"):
+        LLAMA3.args_from_hf_config(config | {"rope_scaling": {"rope_type": "axial", "factor": 4}})
     with pytest.raises(CheckpointError, match="low_freq_factor"):
-        LLAMA3.args_from_hf_config(config | {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}})
+        LLAMA3.args_from_hf_config(config | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
     with pytest.raises(CheckpointError, match="hidden_size\n  vocab_size"):
         LLAMA3.args_from_hf_config({k: v for k, v in config.items() if k not in ("hidden_size", "vocab_size")})
 

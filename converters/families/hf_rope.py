@@ -1,0 +1,168 @@
+"""RoPE of a config.json: read as transformers 4 and 5 compute it, and written so that both compute the same.
+
+transformers 5 (modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params; checked with 5.23): a
+`rope_scaling` that is not empty replaces `rope_parameters`; theta and partial_rotary_factor inside win over those
+outside, an `original_max_position_embeddings` outside over the one inside. transformers 4 (checked with 4.57) reads
+`rope_scaling` and the `rope_theta` outside, and in `rope_scaling` prefers `type` to `rope_type`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.families.base import DynamicRope, LinearRope, RopeScaling, Scaling, YarnRope, rope_type
+from converters.model_numbers import check_numbers
+
+_DEFAULT_THETA = 10000.0  # of both versions
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What a version of transformers makes of a file."""
+
+    theta: float
+    scaling: Scaling | None
+
+    def __str__(self) -> str:
+        told = {} if self.scaling is None else rope_parameters(self.scaling)
+        numbers = "".join(f", {key} {value}" for key, value in told.items() if key != "rope_type")
+        return f"type {rope_type(self.scaling)}, theta {self.theta:,.10g}{numbers}"
+
+
+def refused_rope(config: Mapping[str, Any]) -> list[str]:
+    """What of a file's RoPE is not covered. Raises CheckpointError where it is not an object of numbers."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise CheckpointError(f"config.json: {key} is a {type(config[key]).__name__}, not an object")
+        check_numbers(config.get(key) or {}, what=f"config.json, {key},")
+    rope = _used_by_transformers_5(config)
+    refused = [f"RoPE parameters of {key} alone" for key, value in rope.items() if isinstance(value, Mapping)]
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1):
+        refused.append(f"partial_rotary_factor = {partial!r}")
+    kind = _type(rope)
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        refused.append(f"RoPE of type {kind!r}; covered: {', '.join(_SCALINGS)}")
+    return refused
+
+
+def read_rope(config: Mapping[str, Any], *, max_positions: int) -> Rope:
+    """Theta and scaling of a file of which refused_rope says nothing. Raises CheckpointError where a number is missing.
+
+    A file that means different models to transformers 4 and 5 is an UnsupportedError, unless it says for which one it
+    is.
+    """
+    five = _as_transformers_5(config, max_positions)
+    four = _as_transformers_4(config, max_positions)
+    if four is None or four == five or _is_for_transformers_5(config):
+        return five
+    raise UnsupportedError(
+        "config.json describes one RoPE to transformers 4 and another to transformers 5:"
+        + list_offenders([f"transformers 4: {four}", f"transformers 5: {five}", *_spelled(config)]),
+        hint="make rope_scaling and rope_theta say what rope_parameters says, or remove the ones that are wrong",
+    )
+
+
+def rope_parameters(scaling: Scaling) -> dict[str, Any]:
+    """The type and its numbers; what is at its default is left out, unless the type requires it."""
+    required = ("factor", "original_max_position_embeddings")
+    always = {"rope_type": rope_type(scaling)}
+    is_llama3 = isinstance(scaling, RopeScaling)
+    return always | {
+        f.name: value
+        for f in fields(scaling)
+        if (value := asdict(scaling)[f.name]) != f.default or f.name in required or is_llama3
+    }
+
+
+def _used_by_transformers_5(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _as_transformers_5(config: Mapping[str, Any], max_positions: int) -> Rope:
+    rope = _used_by_transformers_5(config)
+    original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    scaling = _SCALINGS[_type(rope)](rope, original or max_positions, max_positions)
+    return Rope(float(rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA), scaling)
+
+
+def _as_transformers_4(config: Mapping[str, Any], max_positions: int) -> Rope | None:
+    """None where transformers 4 fails."""
+    rope = config.get("rope_scaling")
+    theta = float(config.get("rope_theta") or _DEFAULT_THETA)
+    if rope is None:
+        return Rope(theta, None)
+    kind = rope.get("type", rope.get("rope_type"))
+    original = rope.get("original_max_position_embeddings")
+    if not isinstance(kind, str) or kind not in _SCALINGS or (kind == "llama3" and original is None):
+        return None
+    if kind != "default" and rope.get("factor") is None:
+        return None
+    try:
+        return Rope(theta, _SCALINGS[kind](rope, original or max_positions, max_positions))
+    except CheckpointError:
+        return None
+
+
+def _is_for_transformers_5(config: Mapping[str, Any]) -> bool:
+    """Whether the version that wrote a file, or its spelling, says so."""
+    version = str(config.get("transformers_version", "")).partition(".")[0]
+    if version.isdecimal() and int(version) >= 5:
+        return True
+    return bool(config.get("rope_parameters")) and not config.get("rope_theta") and not config.get("rope_scaling")
+
+
+def _spelled(config: Mapping[str, Any]) -> list[str]:
+    keys = ("rope_scaling", "rope_theta", "rope_parameters", "original_max_position_embeddings")
+    return [f"{key} = {config[key]}" for key in keys if config.get(key) is not None]
+
+
+def _none(rope: Mapping[str, Any], original: int, max_positions: int) -> None:
+    return None
+
+
+def _linear(rope: Mapping[str, Any], original: int, max_positions: int) -> LinearRope:
+    _require(rope, "linear", "factor")
+    return LinearRope(float(rope["factor"]))
+
+
+def _dynamic(rope: Mapping[str, Any], original: int, max_positions: int) -> DynamicRope:
+    _require(rope, "dynamic", "factor")
+    return DynamicRope(float(rope["factor"]))
+
+
+def _llama3(rope: Mapping[str, Any], original: int, max_positions: int) -> RopeScaling:
+    _require(rope, "llama3", "factor", "low_freq_factor", "high_freq_factor")
+    return RopeScaling(
+        float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), int(original)
+    )
+
+
+def _yarn(rope: Mapping[str, Any], original: int, max_positions: int) -> YarnRope:
+    """Zero and null stand for the defaults of beta_fast and beta_slow, and a null for `truncate = false`."""
+    if "factor" not in rope:
+        _require(rope, "yarn", "factor")
+    factor = rope["factor"] if rope["factor"] is not None else max_positions / original
+    given = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+    return YarnRope(
+        float(factor),
+        int(original),
+        beta_fast=float(rope.get("beta_fast") or YarnRope.BETA_FAST),
+        beta_slow=float(rope.get("beta_slow") or YarnRope.BETA_SLOW),
+        truncate=bool(rope.get("truncate", True)),
+        **{key: None if value is None else float(value) for key, value in given.items()},
+    )
+
+
+_SCALINGS = {"default": _none, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+
+
+def _require(rope: Mapping[str, Any], kind: str, *keys: str) -> None:
+    missing = [key for key in keys if rope.get(key) is None]
+    if missing:
+        raise CheckpointError(f"config.json lacks numbers of its RoPE of type {kind}:" + list_offenders(missing))
