@@ -1,13 +1,23 @@
 #!/usr/bin/env bash
 # Train, for those who type torchtitan's script of this name. Arguments go to `titan train`, --section.key VALUE.
-#   NGPU=8 CONFIG_FILE=./llama3_8b.toml ./scripts/run_train.sh --training.steps 100
+#   LOG_RANK=0,1 NGPU=8 CONFIG_FILE=./llama3_8b.toml ./scripts/run_train.sh --training.steps 100
 # Reads CONFIG_FILE (a TOML file or a preset; default debug), NGPU (ranks to start here; default: all GPUs, or what the
-# degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). A `titan` on PATH is used as it is.
+# degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). LOG_RANK and PYTORCH_ALLOC_CONF are read by
+# `titan train`. A `titan` on PATH is used as it is.
 set -euo pipefail
 if [ -n "${TITAN_ENVIRONMENT:-}" ] || ! command -v titan > /dev/null; then
     started_in=$PWD
     source "$(dirname "$0")/setup.sh"
     cd "$started_in"
+fi
+
+if [ "${TRAIN_FILE:-torchtitan.train}" != torchtitan.train ]; then
+    echo "error: TRAIN_FILE=$TRAIN_FILE names another training program; this script runs \`titan train\`" >&2
+    echo "hint: a module of your own registers families, datasets and losses: --experimental.custom_import MODULE" >&2
+    exit 2
+fi
+if [ -n "${TORCHFT_LIGHTHOUSE:-}" ]; then
+    echo "note: TORCHFT_LIGHTHOUSE is not read: TorchFT's replica groups are not covered" >&2
 fi
 
 options=()

@@ -4,6 +4,11 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
+# torchtitan's own classes, for the tests that compare with them; apart, so that its requirements change nothing here
+export TITAN_TORCHTITAN="${TITAN_TORCHTITAN:-$PWD/.venv/torchtitan}"
+[ -d "$TITAN_TORCHTITAN/torchtitan-0.2.2.dist-info" ] || python -m pip install --quiet --disable-pip-version-check \
+    --no-deps --target "$TITAN_TORCHTITAN" torchtitan==0.2.2
+
 mkdir -p docs
 {
     date -u "+%F, $(nproc) cores"

@@ -97,6 +97,50 @@ def test_run_train_gives_titans_exit_code_and_knows_torchtitans_dry_run(run):
     assert done.returncode == 0 and "on 8 ranks" in done.stdout and "rank 5" in done.stdout
 
 
+def test_variables_that_have_no_meaning_here_are_said(run):
+    done = run(RUN_TRAIN, TRAIN_FILE="my.train")
+    assert done.returncode == 2 and "error: TRAIN_FILE=my.train names another training program" in done.stderr
+    known = {"TRAIN_FILE": "torchtitan.train", "TORCHFT_LIGHTHOUSE": "http://localhost:29510"}
+    done = run(RUN_TRAIN, COMM_MODE="fake_backend", NGPU="8", **known)
+    assert done.returncode == 0 and "TRAIN_FILE" not in done.stderr
+    assert done.stderr.count("note: TORCHFT_LIGHTHOUSE is not read") == 1
+
+
+PROBE = """
+import os
+with open(f"allocator_of_{os.environ.get('RANK', 'launcher')}", "w") as file:
+    file.write(str([os.environ.get(f"PYTORCH_{name}ALLOC_CONF") for name in ("", "CUDA_")]))
+"""
+
+
+def test_log_rank_and_allocator_reach_the_ranks(run, data, tmp_path):
+    (tmp_path / "probe.py").write_text(PROBE)
+    steps = [*few_steps(data, tmp_path / "run"), "--experimental.custom_import=probe.py"]
+    done = run(RUN_TRAIN, *steps, NGPU="2", LOG_RANK="0,1")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split()[:4] for line in done.stdout.splitlines()]
+    assert sorted(lines) == [["[rank", f"{rank}]", "step", step] for rank in (0, 1) for step in "123"]
+    assert len(read_losses(tmp_path / "run")) == 3  # by rank 0 alone
+    assert (tmp_path / "allocator_of_1").read_text() == "['expandable_segments:True', None]"
+
+    done = run(RUN_TRAIN, *steps, NGPU="2", LOG_RANK="2")
+    assert done.returncode == 2 and "the ranks are 0 to 1" in done.stderr and "try: LOG_RANK=0" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value"), [("PYTORCH_ALLOC_CONF", ""), ("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:4")]
+)
+def test_slurm_ranks_have_the_allocator_that_is_asked_for(run, data, tmp_path, name, value):
+    (tmp_path / "probe.py").write_text(PROBE)
+    steps = ["debug", *few_steps(data, tmp_path / "run"), "--experimental.custom_import=probe.py"]
+    assert run(SLURM, *steps, **slurm_of(tmp_path)).returncode == 0
+    assert (tmp_path / "allocator_of_1").read_text() == "['expandable_segments:True', None]"
+    assert run(SLURM, *steps, **slurm_of(tmp_path), **{name: value}).returncode == 0
+    found = [value if name == asked else None for asked in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    assert (tmp_path / "allocator_of_1").read_text() == str(found)
+
+
 def slurm_of(tmp_path: Path, **more: str) -> dict[str, str]:
     job = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "MASTER_PORT": "29731"}
     return job | {"REQUEUED": str(tmp_path / "requeued")} | more

@@ -22,7 +22,7 @@ def estimate_memory(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="classic or expandable (segments).  [default: as PYTORCH_CUDA_ALLOC_CONF says here, else classic]",
+            help="classic or expandable (segments).  [default: as PYTORCH_ALLOC_CONF says here, else expandable]",
         ),
     ] = None,
     timeline: Annotated[

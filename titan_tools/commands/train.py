@@ -31,13 +31,19 @@ def train(
 
     Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
     that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.
+
+    Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0); PYTORCH_ALLOC_CONF is
+    expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.errors import ConfigError
     from converters.families.registry import get_family
     from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks
+    from titan_tools.memory.allocator_settings import choose_allocator
     from trainer.config.load import load_config
     from trainer.parallel_dims import fit_layout, required_world_size
+    from trainer.watching.log_rank import shown_ranks
 
+    choose_allocator()  # before custom_import, which may load torch
     settings = load_config(config, context.args)
     if dry_run:
         from titan_tools.dry_run_page import dry_run_from_command_line
@@ -65,6 +71,7 @@ def train(
         )
     args = get_family(settings.model.name).flavors[settings.model.flavor]
     fit_layout(settings, args, num_ranks, option="--nproc")
+    shown_ranks(num_ranks)  # a wrong LOG_RANK is an error before ranks start
     exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
     if exit_code:
         raise typer.Exit(exit_code)

@@ -30,7 +30,7 @@ def assumptions_of(
             " two more cuBLAS workspaces, for the stream that multiplies every other piece"
         )
     if left_out := unmodelled_settings():
-        said.append(f"PYTORCH_CUDA_ALLOC_CONF here sets {', '.join(left_out)}, which is not modelled")
+        said.append(f"PYTORCH_ALLOC_CONF here sets {', '.join(left_out)}, which is not modelled")
     if run.mesh.cp > 1:
         said.append(
             "context parallel: flash attention is taken for queries over gathered keys. Where torch finds no fused"

@@ -106,7 +106,7 @@ def to_try(found: Estimate) -> list[str]:
     saved = rank.reserved_bytes - found.other_reserved_bytes
     said = [str(change) for change in found.changes]
     if found.allocator == "classic" and saved >= _WORTH_SAYING * rank.reserved_bytes:
-        said.insert(0, f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: {tell_bytes(saved)} less reserved")
+        said.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {tell_bytes(saved)} less reserved")
     return said
 
 

@@ -149,7 +149,7 @@ class Training:
     """`chunked`: output projection and loss in `loss_chunks` pieces, so that whole logits never exist; `plain`; or the
     name that a module in experimental.custom_import registers. No key of torchtitan's, which has `plain`."""
     loss_chunks: Positive = 8
-    """Pieces that the tokens of a forward pass are cut in, under `chunked`."""
+    """Pieces that the tokens of a forward pass are cut in, under `chunked`. No key of torchtitan's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient leads to: stop before the update with exit code 4, or leave the update
     out, say so and count it. No key of torchtitan's."""

@@ -127,9 +127,9 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
 class MetricsLog:
     """Where records go: metrics.jsonl and the console, TensorBoard, or what there is of them on this rank."""
 
-    def __init__(self, file: Path | None, *, tensorboard_folder: Path | None, color: bool):
-        """`file` None: neither a file nor a word."""
-        self._file = _open_to_append(file) if file else None
+    def __init__(self, file: Path | None, *, console: str | None, tensorboard_folder: Path | None, color: bool):
+        """`console`: what each of its lines begins with; None for no lines."""
+        self._file, self._console = _open_to_append(file) if file else None, console
         self._color = color and sys.stdout.isatty()
         self._tensorboard: Any = None
         if tensorboard_folder:
@@ -149,8 +149,10 @@ class MetricsLog:
 
     def say(self, line: str) -> None:
         """A line of the run's log, on stdout."""
-        if self._file:
-            print(f"\033[36m{line}\033[0m" if self._color else line, flush=True)
+        if self._console is not None:
+            line = self._console + line
+            # in one write: lines of several ranks share the console
+            print(f"\033[36m{line}\033[0m\n" if self._color else f"{line}\n", end="", flush=True)
 
     def close(self) -> None:
         if self._file:

@@ -13,6 +13,7 @@ from converters.model_info import ModelInfo
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Config, Metrics
 from trainer.step import StepResult
+from trainer.watching.log_rank import shown_ranks
 from trainer.watching.metrics import (
     METRICS_FILE,
     MetricsLog,
@@ -28,18 +29,20 @@ class Report:
     """Measures from the moment it is made.
 
     Loss and norm are the same on every rank, in a pipeline too, so rank 0 speaks for all; the others are silent, or
-    with metrics.save_for_all_ranks write to TensorBoard what they have measured.
+    with metrics.save_for_all_ranks write to TensorBoard what they have measured. LOG_RANK chooses others.
     """
 
     def __init__(self, config: Config, info: ModelInfo, *, num_samples: int, device: torch.device, rank: int):
         """`num_samples`: per step, over all ranks."""
         dump, settings = Path(config.job.dump_folder), config.metrics
         tensorboard = _tensorboard_folder(settings, dump, rank)
-        self._is_silent = rank != 0 and tensorboard is None
+        shown = shown_ranks(dist.get_world_size())
+        self._is_silent = rank != 0 and tensorboard is None and rank not in shown
         if self._is_silent:
             return
         self._log = MetricsLog(
             dump / METRICS_FILE if rank == 0 else None,
+            console=None if rank not in shown else "" if shown == {0} else f"[rank {rank}] ",
             tensorboard_folder=tensorboard,
             color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
         )

@@ -151,6 +151,8 @@ def test_engines_that_disagree_are_told(capsys, monkeypatch, estimated_once):
 def test_the_allocator_is_that_of_the_environment(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    assert allocator_of_environment() == "expandable"  # as in training
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
     assert allocator_of_environment() == "classic"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True")
     assert allocator_of_environment() == "expandable"

@@ -209,6 +209,16 @@ def test_at_the_limit_free_granules_are_unmapped_unmap_block():
         gpu.allocate(2 * MIB, COMPUTE)
 
 
+@BOTH
+@pytest.mark.parametrize("capacity_bytes", [0, 30 * MIB])
+def test_more_than_the_whole_memory_is_out_of_memory(name, capacity_bytes):
+    gpu = make_allocator(name, capacity_bytes=capacity_bytes)
+    with pytest.raises(OutOfMemory):
+        gpu.allocate(100 * MIB, COMPUTE)
+    with pytest.raises(OutOfMemory):
+        gpu.allocate(40 * MIB, COMPUTE)
+
+
 # --- invariants
 
 _STEPS = st.lists(

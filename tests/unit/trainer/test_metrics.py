@@ -88,7 +88,7 @@ def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
 def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
-    log = MetricsLog(path, tensorboard_folder=tmp_path / "tb", color=False)
+    log = MetricsLog(path, console="", tensorboard_folder=tmp_path / "tb", color=False)
     log.write(3, {"loss": 1.5, "mfu": None, "grad_norm": float("nan")})
     log.close()
     lines = path.read_text().splitlines()

@@ -76,6 +76,8 @@ class Expandable:
 
     def _mapped(self, ranges: "_Ranges", size: int) -> int | None:
         """Start of a free block of at least `size` in which what lacked is mapped now; None where memory ran out."""
+        if self.capacity_bytes is not None and size > self.capacity_bytes:
+            return None  # no range has that many addresses
         start = ranges.find_space(size)
         if start is None:
             start = self._new_range(ranges)
