@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 config_app = typer.Typer(
-    help="Show, check, upgrade and start config files.", no_args_is_help=True, rich_markup_mode=None
+    help="Show, check, upgrade and start config files.\n\n"
+    "\b\nExamples:\n"
+    "  titan config show debug\n"
+    "  titan config init llama3_8b my_run.toml\n"
+    "  titan config check my_run.toml --world-size 8",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -41,7 +47,8 @@ def check(
     context: typer.Context,
     config: _Source,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Ranks of the job; default: what the degrees need.")
+        int | None,
+        typer.Option("--world-size", min=1, metavar="N", help="Ranks of the job; default: what the degrees need."),
     ] = None,
     as_json: _Json = False,
 ) -> None:
