@@ -38,6 +38,7 @@ SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
 
 # Files and folders of a run
 METRICS_FILE = "metrics.jsonl"
+RESUMED_FROM = "resumed_from"  # in a record there: those of later steps, before it, no longer count
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 EPOCH_FOLDER_PATTERN = re.compile(r"^epoch_(\d+)$")  # torchtune's

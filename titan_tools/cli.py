@@ -49,6 +49,11 @@ class _Interrupted(BaseException):
 
 
 class _Commands(TyperGroup):
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:  # titan help convert auto: its help page
+            args = [*args[1:], "--help"]
+        return super().parse_args(ctx, args)
+
     def list_commands(self, ctx: typer.Context) -> list[str]:
         return [name for name in _SHORT if name in self.commands]  # Typer would put the groups last
 
@@ -62,9 +67,10 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="titan",
     cls=_Commands,
-    help=f"Move, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n{EXIT_CODES}",
+    help="Move, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n"
+    f"`titan help COMMAND` has options and examples of a command.\n\n{EXIT_CODES}",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -86,7 +92,7 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options_of_titan(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     module: Annotated[
         str | None,
@@ -177,10 +183,9 @@ def run() -> int:
     except _Terminated as error:
         _tell("ended by SIGTERM", hint=_notes(error))
         return 128 + signal.SIGTERM
-    except (
-        BrokenPipeError,
-        SystemExit,
-    ):  # `titan … | head`: the reader has enough; Typer makes the second of the first
+    except SystemExit as error:  # Typer's, after a completion; or what it makes of a BrokenPipeError
+        return PIPE_CLOSED if error.code else 0
+    except BrokenPipeError:  # `titan … | head`: the reader has enough
         return PIPE_CLOSED
     except OSError as error:  # a place that cannot be read or written, met where nobody expected it
         if (told := as_machine_error(error)) is None:

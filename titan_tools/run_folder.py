@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import CheckpointError
-from converters.names import METRICS_FILE
+from converters.names import METRICS_FILE, RESUMED_FROM
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 
 
@@ -48,6 +48,8 @@ def summarize_run(path: Path) -> RunSummary:
         if record is None:
             continue
         step = record["step"]
+        if RESUMED_FROM in record:  # what was recorded of later steps is of a part that was given up
+            loss, held_out = ({s: value for s, value in curve.items() if s <= step} for curve in (loss, held_out))
         if "loss" in record:
             loss[step] = record["loss"]
         if "validation_loss" in record:

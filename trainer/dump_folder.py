@@ -25,6 +25,17 @@ def make_dump_folder(folder: Path) -> None:
         ) from error
 
 
+def try_dump_folder(folder: Path) -> None:
+    """Raise as `make_dump_folder` does; folders that it makes are removed again."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        make_dump_folder(folder)
+    finally:
+        for place in missing:  # the innermost first
+            with suppress(OSError):
+                place.rmdir()
+
+
 def save_config(config: Config) -> None:
     """Write the merged config and its origins as JSON, where job.save_config_file asks for it, replacing the last one.
 

@@ -103,7 +103,8 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
 
     # Train
     num_samples = samples_per_step(training, dims.batch)
-    report = Report(config, info, num_samples=num_samples, device=ranks.device, rank=dist.get_rank())
+    rank = dist.get_rank()
+    report = Report(config, info, num_samples=num_samples, device=ranks.device, rank=rank, num_done=num_done)
     batches = iter(loader)
     with (
         GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,

@@ -45,7 +45,6 @@ _SHARED = {
     "attention_chunk_size": (None,),
     "kv_sharing_modes": (None,),
     "fusion_config": (None,),
-    "transformers_weights": (None,),
     "configuration_files": (None,),
     "text_config": (None,),
 }

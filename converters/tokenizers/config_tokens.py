@@ -87,10 +87,11 @@ def read_table(path: Path) -> tuple[dict[str, int], int]:
 def _table(content: Mapping[str, Any], path: Path) -> tuple[dict[str, int], int]:
     try:
         vocab = content.get("model", {}).get("vocab") or {}
-        # pairs in a Unigram model, whose named tokens are added ones
-        named = dict(vocab) if isinstance(vocab, dict) else {}
+        if isinstance(vocab, list):  # of a Unigram model: pairs of token and score, in the order of ids
+            vocab = {str(token): id for id, (token, _) in enumerate(vocab)}
+        named = dict(vocab)
         added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
     return named | added, len(vocab)
 

@@ -6,7 +6,13 @@ from typing import Annotated
 import typer
 
 config_app = typer.Typer(
-    help="Show, check, upgrade and start config files.", no_args_is_help=True, rich_markup_mode=None
+    help="Show, check, upgrade and start config files.\n\n"
+    "\b\nExamples:\n"
+    "  titan config show debug\n"
+    "  titan config init llama3_8b my_run.toml\n"
+    "  titan config check my_run.toml --world-size 8",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 _OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -41,11 +47,15 @@ def check(
     context: typer.Context,
     config: _Source,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, help="Ranks of the job; default: what the degrees need.")
+        int | None,
+        typer.Option("--world-size", min=1, metavar="N", help="Ranks of the job; default: what the degrees need."),
     ] = None,
     as_json: _Json = False,
 ) -> None:
     """Check a config as training would: keys, values, model, and the layout on that many ranks. Exit code 0 or 2.
+
+    What training reads and writes is looked for, too: the dump folder, tokenizer, data and initial checkpoint. Of a
+    preset and of defaults it may be missing yet, which is said.
 
     \b
     Examples:
@@ -56,17 +66,22 @@ def check(
     from titan_tools.console import note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread
+    from trainer.inputs import check_inputs
     from trainer.parallel_dims import fit_layout, required_world_size
 
     loaded = load_config(config, context.args)
     args = get_family(loaded.model.name).flavors[loaded.model.flavor]
     dims = fit_layout(loaded, args, world_size or required_world_size(loaded.parallelism))
+    open_points = check_inputs(loaded)
     if as_json:
-        print_json({"config": config, "world_size": dims.world_size, "not_read": unread(loaded)})
+        found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
+        print_json(found | {"not_checked": open_points})
         return
     print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims})")
     for line in unread(loaded):
         note(f"not read: {line}")
+    for line in open_points:
+        note(f"not checked: {line}")
 
 
 @config_app.command("upgrade", short_help="Bring an older file to today's vocabulary.")

@@ -31,7 +31,11 @@ from titan_tools.conversion import run
 
 convert_app = typer.Typer(
     help="Convert weights between Hugging Face, DCP, Meta's format, torch files and torchtune, at the speed and in the "
-    "memory of a copy.",
+    "memory of a copy.\n\n"
+    "\b\nExamples:\n"
+    "  titan convert auto Llama-3.2-1B out.dcp --to dcp\n"
+    "  titan convert dcp-to-hf outputs/checkpoint/step-1000 my-model\n"
+    "  titan help convert auto",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

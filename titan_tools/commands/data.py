@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-data_app = typer.Typer(help="Prepare text for training.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    help="Prepare text for training.\n\n"
+    "\b\nExamples:\n"
+    "  titan data prepare --out data\n"
+    "  titan data prepare notes/ c4-train.00000.json.gz --out data --tokenizer Llama-3.1-8B",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @data_app.callback()

@@ -36,7 +36,8 @@ def infer(
         ),
     ],
     source: Annotated[
-        str | None, typer.Argument(metavar="-", help="- reads the prompt from standard input.", show_default=False)
+        str | None,
+        typer.Argument(metavar="STDIN", help="A dash (-) reads the prompt from standard input.", show_default=False),
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The prompt.", show_default=False)] = None,
     prompt_file: Annotated[
@@ -77,7 +78,9 @@ def infer(
     truncate: Annotated[
         _Truncate | None,
         typer.Option(
-            help="Drop the beginning of prompts that do not fit the context. Default: refuse them.", show_default=False
+            metavar="left",
+            help="left: drop the beginning of prompts that do not fit the context. Default: refuse them.",
+            show_default=False,
         ),
     ] = None,
     from_bos: Annotated[

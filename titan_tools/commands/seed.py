@@ -25,7 +25,8 @@ def seed(
       titan seed llama3_70b seed-70b --parallelism.data_parallel_shard_degree 8 --training.dtype bfloat16 --workers 8
 
     The same weights that `titan train` begins with by itself, for any mesh; start from them with
-    --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE.
+    --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE;
+    `titan config show CONFIG` lists them.
     """
     from titan_tools.console import note, print_json, progress
     from trainer.chosen_model import NO_TOKENIZER

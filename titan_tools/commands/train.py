@@ -10,15 +10,19 @@ def train(
     config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks to start on this machine. Else all GPUs; without GPUs, what the degrees need."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Ranks to start on this machine. Else all GPUs; without GPUs, what the degrees need.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Build one rank without memory and peers; say what it holds and sends.")
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a dry run's job; default: what the degrees need.")
+        int | None, typer.Option(min=1, metavar="N", help="Ranks of a dry run's job; default: what the degrees need.")
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="The rank that a dry run builds.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, metavar="N", help="The rank that a dry run builds.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Of a dry run: one JSON object on stdout.")] = False,
 ) -> None:
     """Train a model, resuming where its folder left off.
@@ -29,8 +33,9 @@ def train(
       titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
       titan train llama3_405b --dry-run --world-size 512
 
-    Every key of the config can be given as --section.key VALUE. Ranks are started here; under torchrun or a scheduler
-    that has started them, this process joins as one. On SIGTERM or SIGUSR1 it saves after the step and exits with 75.
+    Every key of the config can be given as --section.key VALUE; `titan config show CONFIG` lists them. Ranks are
+    started here; under torchrun or a scheduler that has started them, this process joins as one. On SIGTERM or SIGUSR1
+    it saves after the step and exits with 75.
 
     Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0); PYTORCH_ALLOC_CONF is
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.

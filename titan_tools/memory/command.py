@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
-from titan_tools.console import print_json
+from titan_tools.console import count, note, print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.gpus import find_gpu
@@ -45,6 +45,11 @@ def estimate_from_command_line(
     settings = load_config(config, overrides)
     problems += _gpu_problems(settings, gpu)
     dims = resolved_layout(settings, world_size=world_size, problems=problems)
+    if world_size is None and settings.parallelism.data_parallel_shard_degree == -1:
+        note(
+            f"estimated for {count(dims.world_size, 'rank')}: parallelism.data_parallel_shard_degree = -1 takes all"
+            " the ranks there are; --world-size N says how many"
+        )
     flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
     flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
     if gaps := trace_gaps(settings, dims):
@@ -83,7 +88,7 @@ def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
     try:
         return find_gpu(text), []
     except ConfigError as error:
-        return None, [f"{error.message}; {error.hint}; nearest: {error.tries[0]}"]
+        return None, [f"{error.message}; {error.hint}; nearest: {' or '.join(error.tries)}"]
 
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:

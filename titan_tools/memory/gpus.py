@@ -8,9 +8,17 @@ DEFAULT = GPUS["h100-80"]  # whose kernels are counted where none is named
 
 def find_gpu(text: str) -> Gpu:
     """The GPU type of that name, or one of that many usable GiB (kernels as on the default one). Raises ConfigError."""
+    name = text.strip().lower().removesuffix("gb")
+    alike = [gpu for gpu in GPUS if name in (gpu, gpu.split("-")[0])]
+    if len(alike) == 1:
+        return GPUS[alike[0]]
+    if alike:
+        raise ConfigError(
+            f"--gpu {text!r} is the name of several types",
+            hint=f"types: {', '.join(alike)}",
+            tries=[f"--gpu {gpu}" for gpu in alike],
+        )
     name = text.strip().lower()
-    if name in GPUS:
-        return GPUS[name]
     try:
         usable = float(name.removesuffix("gib"))
     except ValueError:

@@ -12,7 +12,7 @@ from trainer.parallel_dims import layout_problems, required_world_size, resolve
 def resolved_layout(
     config: Config, *, world_size: int | None = None, problems: Sequence[str] | None = None
 ) -> MeshShape:
-    """The degrees on `world_size` ranks (None: as many as the config's degrees name).
+    """The degrees on `world_size` ranks (None: as many as the config's degrees name, as `titan config check` has it).
 
     Raises ConfigError with everything that cannot be, `problems` of the caller included.
     """
@@ -28,12 +28,6 @@ def _degrees(config: Config, world_size: int | None) -> tuple[MeshShape, list[st
     """The degrees, or near ones and why they are not what was asked for, with what to try."""
     parallelism = config.parallelism
     needed = required_world_size(parallelism)
-    if world_size is None and parallelism.data_parallel_shard_degree == -1:
-        why = (
-            "the number of ranks is open: parallelism.data_parallel_shard_degree = -1 takes the ranks that the other"
-            f" degrees leave; give --world-size{f', a multiple of {needed}' if needed > 1 else ''}"
-        )
-        return resolve(parallelism, needed), [f"--world-size {max(needed, 8)}"], [why]
     try:
         return resolve(parallelism, world_size or needed), [], []
     except ConfigError as error:

@@ -9,12 +9,14 @@ from trainer.data.index import open_index
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
 from trainer.data.samples import TokenSource, Weighted
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
-from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, stream_c4
-from trainer.data.text_index import Preparation, identity_of, index_text
+from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, find_stream, stream_c4
+from trainer.data.text_index import Preparation, identity_of, index_text, refuse_no_tokenizer
+from trainer.data.tokenizer import load_tokenizer
 
 _ENDINGS = {"c4_test": JSON_LINES, "jsonl": JSON_LINES, "text": TEXT, "parquet": PARQUET}
 assert _ENDINGS.keys() == set(TEXT_KINDS)
 
+_SPLITS = {C4: "train", C4_VALIDATION: "validation"}
 _OPENERS: dict[str, Callable[[str], TokenSource]] = {TOKENS: open_index}
 _TORCHTITANS_SAMPLE = Path("tests/assets/c4_test")  # in its repository, from which its users start their runs
 _BUILT_IN = (TOKENS, *TEXT_KINDS, C4, C4_VALIDATION)
@@ -65,6 +67,20 @@ def open_dataset(
     return source
 
 
+def check_dataset(name: str, path: str | None, *, vocab_size: int, tokenizer: Path) -> str:
+    """Raise as `open_dataset` does, but make no index of a text and ask no hub. Returns what was not checked."""
+    if name not in (C4, C4_VALIDATION) and (name not in TEXT_KINDS or not path):
+        open_dataset(name, path, vocab_size=vocab_size)
+        return ""
+    refuse_no_tokenizer(name, tokenizer)
+    refuse_large_vocabulary(load_tokenizer(tokenizer).vocab_size, vocab_size, str(tokenizer))
+    if name in TEXT_KINDS:
+        _text_files(name, path)
+        return ""
+    files = find_stream(_SPLITS[name], path)
+    return "" if files else f"dataset = {name!r} comes from the hub, which was not asked"
+
+
 def open_mixture(
     name: str, mix: Sequence[tuple[str, float]], *, vocab_size: int, preparation: Preparation | None = None
 ) -> list[Weighted]:
@@ -95,8 +111,12 @@ def refuse_large_vocabulary(data_vocab: int, model_vocab: int, where: str) -> No
 
 def _open_text(name: str, path: str, preparation: Preparation | None) -> TokenSource:
     assert preparation is not None, name
-    files = find_files([Path(path)], kinds=_ENDINGS[name])
+    files = _text_files(name, path)
     return index_text(f"dataset {name}, {path}", lambda: identity_of(files), lambda: read_documents(files), preparation)
+
+
+def _text_files(name: str, path: str) -> list[Path]:
+    return find_files([Path(path)], kinds=_ENDINGS[name])
 
 
 def _open_beginning_of_c4(
@@ -108,7 +128,7 @@ def _open_beginning_of_c4(
         raise DataError(
             "dataset = 'c4' is too long to be held out as a whole", tries=["--validation.steps 100", C4_VALIDATION]
         )
-    split = "validation" if name == C4_VALIDATION else "train"
+    split = _SPLITS[name]
 
     @cache
     def text() -> StreamedText:  # opened on the one rank that makes the index

@@ -77,6 +77,12 @@ def stream_c4(split: str, path: str | None) -> StreamedText:
     return StreamedText(path, identity, len(files), dataset)
 
 
+def find_stream(split: str, path: str | None) -> Sequence[Path]:
+    """The files that `stream_c4` would read, none of the hub's; raises as it does where there are none."""
+    _import_datasets()
+    return _files_of(Path(path), split) if path else ()
+
+
 def _files_of(path: Path, split: str) -> Sequence[Path]:
     """Those of the split, where they are called as C4's are; else all. English, where the folder is a copy of C4."""
     english = path / C4_ON_THE_HUB[1]

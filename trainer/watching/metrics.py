@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from converters.families.base import ModelArgs
+from converters.names import RESUMED_FROM
 
 METRICS_FILE = "metrics.jsonl"
 _GIB = 1024**3
@@ -127,9 +128,20 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
 class MetricsLog:
     """Where records go: metrics.jsonl and the console, TensorBoard, or what there is of them on this rank."""
 
-    def __init__(self, file: Path | None, *, console: str | None, tensorboard_folder: Path | None, color: bool):
-        """`console`: what each of its lines begins with; None for no lines."""
+    def __init__(
+        self,
+        file: Path | None,
+        *,
+        console: str | None,
+        tensorboard_folder: Path | None,
+        color: bool,
+        num_done: int | None = None,
+    ):
+        """`console`: the beginning of each line; None for no lines. `num_done`: the step at which a run resumes."""
+        repeats = file is not None and num_done is not None and _last_step(file) > num_done
         self._file, self._console = _open_to_append(file) if file else None, console
+        if repeats:  # the records of later steps, further up, are of a part that was given up
+            self._file.write(json.dumps({"step": num_done, RESUMED_FROM: num_done}) + "\n")
         self._color = color and sys.stdout.isatty()
         self._tensorboard: Any = None
         if tensorboard_folder:
@@ -169,6 +181,15 @@ def _open_to_append(path: Path) -> TextIO:
     if torn:  # the last run died within a line
         file.write("\n")
     return file
+
+
+def _last_step(path: Path) -> int:
+    """The highest step that a file has a record of; 0 where there is none."""
+    steps = [0]
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):  # a line that was cut off
+            steps.append(int(json.loads(line)["step"]))
+    return max(steps)
 
 
 def step_line(step: int, scalars: Mapping[str, float | None], *, eta_secs: float) -> str:

@@ -32,8 +32,17 @@ class Report:
     with metrics.save_for_all_ranks write to TensorBoard what they have measured. LOG_RANK chooses others.
     """
 
-    def __init__(self, config: Config, info: ModelInfo, *, num_samples: int, device: torch.device, rank: int):
-        """`num_samples`: per step, over all ranks."""
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        *,
+        num_samples: int,
+        device: torch.device,
+        rank: int,
+        num_done: int | None = None,
+    ):
+        """`num_samples`: per step, over all ranks. `num_done`: the step that the run goes on from."""
         dump, settings = Path(config.job.dump_folder), config.metrics
         tensorboard = _tensorboard_folder(settings, dump, rank)
         shown = shown_ranks(dist.get_world_size())
@@ -45,6 +54,7 @@ class Report:
             console=None if rank not in shown else "" if shown == {0} else f"[rank {rank}] ",
             tensorboard_folder=tensorboard,
             color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
+            num_done=num_done,
         )
         self._device, self._num_ranks = device, dist.get_world_size()
         self._every, self._num_steps = settings.log_freq, config.training.steps

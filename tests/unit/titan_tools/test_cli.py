@@ -129,7 +129,46 @@ def test_somebody_elses_trainer_package_is_refused(tmp_path):
 
 def test_help_has_a_short_form_and_there_is_a_version():
     assert titan("-h").stdout == titan("--help").stdout
-    assert titan("--version").stdout.startswith("titan ")
+    assert titan("--version").stdout.startswith("titan ") and titan("-V").stdout == titan("--version").stdout
+
+
+def test_help_is_a_word_too():
+    assert titan("help").stdout == titan("--help").stdout
+    assert titan("help", "convert", "auto").stdout == titan("convert", "auto", "--help").stdout
+    wrong = titan("help", "nothing")
+    assert wrong.returncode == 2 and "No such command 'nothing'" in wrong.stderr
+
+
+@pytest.mark.parametrize("group", ["convert", "data", "config"])
+def test_help_of_a_group_has_examples_that_parse(group):
+    for example in examples_of([group]):
+        words = shlex.split(example)
+        assert words[0] == "titan"
+        done = CliRunner().invoke(parse_only(), [*words[2:], "--help"] if words[1] == "help" else words[1:])
+        assert done.exit_code == 0, f"{example}\n{done.output}"
+    assert len(examples_of([group])) >= 2
+
+
+def test_the_shell_completes_commands_and_options(monkeypatch):
+    """As the script does that --show-completion prints; torch is not loaded for it."""
+    monkeypatch.setenv("_TITAN_COMPLETE", "complete_bash")
+    for typed, number, expected in (("titan conv", "1", ["convert"]), ("titan verify --acc", "2", ["--accept"])):
+        monkeypatch.setenv("COMP_WORDS", typed)
+        monkeypatch.setenv("COMP_CWORD", number)
+        done = titan()
+        assert (done.returncode, done.stdout.split(), done.stderr) == (0, expected, "")
+    monkeypatch.delenv("_TITAN_COMPLETE")
+    shown = subprocess.run(
+        ["bash", "-c", f"{shlex.join(TITAN)} --show-completion; true"], capture_output=True, text=True
+    )
+    assert "_TITAN_COMPLETE=complete_bash" in shown.stdout and shown.stderr == ""
+
+
+def test_help_of_training_says_where_the_keys_are():
+    shown = " ".join(titan("train", "-h").stdout.split())
+    assert "`titan config show CONFIG` lists them" in shown and "<int range>" not in shown
+    shown = titan("infer", "-h").stdout
+    assert "--truncate left" in shown and "[-]" not in shown and "- <str>" not in shown
 
 
 _CHECKPOINT_COMMANDS = [["convert", "auto"], ["convert", "dcp-to-torch"], *(

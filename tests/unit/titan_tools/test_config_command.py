@@ -6,6 +6,22 @@ import sys
 
 import pytest
 
+from titan_tools import cli
+
+OWN_TEXT = ("--validation.dataset_path", "none", "--model.hf_assets_path", "data")
+
+
+@pytest.fixture
+def run_titan(monkeypatch, capsys):
+    """In this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["titan", *arguments])
+        code = cli.run()
+        return code, *capsys.readouterr()
+
+    return run
+
 
 @pytest.fixture
 def titan(tmp_path):
@@ -41,8 +57,8 @@ def test_show_as_json(titan):
 
 def test_check_of_a_good_config(titan):
     done = titan("config", "check", "debug")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "fine on 8 ranks" in done.stdout
+    assert done.returncode == 0 and "fine on 8 ranks" in done.stdout
+    assert done.stderr == "not checked: data is no folder, so no token index (named by a default or a preset)\n"
     assert (
         json.loads(titan("config", "check", "llama3_70b", "--world-size", "256", "--json").stdout)["world_size"] == 256
     )
@@ -66,6 +82,37 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, told
     assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["--training.dataset_path", "/nope"], "/nope is no folder, so no token index"),
+        (["--job.dump_folder", "/proc/x"], "job.dump_folder = '/proc/x' cannot be written to"),
+        (["--model.hf_assets_path", "/nope"], "model.hf_assets_path = '/nope' is no folder"),
+        (["--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", "/nope"], "no tokenizer"),
+        (["--validation.enable", "--validation.dataset", "c4_validation"], "c4_validation is text"),
+        (["--checkpoint.initial_load_path", "/nope"], "/nope: no such file or folder"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_check_refuses_what_training_refuses(run_titan, tmp_path, monkeypatch, overrides, told):
+    """The words of training, which runs the same checks."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_titan("config", "check", "debug", *overrides)
+    assert (code, out) == (2, "") and told in err
+    assert list(tmp_path.iterdir()) == []  # a dump folder that was tried is gone again
+
+
+def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
+    assert run_titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
+    assert run_titan("config", "check", "debug")[2] == ""
+    code, _, err = run_titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
+    assert code == 0 and err == "not checked: dataset = 'c4_validation' comes from the hub, which was not asked\n"
+    code, _, err = run_titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
+    assert code == 2 and "a.txt is no folder" in err
+
+
 def test_all_problems_of_a_layout_are_told_at_once(titan):
     done = titan("config", "check", "debug", "--training.seq_len", "255", "--training.global_batch_size", "9")
     assert "training.seq_len = 255" in done.stderr and "training.global_batch_size = 9" in done.stderr
@@ -75,7 +122,9 @@ def test_init_lists_and_writes_presets(titan, tmp_path):
     assert "llama3_405b" in titan("config", "init").stdout
     assert "llama3_405b" in json.loads(titan("config", "init", "--json").stdout)["presets"]
     assert titan("config", "init", "debug").returncode == 0
-    assert titan("config", "check", "debug.toml").returncode == 0
+    refused = titan("config", "check", "debug.toml")  # as training would be: the file names ./data
+    assert refused.returncode == 2 and refused.stderr.count("holds") + refused.stderr.count("is no folder") == 1
+    assert "try: titan data prepare --out data" in refused.stderr
     assert json.loads(titan("config", "init", "llama3_8b", "my.toml", "--json").stdout)["written"] == "my.toml"
     (tmp_path / "my.toml").write_text("mine")
     again = titan("config", "init", "llama3_8b", "my.toml")

@@ -25,6 +25,7 @@ from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
+from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.parts import PARTS
 from titan_tools.memory.report import _module_rows
@@ -385,11 +386,20 @@ def test_a_lean_run_is_told_of_no_change():
 # --- refusals
 
 
-def test_an_open_number_of_ranks_is_asked_for(titan):
-    code, _, told = titan("estimate-memory", "llama3_8b")
-    assert code == 2
-    assert "number of ranks is open" in told
-    assert "try: --world-size 8" in told
+def test_an_open_number_of_ranks_is_the_one_that_config_check_takes(titan):
+    words = ("--parallelism.tensor_parallel_degree", "2", "--model.flavor", "debug_gqa", "--training.seq_len", "64")
+    code, out, told = titan("estimate-memory", "llama3_1b", *words)
+    assert code == 0 and "on 2 ranks" in out
+    assert told.startswith("estimated for 2 ranks: parallelism.data_parallel_shard_degree = -1 takes all")
+    assert "fine on 2 ranks" in titan("config", "check", "llama3_1b", *words)[1]
+
+
+def test_short_names_of_gpus():
+    assert find_gpu("a100") is find_gpu("A100-80GB") is GPUS["a100-80"] and find_gpu("H200") is GPUS["h200"]
+    with pytest.raises(ConfigError, match="'h100' is the name of several types") as error:
+        find_gpu("h100")
+    assert error.value.tries == ("--gpu h100-80", "--gpu h100-96")
+    assert find_gpu("80").usable_gib == 80
 
 
 def test_all_problems_are_told_at_once_with_near_choices(titan):

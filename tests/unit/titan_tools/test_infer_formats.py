@@ -204,7 +204,8 @@ def test_a_damaged_weight_beside_an_optimizer_is_told(titan, training, fqn, tmp_
     flip(folder, fqn)
     code, out, err = titan("infer", folder, *ASK)
     assert code == 2 and out == ""
-    assert f"\n  {fqn}\n" in err and f"try: titan verify {folder}" in err and "copy" not in err
+    assert f"\n  {fqn}: its values are not those that titan_manifest.json lists\n" in err
+    assert f"try: titan verify {folder}" in err and "nothing of the copy" not in err
 
 
 def test_an_optimizer_is_not_read_for_damage(titan, training, tmp_path):

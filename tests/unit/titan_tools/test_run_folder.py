@@ -29,6 +29,12 @@ def test_the_later_record_of_a_step_counts(tmp_path):
     assert run.unigram_entropy == 6.3
 
 
+def test_what_was_recorded_before_a_return_to_an_older_step_does_not_count(tmp_path):
+    parts = ({"step": n, "loss": 9.0 - n, "validation_loss": 8.0} for n in (1, 2, 3, 4))
+    run = summarize_run(write_metrics(tmp_path, *parts, {"step": 2, "resumed_from": 2}, {"step": 3, "loss": 1.0}))
+    assert run.loss == ((1, 8.0), (2, 7.0), (3, 1.0)) and run.held_out_loss == ((1, 8.0), (2, 8.0))
+
+
 def test_a_line_cut_by_a_kill_is_passed_over(tmp_path):
     assert summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}, tail='{"step": 2, "lo')).loss == ((1, 9.0),)
 

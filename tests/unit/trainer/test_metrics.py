@@ -7,6 +7,7 @@ import torch
 
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
+from titan_tools.run_folder import summarize_run
 from trainer.watching.metrics import (
     METRICS_FILE,
     MetricsLog,
@@ -100,6 +101,24 @@ def test_records_are_appended_and_a_torn_line_is_left_behind(tmp_path):
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 1.5)]
+
+
+def test_records_of_a_part_that_was_given_up_are_marked(tmp_path):
+    path = tmp_path / METRICS_FILE
+
+    def run(steps, *, num_done):
+        log = MetricsLog(path, console=None, tensorboard_folder=None, color=False, num_done=num_done)
+        for step in steps:
+            log.write(step, {"loss": 10.0 * (num_done + 1) + step})
+        log.close()
+
+    run([1, 2, 3, 4], num_done=0)
+    run([5], num_done=4)  # goes on where the last one ended: nothing is there twice
+    run([3], num_done=2)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 2, 3]
+    assert [record for record in records if "loss" not in record] == [{"step": 2, "resumed_from": 2}]
+    assert summarize_run(tmp_path).loss == ((1, 11.0), (2, 12.0), (3, 33.0))  # 4 and 5 are not this run's
 
 
 def test_step_line_says_mfu_only_where_it_is_known():

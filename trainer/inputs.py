@@ -1,0 +1,72 @@
+"""What a run reads and writes, checked before anything is built: dump folder, tokenizer, data, initial checkpoint."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from converters.errors import ConfigError, TitanError, list_offenders
+from converters.families.registry import get_family
+from converters.weights import open_native
+from trainer.checkpoints.problems import initial_path
+from trainer.checkpoints.step_folders import list_steps
+from trainer.chosen_model import chosen_model, tokenizer_folder
+from trainer.config.sections import Config
+from trainer.data.datasets import check_dataset
+from trainer.dump_folder import try_dump_folder
+
+_DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
+
+
+def check_inputs(config: Config) -> list[str]:
+    """Raise ConfigError with everything that training would refuse; returns what could not be checked.
+
+    Of what comes from a preset or a default, which nobody has asked for by name, a missing file is such a point.
+    """
+    refused: dict[str, TitanError] = {}
+    open_points: dict[str, None] = {}
+    for keys, check in _checks(config):
+        try:
+            if left_open := check():
+                open_points[left_open] = None
+        except TitanError as error:
+            if any(not config.origins.get(key, "preset").startswith("preset") for key in keys):
+                refused.setdefault(error.message, error)
+            else:
+                open_points[f"{error.message} (named by a default or a preset)"] = None
+    if len(refused) == 1:
+        raise next(iter(refused.values()))
+    if refused:
+        raise ConfigError(
+            f"training would refuse {len(refused)} things:" + list_offenders([*refused]),
+            tries=list(dict.fromkeys(line for error in refused.values() for line in error.tries)),
+        )
+    return [*open_points]
+
+
+def _checks(config: Config) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None]]]:
+    """Checks, each with the keys that they are of."""
+    training, validation = config.training, config.validation
+    vocab_size = get_family(config.model.name).flavors[config.model.flavor].vocab_size
+
+    def check_data(name: str, path: str | None) -> str:
+        tokenizer = tokenizer_folder(config.model, config.training)
+        return check_dataset(name, path, vocab_size=vocab_size, tokenizer=tokenizer)
+
+    yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
+    yield ("model.hf_assets_path",), lambda: chosen_model(config.model, training) and None
+    for section, settings in (("training", training), ("validation", validation)):
+        if section == "validation" and not validation.enable:
+            continue
+        keys = tuple(f"{section}.{key}" for key in _DATA_KEYS) + (
+            ("validation.enable",) if settings is validation else ()
+        )
+        for path in dict(settings.dataset_mix) or (settings.dataset_path,):
+            yield keys, lambda name=settings.dataset, path=path: check_data(name, path)
+    yield ("checkpoint.initial_load_path",), lambda: _check_initial(config)
+
+
+def _check_initial(config: Config) -> None:
+    path = initial_path(config)
+    own = Path(config.job.dump_folder) / config.checkpoint.folder
+    if path and not list_steps(own):
+        with open_native(path, otherwise=chosen_model(config.model, config.training)):
+            pass
