@@ -8,6 +8,7 @@ from typing import Any
 from converters.errors import UnsupportedError
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
+from converters.tokenizers.agreement import disagreement
 from converters.tokenizers.config_tokens import read_table, token_text, tokens_only_in_config
 from converters.tokenizers.sentencepiece_model import (
     read_sentencepiece,
@@ -16,6 +17,7 @@ from converters.tokenizers.sentencepiece_model import (
 )
 from converters.tokenizers.tiktoken_from_json import ranks_of_tokenizer_json, write_ranks
 from converters.tokenizers.tiktoken_model import (
+    BEGIN,
     looks_like_tiktoken,
     read_ranks,
     special_tokens_after,
@@ -40,6 +42,9 @@ _CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' Lla
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
 # end a generation: a base model never says the last two.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+
+
+_READERS = {"meta": "Meta's code", "torchtune": "torchtune"}
 
 
 def find_assets(folder: Path) -> dict[str, Path]:
@@ -84,10 +89,14 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
         named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
         return {key: id_of[text] for key, text in named.items() if text in id_of}
     if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
-        num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
-        id_of = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=vocab_size))}
+        if TOKENIZER_JSON in assets:
+            id_of, _ = read_table(assets[TOKENIZER_JSON])
+        else:
+            num_ranks = len(read_ranks(assets[TIKTOKEN_MODEL]))
+            special = special_tokens_after(num_ranks, vocab_size=vocab_size)
+            id_of = {token: num_ranks + i for i, token in enumerate(special)}
         ends = [id_of[token] for token in _LLAMA3_ENDS if token in id_of]
-        return {"bos_token_id": id_of["<|begin_of_text|>"], "eos_token_id": ends} if ends else {}
+        return {"bos_token_id": id_of[BEGIN], "eos_token_id": ends} if ends and BEGIN in id_of else {}
     if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
         return model.token_ids()
     return {}
@@ -137,9 +146,17 @@ def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_
     return [TIKTOKEN_MODEL]
 
 
-def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) -> str:
-    """What the readers of format `to` will miss in the tokenizer that was carried along; empty if nothing."""
+def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of_meta: bool = False) -> str:
+    """What the readers of format `to` will miss in the tokenizer that was carried along; empty if nothing.
+
+    `of_meta`: the source is a Meta release, so that its readers opened the tokenizer.model.
+    """
     path = assets.get(TIKTOKEN_MODEL)
+    if to in ("meta", "torchtune") or (to == "hf" and of_meta):
+        problem = disagreement(assets, meta_vocab_size=vocab_size if to == "meta" else None)
+        if problem:
+            reader, file = ("transformers", TOKENIZER_JSON) if to == "hf" else (_READERS[to], TIKTOKEN_MODEL)
+            return f"{TOKENIZER_JSON} and {TIKTOKEN_MODEL} give other ids ({problem}); {reader} reads {file}"
     try:
         if to == "meta" and path is None and TOKENIZER_JSON in assets:
             ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)

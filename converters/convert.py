@@ -124,7 +124,8 @@ def convert(
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
-        untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=weights.info.args.vocab_size)
+        of_meta, vocab_size = catalog.container == "meta", weights.info.args.vocab_size
+        untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=vocab_size, of_meta=of_meta)
         carried = list(weights.info.assets.values())
         done, needs = Execution({}, []), None
         if dry_run:

@@ -7,7 +7,7 @@ from converters.errors import UnsupportedError, list_offenders
 from converters.names import TOKENIZER_JSON
 from converters.tokenizers.tokenizer_config import write_tokenizer_config
 
-_BPE = 2  # trainer_spec.model_type
+BPE_TYPE = 2  # trainer_spec.model_type
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece
 _SPACE = "\u2581"
 
@@ -68,7 +68,7 @@ def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_
     require_exact(model)
     vocab = {text: id for id, (text, _, _) in enumerate(model.pieces)}
     unk, bos, eos = model.control["unk"], model.control["bos"], model.control["eos"]
-    tokenizer = Tokenizer(BPE(vocab, _merges(model), unk_token=unk, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(BPE(vocab, merges_of(model), unk_token=unk, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -89,7 +89,7 @@ def require_exact(model: SentencePiece) -> None:
     normal = [(text, score) for text, score, kind in model.pieces if kind == _NORMAL]
     known, scores = {text for text, _ in normal}, [score for _, score in normal]
     problems = []
-    if model.model_type != _BPE:
+    if model.model_type != BPE_TYPE:
         problems.append("it is not of type BPE")
     if not model.plain:
         problems.append("it normalizes text, or treats spaces another way than Llama 2's")
@@ -109,7 +109,7 @@ def require_exact(model: SentencePiece) -> None:
         )
 
 
-def _merges(model: SentencePiece) -> list[tuple[str, str]]:
+def merges_of(model: SentencePiece) -> list[tuple[str, str]]:
     """Every pair that makes a piece, in the order SentencePiece would merge: by the score of what they make."""
     score_of = {text: score for text, score, kind in model.pieces if kind == _NORMAL}
     merges = []

@@ -40,13 +40,13 @@ def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[by
 def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None) -> Mapping[bytes, int]:
     content, merges = read_tokenizer_json(path)
     try:
-        problems = _other_cuts(content)
+        problems = other_cuts(content)
         if not problems:
             ranks, problems = _ranks(content)
             if vocab_size is not None:
-                problems += _other_specials(content["added_tokens"], len(ranks), vocab_size=vocab_size)
+                problems += other_specials(content["added_tokens"], len(ranks), vocab_size=vocab_size)
         if not problems:
-            problems = _other_merges(merges, ranks, whole=bool(content["model"].get("ignore_merges")))
+            problems = other_merges(merges, ranks, whole=bool(content["model"].get("ignore_merges")))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
     if problems:
@@ -60,7 +60,7 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
     path.write_text("".join(lines), encoding="ascii")
 
 
-def _other_cuts(content: Mapping[str, Any]) -> list[str]:
+def other_cuts(content: Mapping[str, Any]) -> list[str]:
     """How text is cut before merging, where it is not Llama 3's way."""
     model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
@@ -91,7 +91,7 @@ def _ranks(content: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str]]:
     return ranks, problems
 
 
-def _other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
+def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
     """Special tokens whose ids Meta's code gives to others. A reserved one stands in no text, so its name is free."""
     end = max([vocab_size, *(token["id"] + 1 for token in added)])
     places = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=end))}
@@ -102,7 +102,7 @@ def _other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab
     ]
 
 
-def _other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
+def other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
     """Where merging by the listed pairs is not merging by rank.
 
     tiktoken merges the neighbours whose token has the lowest rank, whichever they are. Two neighbours that span a token

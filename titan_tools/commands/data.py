@@ -62,8 +62,9 @@ def prepare(
     """
     from dataclasses import asdict
 
-    from titan_tools.console import count, print_json
+    from titan_tools.console import count, note, print_json
     from trainer.data.prepare import prepare as make
+    from trainer.data.tokenizer import tokenizer_note
 
     report = make(
         sources or [],
@@ -76,6 +77,8 @@ def prepare(
         skip_bad=skip_bad,
         overwrite=overwrite,
     )
+    if tokenizer and (text := tokenizer_note(tokenizer)):
+        note(text)
     if as_json:
         print_json(asdict(report))
         return

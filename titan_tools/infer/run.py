@@ -41,6 +41,7 @@ from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
+from trainer.data.tokenizer import tokenizer_note
 
 _COMPUTED_IN = ("float32", "bfloat16", "float16")  # unless another dtype is asked for
 
@@ -65,6 +66,9 @@ def _infer(request: Request, ranks: Ranks) -> None:
         found = ranks.done_by_first(lambda: next(steps))
         with ranks.done_by_each(_open, request, found) as weights:
             work = ranks.done_by_each(_look, request, weights)
+            tokenizer = find_tokenizer(weights.catalog.root, request.model_from)
+            if ranks.is_first and (text := tokenizer_note(tokenizer)):
+                note(text)
             # A batch that comes through a pipe must not be used up by a damaged step
             comes_once = found.is_step and request.batch is not None and is_read_once(request.batch)
             if comes_once and _is_damaged(found, weights, ranks):

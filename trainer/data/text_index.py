@@ -19,6 +19,7 @@ from converters.names import RUN_LOCK, TEMPORARY_PREFIX, TIKTOKEN_MODEL, TOKENIZ
 from trainer.data.index import INDEX_JSON, TRAIN, VERSION, TokenIndex, digest_of, open_index
 from trainer.data.prepare import carry_tokenizer
 from trainer.data.sources import Document
+from trainer.data.tokenizer import tokenizer_note
 from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
 
 _MOST_BYTES_DIGESTED = 1 << 30  # of all sources; beyond that their names, sizes and times must do
@@ -93,7 +94,9 @@ def _settle(
 ) -> Path:
     refuse_no_tokenizer(name, preparation.tokenizer)
     assets = sorted((asset, digest_of(path)) for asset, path in find_assets(preparation.tokenizer).items())
-    key = xxhash.xxh3_128_hexdigest(json.dumps([VERSION, identity, assets, most_tokens]).encode())
+    two = tokenizer_note(preparation.tokenizer)  # older versions read the tokenizer.model then
+    found = [VERSION, identity, assets, most_tokens, *([TOKENIZER_JSON] if two else [])]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(found).encode())
     place = preparation.folder / key
     try:
         preparation.folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +105,8 @@ def _settle(
             if not _is_whole(place):
                 for left_over in preparation.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a run that was killed
                     shutil.rmtree(left_over, ignore_errors=True)
+                if two:
+                    preparation.say(two)
                 preparation.say(f"making tokens of {name}; they stay in {place}")
                 _write(place, name, documents(), preparation.tokenizer, most_tokens)
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Protocol
 from converters.assets import find_assets
 from converters.errors import DataError
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers.agreement import Comparison, compare_tokenizers, disagreement
 from converters.tokenizers.config_tokens import read_table, tokens_only_in_config
 from converters.tokenizers.tiktoken_model import (
     BEGIN,
@@ -19,7 +20,6 @@ from converters.tokenizers.tiktoken_model import (
     read_ranks,
     special_tokens_after,
 )
-from converters.tokenizers.tokenizer_json import read_tokenizer_json
 from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_model_file, prefix_of_post_processor
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
@@ -51,7 +51,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Tokenizer:
     """The tokenizer of a prepared data folder, an HF folder, a checkpoint (its assets) or a Meta folder.
 
-    A tiktoken file comes before a tokenizer.json, SentencePiece (Llama 2) after it. Raises DataError where there is
+    A tokenizer.json decides, as in transformers and torchtitan. A tiktoken file beside it is read in its place where it
+    gives the same ids, since that is faster; `tokenizer_note` says where it does not. Raises DataError where there is
     none or it is damaged.
 
     In training a tokenizer.json that says so cuts or pads what it reads, as in torchtitan, and words that one adds to a
@@ -61,7 +62,9 @@ def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Toke
     assets = find_assets(folder)
     model, described = assets.get(TIKTOKEN_MODEL), assets.get(TOKENIZER_JSON)
     if model and looks_like_tiktoken(model):
-        return _TiktokenTokenizer(model, described, assets, as_transformers=as_transformers)
+        found = compare_tokenizers(described, model) if described else None
+        if found is None or not found.problems:
+            return _TiktokenTokenizer(model, found, assets, as_transformers=as_transformers)
     if described:
         return _JsonTokenizer(described, assets, as_transformers=as_transformers)
     if model:
@@ -73,8 +76,20 @@ def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Toke
     )
 
 
+def tokenizer_note(folder: Path | str) -> str:
+    """Which of two tokenizers that give other ids is read; "" where there is one, or they agree."""
+    if problem := disagreement(find_assets(Path(folder))):
+        return (
+            f"{folder}: {TOKENIZER_JSON} and {TIKTOKEN_MODEL} give other ids ({problem}); {TOKENIZER_JSON} is read, "
+            f"as in transformers; Meta's and torchtune's code read {TIKTOKEN_MODEL}"
+        )
+    return ""
+
+
 class _TiktokenTokenizer:
-    def __init__(self, model: Path, described: Path | None, assets: Mapping[str, Path], *, as_transformers: bool):
+    """`described`: what a tokenizer.json of the same ids adds: special tokens, words, a prompt's prefix."""
+
+    def __init__(self, model: Path, described: Comparison | None, assets: Mapping[str, Path], *, as_transformers: bool):
         import tiktoken
 
         ranks = read_ranks(model)
@@ -84,13 +99,14 @@ class _TiktokenTokenizer:
         words: set[str] = set()
         if described:
             specials, words, self.prefix_ids = _described(described)
-            specials |= tokens_only_in_config(assets, *read_table(described))
+            if tokens_only_in_config(assets, specials, 0):  # else the whole table need not be read
+                specials |= tokens_only_in_config(assets, *read_table(assets[TOKENIZER_JSON]))
         else:
             specials = _specials_after(len(ranks))
             self.prefix_ids = prefix_of_model_file(assets, specials[BEGIN])
         inside = [name for name, id in specials.items() if id < len(ranks)]
         if inside:
-            raise DataError(f"{described}: special tokens {inside} have ids of ordinary tokens in {model}")
+            raise DataError(f"{TOKENIZER_JSON}: special tokens {inside} have ids of ordinary tokens in {model}")
         # Built from the ranks we read: tiktoken's own loader caches files by path and would serve a stale one
         self._encoding = tiktoken.Encoding(
             str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -220,15 +236,16 @@ def _specials_after(num_ranks: int) -> dict[str, int]:
     return {name: num_ranks + i for i, name in enumerate(names)}
 
 
-def _described(path: Path) -> tuple[dict[str, int], set[str], tuple[int, ...]]:
+def _described(found: Comparison) -> tuple[dict[str, int], set[str], tuple[int, ...]]:
     """What a tokenizer.json adds to a tiktoken file: tokens, those of them that are not special, a prompt's prefix."""
-    content, _ = read_tokenizer_json(path)
     try:
-        specials = {str(token["content"]): int(token["id"]) for token in content["added_tokens"]}
-        words = {str(token["content"]) for token in content["added_tokens"] if token.get("special") is False}
+        specials = {str(token["content"]): int(token["id"]) for token in found.added_tokens}
+        words = {str(token["content"]) for token in found.added_tokens if token.get("special") is False}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: no readable list of added_tokens ({type(error).__name__}: {error})") from None
-    return specials, words, prefix_of_post_processor(content.get("post_processor"))
+        raise DataError(
+            f"{TOKENIZER_JSON}: no readable list of added_tokens ({type(error).__name__}: {error})"
+        ) from None
+    return specials, words, prefix_of_post_processor(found.post_processor)
 
 
 def _without_long_white_space(text: str) -> Iterator[str]:

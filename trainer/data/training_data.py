@@ -16,7 +16,7 @@ from trainer.data.loader import TokenLoader
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer, tokenizer_note
 
 
 class Loader(Protocol):
@@ -56,6 +56,8 @@ def _open_stream(
 ) -> StreamLoader:
     refuse_no_tokenizer(settings.dataset, preparation.tokenizer)
     tokenizer = load_tokenizer(preparation.tokenizer)
+    if text := tokenizer_note(preparation.tokenizer):
+        preparation.say(text)
     refuse_large_vocabulary(tokenizer.vocab_size, vocab_size, str(preparation.tokenizer))
     opened: list[StreamedText] = []
     on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or none goes on

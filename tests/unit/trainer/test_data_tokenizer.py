@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import DataError, TitanError
+from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 
@@ -209,8 +210,14 @@ def test_damaged_and_foreign_tokenizers_are_told(folder, tmp_path):
         load_tokenizer(write_model(tmp_path, byte_lines(leave_out=(0, 255))))
     write_model(tmp_path, byte_lines())
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"id": 5, "content": "<|x|>"}]}')
+    with pytest.raises(TitanError, match="tokenizer.json is not a tokenizer.json"):
+        load_tokenizer(tmp_path)
+    write_hf_tokenizer(tmp_path, tmp_path / "tokenizer.model", vocab_size=266, max_seq_len=64)
+    described = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(described.replace('"id": 256', '"id": 5'))
     with pytest.raises(DataError, match="ids of ordinary tokens"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer.model").unlink()
     with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path)

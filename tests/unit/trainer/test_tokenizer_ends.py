@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer
 
 from converters.errors import DataError
+from converters.tokenizers.tiktoken_model import write_hf_tokenizer
 from tests.tiny_llama import BOS, EOS, write_tokenizer
 from tests.tiny_sentencepiece import write_sentencepiece
 from trainer.data.tokenizer import load_tokenizer
@@ -161,15 +162,18 @@ def test_a_tokenizer_that_cuts_and_pads_does_so_in_training_alone(tmp_path):
 
 def test_words_that_are_added_to_a_tiktoken_file_are_text_in_training_alone(tmp_path):
     """DeepSeek's <think> in a Llama 3, converted to Meta's format; special tokens are text in both."""
-    write_tokenizer(tmp_path)
+    model = tmp_path / "tokenizer.model"
+    lines = b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256))
+    model.write_bytes(lines)
+    write_hf_tokenizer(tmp_path, model, vocab_size=258, max_seq_len=64)
+    model.unlink()
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.add_tokens(["<think>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(tmp_path)("a<think>b").input_ids
     as_json = load_tokenizer(tmp_path, as_transformers=True)
     assert theirs == [BOS, *as_json.encode("a<think>b")] and EOS + 1 in theirs
-    lines = b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), value) for value in range(256))
-    (tmp_path / "tokenizer.model").write_bytes(lines)
+    model.write_bytes(lines)
     trained, said = load_tokenizer(tmp_path), load_tokenizer(tmp_path, as_transformers=True)
     assert said.encode("a<think>b") == [ord("a"), EOS + 1, ord("b")] == trained.encode("a<think>b", special=True)
     assert EOS + 1 not in trained.encode("a<think>b") and EOS not in said.encode(END)

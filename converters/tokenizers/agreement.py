@@ -1,0 +1,145 @@
+"""Whether a tokenizer.json gives the ids of the tokenizer.model beside it: tiktoken ranks, or SentencePiece.
+
+transformers, torchtitan and titan read the tokenizer.json where there is one, Meta's and torchtune's code the
+tokenizer.model. The comparison is of what decides ids: vocabulary, merges, and how text is cut before merging.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError
+from converters.json_file import read_json
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.tokenizers.sentencepiece_model import BPE_TYPE, SentencePiece, merges_of, read_sentencepiece
+from converters.tokenizers.tiktoken_from_json import other_cuts, other_merges, other_specials
+from converters.tokenizers.tiktoken_model import BYTE_LETTERS, looks_like_tiktoken, read_ranks
+
+_SPACE = "\u2581"
+_PREPENDS = {"type": "Sequence", "normalizers": [
+    {"type": "Prepend", "prepend": _SPACE}, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+]}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Why the two give other ids, () where they do not; and what else a reader of tiktoken ranks needs of the json."""
+
+    problems: tuple[str, ...]
+    added_tokens: Sequence[Any] = ()
+    post_processor: Any = None
+
+
+def compare_tokenizers(described: Path, model: Path) -> Comparison:
+    """Compare a tokenizer.json with a tokenizer.model; once for the same two files.
+
+    Raises CheckpointError where either is damaged.
+    """
+    return _compare(described, model, _stamp(described), _stamp(model))
+
+
+def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = None) -> str:
+    """Why a checkpoint's two tokenizers give other ids; "" where they do not, or there are not two.
+
+    `meta_vocab_size`: rows of the embedding, where Meta's code is to read the tokenizer.model: it places the special
+    tokens by itself.
+    """
+    described, model = assets.get(TOKENIZER_JSON), assets.get(TIKTOKEN_MODEL)
+    if described is None or model is None:
+        return ""
+    found = compare_tokenizers(described, model)
+    problems = found.problems
+    if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
+        problems = other_specials(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
+    return "; ".join(problems[:3])
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+@lru_cache(maxsize=4)
+def _compare(described: Path, model: Path, *stamps: tuple[int, ...]) -> Comparison:
+    content = read_json(described)
+    try:
+        if looks_like_tiktoken(model):
+            problems = _against_ranks(content, read_ranks(model))
+        elif (pieces := read_sentencepiece(model)) is not None:
+            problems = _against_pieces(content, pieces)
+        else:
+            problems = ["tokenizer.model is neither tiktoken nor SentencePiece"]
+        return Comparison(tuple(problems), content["added_tokens"], content.get("post_processor"))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{described} is not a tokenizer.json: {type(error).__name__}: {error}") from None
+
+
+def _against_ranks(content: Mapping[str, Any], ranks: Mapping[bytes, int]) -> list[str]:
+    if problems := other_cuts(content):
+        return problems
+    theirs = {token.decode("latin-1").translate(BYTE_LETTERS): rank for token, rank in ranks.items()}
+    if problem := _other_vocabulary(_ordinary(content), theirs):
+        return [problem]
+    merges, whole = content["model"]["merges"], bool(content["model"].get("ignore_merges"))
+    if whole and _are_all_splits(merges, theirs):
+        return []
+    return other_merges(merges, ranks, whole=whole)
+
+
+def _ordinary(content: Mapping[str, Any]) -> dict[str, int]:
+    added = {token["content"] for token in content["added_tokens"]}
+    return {text: id for text, id in content["model"]["vocab"].items() if text not in added}
+
+
+def _other_vocabulary(found: Mapping[str, int], expected: Mapping[str, int]) -> str:
+    """How the vocabulary of a tokenizer.json differs from that of a tokenizer.model; "" where it does not."""
+    if found == expected:
+        return ""
+    odd = sorted(text for text in found.keys() | expected.keys() if found.get(text) != expected.get(text))
+    first = odd[0]
+    ids = f"{found.get(first, 'no id')} in tokenizer.json, {expected.get(first, 'no id')} in tokenizer.model"
+    return f"{len(odd):,} tokens have other ids, such as {first!r:.40}: {ids}"
+
+
+def _are_all_splits(merges: Sequence[Any], ranks: Mapping[str, int]) -> bool:
+    """Whether the merges are every split of every token into two tokens, in the order of the tokens' ranks.
+
+    Then they are those that tiktoken may make (see other_merges), and this takes a third of a second for 128,000.
+    """
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    made = [ranks.get(left + right, -1) for left, right in pairs]
+    if -1 in made or any(a > b for a, b in zip(made, made[1:], strict=False)) or len(set(pairs)) != len(pairs):
+        return False
+    if not all(left in ranks and right in ranks for left, right in pairs):
+        return False
+    # Each listed pair is such a split, and none stands twice, so it is enough to count the splits
+    known = ranks.keys()
+    splits = sum([token[:i] in known and token[i:] in known for token in known for i in range(1, len(token))])
+    return splits == len(pairs)
+
+
+def _against_pieces(content: Mapping[str, Any], model: SentencePiece) -> list[str]:
+    described = content["model"]
+    if model.model_type != BPE_TYPE or described["type"] != "BPE":
+        return [f"its model is {described['type']}, and not both are BPE"]
+    problems = []
+    cutter, normalizer = content.get("pre_tokenizer"), content.get("normalizer")
+    is_metaspace = normalizer is None and (cutter or {}).get("type") == "Metaspace"
+    metaspace_prepends = is_metaspace and cutter.get("prepend_scheme", "always") in ("always", "first")
+    if not model.plain or not ((normalizer == _PREPENDS and cutter is None) or metaspace_prepends):
+        problems.append("it normalizes or cuts text another way")
+    if not described.get("byte_fallback"):
+        problems.append("it does not spell unknown characters as bytes")
+    theirs = {text: id for id, (text, _, _) in enumerate(model.pieces)}
+    if problem := _other_vocabulary({t: id for t, id in described["vocab"].items() if id < len(theirs)}, theirs):
+        return [*problems, problem]
+    score_of = {text: score for text, score, _ in model.pieces}
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in described["merges"]]
+    if set(merges) != set(merges_of(model)):
+        return [*problems, "its merges are not those of tokenizer.model"]
+    scores = [score_of[left + right] for left, right in merges]
+    if any(a < b for a, b in zip(scores, scores[1:], strict=False)):
+        problems.append("its merges are not in the order of tokenizer.model's scores")
+    return problems
