@@ -15,7 +15,7 @@ from titan_tools.infer.decoding.compiled import check_compiler
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
-from titan_tools.infer.find import Found, find_checkpoints, find_model_place, find_tokenizer
+from titan_tools.infer.find import Found, find_checkpoints, find_tokenizer
 from titan_tools.infer.free_memory import rows_that_fit
 from titan_tools.infer.model.freed_memory import keep_freed_memory
 from titan_tools.infer.model.load import SlicedModel, load_model
@@ -101,7 +101,7 @@ def _at_its_moment(request: Request) -> Request:
 
 
 def _open(request: Request, found: Found) -> NativeWeights:
-    return open_native(found.folder, model_from=find_model_place(request.model_from))
+    return open_native(found.folder, model_from=request.model_from)
 
 
 def _look(request: Request, weights: NativeWeights) -> Work:
@@ -114,7 +114,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     check_sampling(request.sampling, vocab_size=args.vocab_size)
     check_logprobs(request.logprobs, vocab_size=args.vocab_size)
-    folder = find_tokenizer(weights.catalog.root, request.model_from)
+    folder = find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets)
     vocabulary = read_vocabulary(folder, weights.info)
     template = replace(read_template(folder), moment=request.moment) if request.chat else None
     stored = weights.source.tensors["tok_embeddings.weight"].dtype
