@@ -40,7 +40,7 @@ CARRIED = (
 )
 # What people read about a model: its licence, which must go along with a copy, and its card
 _DOCUMENT = re.compile(
-    r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([._-][\w.-]*)?(?<!\.py)(?<!\.json)|[\w.-]+\.md)"
+    r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([ ._-].*)?(?<!\.py)(?<!\.json)|.+\.md)"
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
 _WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
@@ -81,7 +81,9 @@ def find_documents(folder: Path) -> dict[str, Path]:
 
 
 def _is_document(folder: Path, path: Path) -> bool:
-    if not _DOCUMENT.fullmatch(path.name) or not path.is_file() or path.stat().st_size > _MOST_OF_DOCUMENT:
+    if not (path.name.isprintable() and _DOCUMENT.fullmatch(path.name) and path.is_file()):
+        return False
+    if path.stat().st_size > _MOST_OF_DOCUMENT:
         return False
     try:
         refuse_links_out(folder, [path])
@@ -157,12 +159,12 @@ def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_si
     path = assets.get(TIKTOKEN_MODEL)
     if TOKENIZER_JSON in assets or path is None:
         return []
-    if looks_like_tiktoken(path):
-        return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
     try:
+        if looks_like_tiktoken(path):
+            return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
         model = read_sentencepiece(path)
         return write_tokenizer_of_sentencepiece(folder, model, max_seq_len=max_seq_len) if model else []
-    except UnsupportedError:  # the tokenizer.model is carried as it is; tokenizer_remark tells
+    except (CheckpointError, UnsupportedError):  # tokenizer.model is carried as it is; a remark of the report says why
         return []
 
 
@@ -172,7 +174,7 @@ def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_
         return []
     try:
         ranks = ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
-    except UnsupportedError:
+    except (CheckpointError, UnsupportedError):
         return []
     write_ranks(folder / TIKTOKEN_MODEL, ranks)
     return [TIKTOKEN_MODEL]
@@ -184,10 +186,18 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int) ->
     try:
         if to == "meta" and path is None and TOKENIZER_JSON in assets:
             ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
-        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and not looks_like_tiktoken(path):
+        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and looks_like_tiktoken(path):
+            if (num_ranks := len(read_ranks(path))) > vocab_size - 2:
+                return (
+                    f"{TIKTOKEN_MODEL} is carried along, and no {TOKENIZER_JSON} is made of it: its {num_ranks:,} "
+                    f"tokens leave no room for begin and end of text in {vocab_size:,} rows"
+                )
+        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets:
             if (model := read_sentencepiece(path)) is None:
                 return f"{TIKTOKEN_MODEL} is carried along unread: it is neither tiktoken nor SentencePiece"
             require_exact(model)
+    except CheckpointError:  # that it cannot be read is a remark of its own
+        return ""
     except UnsupportedError as error:
         carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
         return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"

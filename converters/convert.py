@@ -203,6 +203,7 @@ def _describe_carried(
         untranslated = tokenizer_remark(info.assets, to=to, vocab_size=info.args.vocab_size)
         found = [untranslated, describe_tokenizer(info), *info.remarks]
         found += [describe_left_files(weights.catalog, info) if src.is_dir() else ""]
+    found += info.notes
     found += describe_dtypes(info, weights.source.tensors, written, to=to, dtype=dtype)
     return [remark for remark in found if remark]
 

@@ -127,22 +127,22 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
             f"--model-from {place} has another tokenizer than {root}:" + list_offenders(problems),
             hint="move away the one that does not belong to the weights",
         )
-    remarks = list(own.remarks)
+    notes = []
     added = {name: path for name, path in given.assets.items() if name not in own.assets}
     ours, theirs = ({name for name in TOKENIZERS if name in info.assets} for info in (own, given))
     if ours and theirs and not ours & theirs:  # of two kinds: nothing says that it is the same one
         added = {name: path for name, path in added.items() if name == HF_GENERATION_CONFIG}
-        remarks.append(f"the tokenizer is the checkpoint's own ({', '.join(ours)}), not --model-from's")
+        notes.append(f"the tokenizer is the checkpoint's own ({', '.join(ours)}), not --model-from's")
     others = sorted(name for name in given.assets.keys() & own.assets.keys() - set(TOKENIZERS))
     if others := [name for name in others if not _same_content(own.assets[name], given.assets[name])]:
-        remarks.append(f"--model-from has other contents in {', '.join(others)}; the checkpoint's own are used")
+        notes.append(f"--model-from has other contents in {', '.join(others)}; the checkpoint's own are used")
     assets = {**own.assets, **added}
     ids = {**own.token_ids, **_sure_ids(given), **_sure_ids(own)}
     return replace(
         own,
         assets=assets,
         token_ids=read_token_ids(assets, vocab_size=own.args.vocab_size, config=ids),
-        remarks=tuple(remarks),
+        notes=tuple(notes),
     )
 
 

@@ -41,7 +41,8 @@ class ModelInfo:
     )  # bos_token_id, eos_token_id (one or several), pad_token_id
     untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
-    remarks: tuple[str, ...] = field(default=(), compare=False)  # what is not taken over as it was
+    remarks: tuple[str, ...] = field(default=(), compare=False)  # what of config.json is not taken over as it was
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what of --model-from is not used
 
     @property
     def generation(self) -> dict[str, Any]:

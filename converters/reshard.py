@@ -171,6 +171,7 @@ def reshard(
         _tell_unknown(contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, vouched),
+        *spelling.info.notes,
     ]
     return ReshardReport(
         source=str(src),

@@ -145,6 +145,8 @@ def _is_damaged(found: Found, weights: NativeWeights, ranks: Ranks) -> bool:
             note(f"skipped {skipped}")
         if found.is_step:
             note(f"reading {found.folder}")
+        for text in weights.info.notes:
+            note(text)
     names = weights.source.ledger.used.values()
     try:
         ranks.done_by_each(check_read_files, weights.catalog, names, do_all=ranks.shared_out)

@@ -125,13 +125,18 @@ def test_tiktoken_s_ranks_count(tmp_path):
     write_byte_ranks(tmp_path / "hf" / "tokenizer.model")
     remarks = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp").remarks
     assert any("tokenizer.model has 256 token ids (the largest is 255), the embedding 255 rows" in r for r in remarks)
+    report = convert(tmp_path / "dcp", tmp_path / "back", to="hf")  # for which no tokenizer.json can be made
+    assert any("tokenizer.model has 256 token ids" in remark for remark in report.remarks)
+    assert "tokenizer.model" in report.other_files and "tokenizer.json" not in report.other_files
 
 
-def test_a_tokenizer_that_cannot_be_read_goes_along_with_a_remark(hf, tmp_path):
-    (hf / "tokenizer.json").write_text("{")
-    report = convert(hf, tmp_path / "dcp", to="dcp")
-    assert "assets/tokenizer.json" in report.other_files
-    assert any("tokenizer.json is carried along unread" in remark for remark in report.remarks)
+def test_a_tokenizer_that_cannot_be_read_goes_along_with_a_remark(tmp_path):
+    write_llama(tmp_path / "plain", rope_scaling=None)
+    (tmp_path / "plain" / "tokenizer.json").write_text("{")
+    for to, name in (("dcp", "assets/tokenizer.json"), ("meta", "tokenizer.json"), ("hf", "tokenizer.json")):
+        report = convert(tmp_path / "plain", tmp_path / to, to=to)
+        assert name in report.other_files
+        assert any("tokenizer.json is carried along unread" in remark for remark in report.remarks)
 
 
 def test_the_tokenizer_is_parsed_once(hf, tmp_path, monkeypatch):

@@ -155,12 +155,14 @@ def test_another_tokenizer_is_an_error_and_another_spelling_of_it_is_not(folders
             convert(source, tmp_path / "other", to="torch", model_from=given)
 
 
-def test_a_tokenizer_of_another_kind_is_not_taken(folders, tmp_path):
+def test_a_tokenizer_of_another_kind_is_not_taken(titan, folders, tmp_path):
     given = shutil.copytree(folders / "hf", tmp_path / "given")
     (given / "tokenizer.json").rename(given / "tokenizer.model")
     report = convert(folders / "dcp", tmp_path / "out", to="torch", model_from=given)
     assert "assets/tokenizer.model" not in report.other_files
     assert any("the checkpoint's own (tokenizer.json)" in remark for remark in report.remarks)
+    code, _, err = titan("infer", folders / "dcp", "--prompt", "a", "--max-new-tokens", "1", "--model-from", given)
+    assert code == 0 and "the checkpoint's own (tokenizer.json)" in err
 
 
 def test_other_contents_of_other_files_are_named(folders, tmp_path):
