@@ -13,6 +13,7 @@ from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import refuse_links_out
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
+from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, find_model_file, read_model_info
 from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
 
@@ -71,6 +72,7 @@ def find_model_info(
         raise ConfigError(
             f"--model-from {place} contradicts what {catalog.root} says of itself:" + list_offenders(problems),
             hint=way_out,
+            tries=[f"titan verify {catalog.root} --accept, after a change"] if read_manifest(catalog.root) else [],
         )
     if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json says all of them
         own = replace(own, untranslated=given.untranslated)

@@ -91,6 +91,10 @@ def check_round_trip(source, place, fields, generation):
     for key, value in config.items():
         if key not in STAMPS:
             assert (key in back and back[key] == value) or f"{key} " in remarks, (key, value, back.get(key), remarks)
+    ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (place.parent / "back", place))
+    for key in ours.keys() | theirs.keys():
+        if key not in STAMPS:
+            assert (key in ours and key in theirs and ours[key] == theirs[key]) or f"{key} " in remarks, key
     if generation is not None:
         name = "generation_config.json"
         assert (place / name).read_bytes() == (place.parent / "back" / name).read_bytes()
