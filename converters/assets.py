@@ -1,15 +1,19 @@
 """The files that travel with weights: tokenizer, chat template, generation config; and the token ids they name."""
 
+import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from converters.errors import UnsupportedError
+from converters.errors import CheckpointError, UnsupportedError
+from converters.formats.paths import refuse_links_out
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.agreement import disagreement
-from converters.tokenizers.config_tokens import read_table, token_text, tokens_only_in_config
+from converters.tokenizers.config_tokens import count_lacking, read_table, token_text, tokens_only_in_config
 from converters.tokenizers.sentencepiece_model import (
     read_sentencepiece,
     require_exact,
@@ -36,9 +40,16 @@ CARRIED = (
     "vocab.json",  # these two: what Qwen's slow tokenizers open
     "merges.txt",
 )
+# What people read about a model: its licence, which must go along with a copy, and its card
+_DOCUMENT = re.compile(
+    r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([ ._-].*)?(?<!\.py)(?<!\.json)|.+\.md)"
+)
+_MOST_OF_DOCUMENT = 16 << 20  # bytes
+_WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
+TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL)
 CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for those beside the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
+CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
 # end a generation: a base model never says the last two.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
@@ -58,6 +69,34 @@ def find_assets(folder: Path) -> dict[str, Path]:
     return found
 
 
+def find_documents(folder: Path) -> dict[str, Path]:
+    """Licence and model card of the weights in a folder, by name; none where there are no weights beside them.
+
+    A project's own README.md in a folder that has only a config or a tokenizer is not the model's.
+    """
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if not any(_WEIGHTS.fullmatch(name) for name in names):
+        return {}
+    found = {}
+    for place in (folder, folder / ASSETS_FOLDER):
+        for path in sorted(place.iterdir()) if place.is_dir() else []:
+            if path.name not in found and _is_document(folder, path):
+                found[path.name] = path
+    return found
+
+
+def _is_document(folder: Path, path: Path) -> bool:
+    if not (path.name.isprintable() and _DOCUMENT.fullmatch(path.name) and path.is_file()):
+        return False
+    if path.stat().st_size > _MOST_OF_DOCUMENT:
+        return False
+    try:
+        refuse_links_out(folder, [path])
+    except CheckpointError:  # somebody else's file: listed with what is not carried along
+        return False
+    return True
+
+
 def read_token_ids(
     assets: Mapping[str, Path], *, vocab_size: int, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -71,10 +110,15 @@ def read_token_ids(
     if HF_GENERATION_CONFIG in assets:
         sure = _ids_in(read_json(assets[HF_GENERATION_CONFIG]))
     else:
-        sure = {key: id for key, id in told.items() if id != _CLASS_DEFAULTS.get(key)}
+        sure = {key: id for key, id in told.items() if id != CLASS_DEFAULTS.get(key)}
     # A tokenizer takes its time to read, and a pad id alone is not worth it
-    named = {} if _CLASS_DEFAULTS.keys() <= sure.keys() else _ids_named_by_tokenizer(assets, vocab_size)
+    named = {} if CLASS_DEFAULTS.keys() <= sure.keys() else _ids_named_by_tokenizer(assets, vocab_size)
     return told | named | sure
+
+
+def read_carried_ids(assets: Mapping[str, Path], token_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The token ids in the generation config that goes along: the source's, else one of `token_ids`."""
+    return _ids_in(read_json(assets[HF_GENERATION_CONFIG])) if HF_GENERATION_CONFIG in assets else dict(token_ids)
 
 
 def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,11 +127,7 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        id_of, num_in_model = read_table(assets[TOKENIZER_JSON])
-        id_of = id_of | tokens_only_in_config(assets, id_of, num_in_model)
-        config = read_json(assets[TOKENIZER_CONFIG])
-        named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
-        return {key: id_of[text] for key, text in named.items() if text in id_of}
+        return dict(_read_ids(*_versions(assets)).named)
     if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
         if TOKENIZER_JSON in assets:
             id_of, _ = read_table(assets[TOKENIZER_JSON])
@@ -102,17 +142,20 @@ def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict
     return {}
 
 
-def write_assets(folder: Path, assets: Mapping[str, Path], token_ids: Mapping[str, Any]) -> list[str]:
-    """Copy the carried files into `folder` and make a generation config where there is none. Returns the names."""
-    if not assets and not token_ids:
+def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[str, Any]) -> list[str]:
+    """Copy the carried files into `folder`, and make a generation config of `generation` where there is none.
+
+    Returns the names.
+    """
+    if not assets and not generation:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     for name, path in assets.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
     written = list(assets)
-    if token_ids and HF_GENERATION_CONFIG not in assets:
-        write_json(folder / HF_GENERATION_CONFIG, dict(token_ids))
+    if generation and HF_GENERATION_CONFIG not in assets:
+        write_json(folder / HF_GENERATION_CONFIG, dict(generation))
         written.append(HF_GENERATION_CONFIG)
     return written
 
@@ -125,12 +168,12 @@ def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_si
     path = assets.get(TIKTOKEN_MODEL)
     if TOKENIZER_JSON in assets or path is None:
         return []
-    if looks_like_tiktoken(path):
-        return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
     try:
+        if looks_like_tiktoken(path):
+            return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
         model = read_sentencepiece(path)
         return write_tokenizer_of_sentencepiece(folder, model, max_seq_len=max_seq_len) if model else []
-    except UnsupportedError:  # the tokenizer.model is carried as it is; tokenizer_remark tells
+    except (CheckpointError, UnsupportedError):  # tokenizer.model is carried as it is; a remark of the report says why
         return []
 
 
@@ -140,7 +183,7 @@ def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_
         return []
     try:
         ranks = ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
-    except UnsupportedError:
+    except (CheckpointError, UnsupportedError):
         return []
     write_ranks(folder / TIKTOKEN_MODEL, ranks)
     return [TIKTOKEN_MODEL]
@@ -160,11 +203,59 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
     try:
         if to == "meta" and path is None and TOKENIZER_JSON in assets:
             ranks_of_tokenizer_json(assets[TOKENIZER_JSON], vocab_size=vocab_size)
-        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and not looks_like_tiktoken(path):
+        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and looks_like_tiktoken(path):
+            if (num_ranks := len(read_ranks(path))) > vocab_size - 2:
+                return (
+                    f"{TIKTOKEN_MODEL} is carried along, and no {TOKENIZER_JSON} is made of it: its {num_ranks:,} "
+                    f"tokens leave no room for begin and end of text in {vocab_size:,} rows"
+                )
+        elif to == "hf" and path is not None and TOKENIZER_JSON not in assets:
             if (model := read_sentencepiece(path)) is None:
                 return f"{TIKTOKEN_MODEL} is carried along unread: it is neither tiktoken nor SentencePiece"
             require_exact(model)
+    except CheckpointError:  # that it cannot be read is a remark of its own
+        return ""
     except UnsupportedError as error:
         carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
         return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"
     return ""
+
+
+def largest_token_id(assets: Mapping[str, Path]) -> int | None:
+    """The largest id that the tokenizer among the carried files can give; None where that is not known.
+
+    Raises CheckpointError and UnsupportedError where it cannot be read.
+    """
+    if TOKENIZER_JSON in assets:
+        return _read_ids(*_versions(assets)).largest
+    if TIKTOKEN_MODEL in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
+        return max(read_ranks(assets[TIKTOKEN_MODEL]).values(), default=None)
+    if TIKTOKEN_MODEL in assets and (model := read_sentencepiece(assets[TIKTOKEN_MODEL])):
+        return len(model.pieces) - 1
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    largest: int
+    named: Mapping[str, int]  # bos_token_id, … that tokenizer_config.json names
+
+
+def _versions(assets: Mapping[str, Path]) -> tuple[tuple[Path, int, int] | None, ...]:
+    """tokenizer.json and tokenizer_config.json, as they are now: a file that was changed is another one."""
+    found = []
+    for name in (TOKENIZER_JSON, TOKENIZER_CONFIG):
+        status = assets[name].stat() if name in assets else None
+        found.append((assets[name], status.st_mtime_ns, status.st_size) if status else None)
+    return tuple(found)
+
+
+@lru_cache(maxsize=2)  # one tokenizer is asked twice, and may be 30 MB of JSON
+def _read_ids(tokenizer: tuple[Path, int, int], settings: tuple[Path, int, int] | None) -> _Ids:
+    id_of, num_in_model = read_table(tokenizer[0])
+    config = read_json(settings[0]) if settings else {}
+    largest = max((id for id in id_of.values() if isinstance(id, int)), default=-1) + count_lacking(config, id_of)
+    if settings:
+        id_of = id_of | tokens_only_in_config({TOKENIZER_CONFIG: settings[0]}, id_of, num_in_model)
+    named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
+    return _Ids(largest, {key: id_of[text] for key, text in named.items() if text in id_of})

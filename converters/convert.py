@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import tokenizer_remark
+from converters.carry_remarks import describe_dtypes, describe_left_files, describe_lone_file, describe_tokenizer
 from converters.catalog import Catalog, count_dtypes
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
@@ -17,7 +18,7 @@ from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
 from converters.outputs.base import OutputOptions
 from converters.outputs.registry import get_output
-from converters.plan import plan_conversion
+from converters.plan import ConversionPlan, plan_conversion
 from converters.single_file import check_file_place, execute_into_file, folder_of
 from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import NativeWeights, native_weights
@@ -124,8 +125,7 @@ def convert(
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored)
-        of_meta, vocab_size = catalog.container == "meta", weights.info.args.vocab_size
-        untranslated = tokenizer_remark(weights.info.assets, to=to, vocab_size=vocab_size, of_meta=of_meta)
+        remarks = _describe_carried(src, weights, plan, to=to, dtype=dtype, into_file=into_file)
         carried = list(weights.info.assets.values())
         done, needs = Execution({}, []), None
         if dry_run:
@@ -174,7 +174,8 @@ def convert(
         non_finite=done.non_finite,
         remarks=(
             *filter(None, [_tell_long_files(plan.target.file_bytes, options.shard_bytes)]),
-            *filter(None, [unchecked_remark(catalog, vouched), _LONE_FILE if into_file else "", untranslated]),
+            *filter(None, [unchecked_remark(catalog, vouched)]),
+            *remarks,
             *catalog.notes,
             *(
                 index_remarks(catalog.root, catalog.num_bytes)
@@ -189,6 +190,23 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _describe_carried(
+    src: Path, weights: NativeWeights, plan: ConversionPlan, *, to: str, dtype: str | None, into_file: bool
+) -> list[str]:
+    """What becomes of everything that is not weights, where that is not as it was."""
+    info, written = weights.info, plan.contents.tensors
+    if into_file:
+        found = [_LONE_FILE, describe_lone_file(info)]
+    else:
+        of_meta = weights.catalog.container == "meta"
+        untranslated = tokenizer_remark(info.assets, to=to, vocab_size=info.args.vocab_size, of_meta=of_meta)
+        found = [untranslated, describe_tokenizer(info), *info.remarks]
+        found += [describe_left_files(weights.catalog, info) if src.is_dir() else ""]
+    found += info.notes
+    found += describe_dtypes(info, weights.source.tensors, written, to=to, dtype=dtype)
+    return [remark for remark in found if remark]
 
 
 def _tell_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> str:

@@ -112,13 +112,12 @@ def diff(
 
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     catalogs = [open_checkpoint(a), open_checkpoint(b)]
-    places = [Path(model_from) if model_from else catalog.root for catalog in catalogs]
-    says = [says_model(place) for place in places]
-    if any(says):
-        places = [place if said else places[says.index(True)] for place, said in zip(places, says, strict=True)]
+    says = [says_model(catalog.root) for catalog in catalogs]
+    # Where only one says what model it is, that is what the other is read as
+    places = [model_from or (None if said or not any(says) else catalogs[says.index(True)].root) for said in says]
     sides = []
     for catalog, place in zip(catalogs, places, strict=True):
-        if any(says):
+        if model_from or any(says):
             # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
             partial = read_manifest(catalog.root) is not None
             opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))

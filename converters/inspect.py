@@ -15,7 +15,8 @@ from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
-from converters.model_info import read_model_info, says_model
+from converters.model_from import find_model_info
+from converters.model_info import says_model
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
 from converters.weights import model_part, naming_of
@@ -58,14 +59,13 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     """
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
-    place = Path(model_from) if model_from else catalog.root
     naming, model, problem = "unknown", None, ""
     try:
-        info = read_model_info(place, weights)
+        info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
         naming = naming_of(catalog, get_family(info.family)).name
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
-        problem = error.message if model_from or says_model(place) else ""
+        problem = error.message if model_from or says_model(catalog.root) else ""
         naming = _naming_by_names(catalog)
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)

@@ -6,17 +6,26 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from converters.assets import find_assets, read_token_ids
+from converters.assets import TOKEN_IDS, find_assets, find_documents, read_carried_ids, read_token_ids
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import SCALINGS, Family, ModelArgs, Scaling, args_to_json
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import refuse_links_out
+from converters.hf_fields import (
+    describe_rewritten,
+    extra_generation_settings,
+    fields_to_write,
+    read_stated_dtype,
+    read_untranslated,
+    require_without_effect,
+)
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
 
+UNTRANSLATED = "untranslated"  # the key of titan_model.json
 TELLING_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # what says what model it is; the first that is there
 
 
@@ -30,12 +39,26 @@ class ModelInfo:
     token_ids: Mapping[str, Any] = field(
         default_factory=dict
     )  # bos_token_id, eos_token_id (one or several), pad_token_id
+    untranslated: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json that `args` does not hold
+    stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
+    remarks: tuple[str, ...] = field(default=(), compare=False)  # what of config.json is not taken over as it was
+    notes: tuple[str, ...] = field(default=(), compare=False)  # what of --model-from is not used
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """What transformers would generate with where there is no generation_config.json."""
+        return dict(self.token_ids) | extra_generation_settings(self.untranslated)
 
 
 def says_model(path: Path) -> bool:
     """Whether something in a checkpoint's folder says what model it is."""
+    return find_model_file(path) is not None
+
+
+def find_model_file(path: Path) -> Path | None:
+    """The file in a checkpoint's folder that says what model it is."""
     folder = snapshot_of(path) if path.is_dir() else path.parent
-    return any((folder / name).is_file() for name in TELLING_FILES)
+    return next((folder / name for name in TELLING_FILES if (folder / name).is_file()), None)
 
 
 def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
@@ -46,10 +69,12 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     folder = snapshot_of(path) if path.is_dir() else path.parent
     assets = find_assets(folder)
     config: dict[str, Any] = {}
-    told_by = next((name for name in TELLING_FILES if (folder / name).is_file()), None)
+    untranslated: dict[str, Any] = {}
+    model_file = find_model_file(folder)
+    told_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / told_by] if told_by else [])])  # assets are copied along
     if told_by == MODEL_INFO:
-        family, args = _from_titan(folder / MODEL_INFO)
+        family, args, untranslated = _from_titan(folder / MODEL_INFO)
     elif told_by == HF_CONFIG:
         config = read_json(folder / HF_CONFIG)
         with _told_with(folder):
@@ -67,8 +92,21 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         )
     check_args(args, what=str(folder / told_by))
     _check_parameters(family, args, what=str(folder / told_by))
-    ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config)
-    return ModelInfo(family.name, args, assets, ids)
+    ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config or untranslated)
+    remarks: list[str] = []
+    if config:
+        with _told_with(folder):
+            untranslated = read_untranslated(config, family, args, ids, carried_ids=read_carried_ids(assets, ids))
+            remarks = describe_rewritten(config, family, args, ids)
+    return ModelInfo(
+        family.name,
+        args,
+        assets | find_documents(folder),
+        ids,
+        untranslated,
+        stated_dtype=read_stated_dtype(config),
+        remarks=tuple(remarks),
+    )
 
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
@@ -89,15 +127,16 @@ def _told_with(folder: Path) -> Iterator[None]:
 
 
 def write_model_info(folder: Path, info: ModelInfo) -> None:
-    """titan_model.json: family and numbers, so that nobody types a flavor again."""
+    """titan_model.json: family and numbers, so that nobody types a flavor again; and config.json's other fields."""
     content = {"family": info.family, "args": args_to_json(info.args)}
-    write_json(folder / MODEL_INFO, content)
+    write_json(folder / MODEL_INFO, content | ({UNTRANSLATED: dict(info.untranslated)} if info.untranslated else {}))
 
 
 def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str) -> None:
     """config.json that transformers 4 and 5 open: both spellings of RoPE (the family's part) and of the dtype."""
-    config = get_family(info.family).hf_config(info.args)
-    write_json(folder / HF_CONFIG, config | {"dtype": dtype, "torch_dtype": dtype} | dict(info.token_ids))
+    fields = fields_to_write(get_family(info.family).hf_config(info.args), info.untranslated)
+    own_ids = {key: fields.pop(key) for key in TOKEN_IDS if key in fields}
+    write_json(folder / HF_CONFIG, fields | {"dtype": dtype, "torch_dtype": dtype} | dict(info.token_ids) | own_ids)
 
 
 def meta_params(info: ModelInfo) -> dict[str, Any]:
@@ -113,7 +152,7 @@ def write_meta_params(folder: Path, info: ModelInfo) -> None:
     write_json(folder / META_PARAMS, meta_params(info))
 
 
-def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
+def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
     content = read_json(path)
     name, numbers = content.get("family"), content.get("args")
     if not isinstance(name, str) or not isinstance(numbers, dict):
@@ -134,7 +173,13 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
-    return get_family(name), args_type(**{**numbers, "rope_scaling": _scaling(scaling, path) if scaling else None})
+    family = get_family(name)
+    args = args_type(**{**numbers, "rope_scaling": _scaling(scaling, path) if scaling else None})
+    untranslated = content.get(UNTRANSLATED, {})
+    if untranslated:
+        check_args(args, what=str(path))
+        require_without_effect(untranslated, family, args, what=f"{path}, {UNTRANSLATED}")
+    return family, args, untranslated
 
 
 def _scaling(numbers: Any, path: Path) -> Scaling:

@@ -19,6 +19,7 @@ from converters.execute import Execution, Progress, check_places, execute, no_pr
 from converters.families.registry import get_family
 from converters.formats.dcp_write import plan_dcp
 from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
+from converters.json_file import read_json
 from converters.layout import (
     Files,
     MeshShape,
@@ -28,7 +29,7 @@ from converters.layout import (
     check_mesh,
 )
 from converters.manifest import list_files
-from converters.model_info import ModelInfo, write_model_info
+from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
@@ -170,6 +171,7 @@ def reshard(
         _tell_unknown(contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, vouched),
+        *spelling.info.notes,
     ]
     return ReshardReport(
         source=str(src),
@@ -258,16 +260,19 @@ def _other_files(catalog: Catalog) -> list[str]:
 
 
 def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[str]:
-    """Everything in the source's folder that is not tensor data, and what the model is where nothing there says it."""
+    """Everything in the source's folder that is not tensor data, and what `info` adds to it from --model-from."""
     names = _other_files(catalog)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(catalog.root / name, folder / name)
-    if MODEL_INFO not in names:
+    own = read_json(folder / MODEL_INFO) if MODEL_INFO in names else {}
+    if own.get(UNTRANSLATED, {}) != info.untranslated or not own:
         write_model_info(folder, info)
-    if not (folder / ASSETS_FOLDER).is_dir():  # --model-from may have brought a tokenizer
-        names += [f"{ASSETS_FOLDER}/{n}" for n in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
-    return names
+    assets, generation = info.assets, info.generation
+    if (folder / ASSETS_FOLDER).is_dir():
+        assets, generation = {n: path for n, path in assets.items() if not path.is_relative_to(catalog.root)}, {}
+    added = write_assets(folder / ASSETS_FOLDER, assets, generation)
+    return [*names, *(f"{ASSETS_FOLDER}/{name}" for name in added)]
 
 
 def _tell_unknown(names: Sequence[str]) -> str:

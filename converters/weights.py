@@ -11,7 +11,8 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.base import Family, Naming
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo, read_model_info, says_model
+from converters.model_from import find_model_info
+from converters.model_info import ModelInfo
 from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.view import View, detect_naming, native_view
@@ -42,7 +43,7 @@ def open_native(
 
     `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
     that do not say it (torchtitan's); `otherwise`: what it is then, for a caller who knows. Raises CheckpointError with
-    everything that does not match the model.
+    everything that does not match the model, and ConfigError where `model_from` contradicts the checkpoint.
     """
     return native_weights(open_checkpoint(path), model_from=model_from, otherwise=otherwise)
 
@@ -57,14 +58,11 @@ def native_weights(
 ) -> NativeWeights:
     """open_native for a catalog that is open already. What is allowed is listed in the ledger of `source`."""
     weights = model_part(catalog)
-    place = Path(model_from) if model_from else catalog.root
-    if not place.exists():
-        raise CheckpointError(f"{place}: no such folder", hint="--model-from names one that says what model it is")
-    info = otherwise if otherwise and not says_model(place) else read_model_info(place, weights)
+    info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
     if info.args.num_layers > len(weights.tensors):  # told before a name is made for each of billions of layers
         raise CheckpointError(
             f"{catalog.place}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
-            f"that {place} says the model has"
+            f"that {model_from or catalog.root} says the model has"
         )
     naming = naming_of(catalog, get_family(info.family))
     reader = CatalogReader(weights)

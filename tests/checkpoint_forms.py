@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from converters.convert import convert
 from converters.layout import MeshShape
+from converters.model_info import read_model_info, write_model_info
 from converters.outputs.base import OutputOptions
 from tests.hf_names import interleaved, native_name
 
@@ -30,9 +31,10 @@ class Form:
 
 
 def write_form(form: Form, hf: Path, place: Path) -> tuple[Path, Path | None]:
-    """What a user would name below `place`, and with --model-from where that does not say all of the model.
+    """What a user would name below `place`, and with --model-from where that does not say what model it is.
 
-    Where RoPE's scaling has a first context that the format cannot say, it is written as if that were 8192.
+    Where RoPE's scaling has a first context that the format cannot say, it is written as if that were 8192, and
+    titan_model.json is corrected afterwards.
     """
     config = json.loads((hf / "config.json").read_text())
     if not form.llama_only or config["rope_parameters"].get("original_max_position_embeddings", 8192) == 8192:
@@ -40,7 +42,11 @@ def write_form(form: Form, hf: Path, place: Path) -> tuple[Path, Path | None]:
     sayable = shutil.copytree(hf, place / "sayable")
     config["rope_parameters"]["original_max_position_embeddings"] = 8192
     (sayable / "config.json").write_text(json.dumps(config))
-    return form.write(sayable, place), hf
+    written = form.write(sayable, place)
+    folder = written if written.is_dir() else written.parent
+    (folder / "titan_manifest.json").unlink()
+    write_model_info(folder, read_model_info(hf))  # which is read before a config.json or params.json
+    return written, None
 
 
 def write_byte_ranks(path: Path) -> None:

@@ -74,7 +74,7 @@ def seed(
 
     def write_small_files(folder: Path) -> list[str]:
         write_model_info(folder, info)
-        return write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)
+        return write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)
 
     execute(
         dst,

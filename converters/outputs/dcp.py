@@ -31,7 +31,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     info = contents.info
     write_model_info(folder, info)
-    return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)]
+    return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)]
 
 
 DCP = Output(

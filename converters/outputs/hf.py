@@ -17,7 +17,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     info = contents.info
-    written = write_assets(folder, info.assets, info.token_ids)
+    written = write_assets(folder, info.assets, info.generation)
     written += write_tokenizer_for_hf(
         folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
     )

@@ -49,7 +49,7 @@ def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     info = contents.info
-    written = write_assets(folder, info.assets, info.token_ids)
+    written = write_assets(folder, info.assets, info.generation)
     written += write_tokenizer_for_meta(folder, info.assets, vocab_size=info.args.vocab_size)
     write_meta_params(folder, info)
     write_model_info(folder, info)  # params.json cannot say the context length, nor that the output is tied

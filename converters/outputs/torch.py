@@ -25,7 +25,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     info = contents.info
     write_model_info(folder, info)
-    assets = write_assets(folder / ASSETS_FOLDER, info.assets, info.token_ids)
+    assets = write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)
     return [MODEL_INFO, *(f"{ASSETS_FOLDER}/{name}" for name in assets)]
 
 

@@ -78,7 +78,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
     info, style, dst = contents.info, _style(options), _place(contents)
     tokenizer, assets = find_tokenizer(info), folder / ASSETS_FOLDER
-    in_assets = write_assets(assets, info.assets, info.token_ids) + tokenizer.write(assets)
+    in_assets = write_assets(assets, info.assets, info.generation) + tokenizer.write(assets)
     if style == "hf":
         in_assets += write_tokenizer_for_hf(
             assets, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len

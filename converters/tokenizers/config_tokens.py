@@ -47,6 +47,11 @@ def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], 
     return added
 
 
+def count_lacking(config: Mapping[str, Any], id_of: Mapping[str, int]) -> int:
+    """How many tokens tokenizer_config.json names beyond `id_of`; transformers gives them the next ids."""
+    return len({*_declared(config).values(), *_named(config, _TRANSFORMERS)} - id_of.keys())
+
+
 def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
     """What a user has to know of a tokenizer.json: ids of such tokens, and bytes of a text that get no token."""
     if TOKENIZER_JSON not in assets:

@@ -10,7 +10,8 @@ from converters.catalog import Box, Catalog, TensorInfo
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.registry import get_family
-from converters.model_info import ModelInfo, read_model_info
+from converters.model_from import find_model_info
+from converters.model_info import ModelInfo
 from converters.training.optimizer_state import STATE, ParameterNames
 from converters.view import OUTPUT, TIED_REASON, View, detect_naming, native_view
 from converters.weights import model_part, native_weights
@@ -54,7 +55,7 @@ def read_spelling(
 
 
 def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str | None) -> Spelling:
-    info = read_model_info(Path(model_from) if model_from else catalog.root)
+    info = find_model_info(catalog, model_part(catalog), model_from=model_from)
     with CatalogReader(catalog) as reader:
         states = _States(reader)
         if not states.tensors:

@@ -1,5 +1,6 @@
 """What a finished run hands on: folders that transformers and torchtune open, and a last step in another dtype."""
 
+import json
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.families.llama3 import FLAVORS
 from converters.manifest import check_files, read_manifest
+from converters.model_info import read_model_info
 from converters.open import open_checkpoint
 from tests.dist import runs
 from trainer.models.registry import get_trainer_family
@@ -86,6 +88,28 @@ def test_a_model_only_last_step_takes_the_dtype(pools, data, exported, tmp_path)
         torch.distributed.checkpoint.load(weights, checkpoint_id=str(path), no_dist=True)
     assert all(torch.equal(loaded[0][fqn], loaded[1][fqn].bfloat16()) for fqn in sums)
     assert {t.dtype for t in open_checkpoint(tmp_path / "export-hf").tensors.values()} == {"bfloat16"}
+
+
+def test_the_fields_of_the_initial_config_are_in_checkpoints_and_exports(pools, data, exported, tmp_path):
+    """What titan does not translate, after a step from an HF folder and after another from the run's own checkpoint."""
+    start = shutil.copytree(exported / "export-hf", tmp_path / "start")
+    (start / "titan_manifest.json").unlink()
+    (start / "LICENSE").write_text("terms")
+    fields = {"attention_dropout": 0.1, "use_cache": False, "own": {"a": None}, "bos_token_id": 5}
+    config = json.loads((start / "config.json").read_text()) | fields
+    (start / "config.json").write_text(json.dumps(config))
+    dump, settings = tmp_path / "dump", {"last_save_in_torchtune": False, "initial_load_path": str(start)}
+    for steps in (1, 2):
+        heard = pools[2].run(runs.run_and_hear, _config(data, dump, steps=steps, **settings))
+        assert [error for error, _ in heard] == ["", ""]
+        told = f"not carried from {start} into this run's checkpoints: LICENSE" in heard[0][1]
+        assert told == (steps == 1), heard[0][1]
+        del fields["bos_token_id"]  # of the run's own tokenizer
+        info = read_model_info(dump / "checkpoint" / f"step-{steps}")
+        assert fields.items() <= info.untranslated.items() and "bos_token_id" not in info.untranslated
+        fields["bos_token_id"] = info.token_ids.get("bos_token_id")
+        written = json.loads((dump / "export-hf" / "config.json").read_text())
+        assert {key: written.get(key) for key in fields} == fields
 
 
 def test_an_export_is_replaced_only_where_it_is_ours_and_the_run_went_on(pools, data, exported, tmp_path):

@@ -1,16 +1,16 @@
 """From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.assets import find_assets
+from converters.assets import TOKENIZERS, find_assets
 from converters.errors import CheckpointError, list_offenders
 from converters.formats.hf_cache import snapshot_of
 from converters.manifest import check_files, read_manifest
-from converters.model_info import says_model
 from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
 from titan_tools.console import note
+from titan_tools.infer.text.chat_template import has_template
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
@@ -64,21 +64,17 @@ def newest_step(path: Path) -> Path:
     return complete[0]
 
 
-def find_model_place(model_from: Path | None) -> Path | None:
-    """What shall say the model: `model_from`, unless it has nothing but a tokenizer; None is the checkpoint itself."""
-    if model_from and model_from.exists() and not says_model(model_from) and _has_tokenizer(_folder_of(model_from)):
-        return None
-    return model_from
+def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Path]) -> Path:
+    """The folder of the tokenizer: that of the checkpoint, which lies in `root`, else `model_from`'s.
 
-
-def find_tokenizer(root: Path, model_from: Path | None) -> Path:
-    """The folder of the tokenizer: `model_from`'s, else that of the checkpoint, which lies in `root`.
-
-    Raises CheckpointError where neither has one.
+    `assets`: of the checkpoint that is open; with `model_from`, its tokenizer is the same as that of `root`, or none.
+    Then `model_from` may still have a chat template that `root` lacks. Raises CheckpointError where neither has one.
     """
-    places = [_folder_of(model_from)] if model_from else []
-    places.append(root)
-    if found := next(filter(_has_tokenizer, places), None):
+    own, given = _tokenizer_in(root), _tokenizer_in(_folder_of(model_from)) if model_from else {}
+    places = [root, *([_folder_of(model_from)] if model_from else [])]
+    if own and own.items() <= assets.items():
+        return places[-1] if own.keys() & given and has_template(places[-1]) and not has_template(root) else root
+    if found := next(filter(_tokenizer_in, reversed(places)), None):
         return found
     raise CheckpointError(
         f"there is no tokenizer in {' or '.join(map(str, places))}",
@@ -111,5 +107,5 @@ def _folder_of(path: Path) -> Path:
     return snapshot_of(path) if path.is_dir() else path.parent
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return not {TOKENIZER_JSON, TIKTOKEN_MODEL}.isdisjoint(find_assets(folder))
+def _tokenizer_in(folder: Path) -> dict[str, Path]:
+    return {name: path for name, path in find_assets(folder).items() if name in TOKENIZERS}

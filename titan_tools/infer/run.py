@@ -15,7 +15,7 @@ from titan_tools.infer.decoding.compiled import check_compiler
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.logprobs import check_logprobs
 from titan_tools.infer.decoding.sampling import check_sampling
-from titan_tools.infer.find import Found, find_checkpoints, find_model_place, find_tokenizer
+from titan_tools.infer.find import Found, find_checkpoints, find_tokenizer
 from titan_tools.infer.free_memory import rows_that_fit
 from titan_tools.infer.generation_config import follow, note_on, read_generation_config
 from titan_tools.infer.model.freed_memory import keep_freed_memory
@@ -66,7 +66,7 @@ def _infer(request: Request, ranks: Ranks) -> None:
         found = ranks.done_by_first(lambda: next(steps))
         with ranks.done_by_each(_open, request, found) as weights:
             work = ranks.done_by_each(_look, request, weights)
-            tokenizer = find_tokenizer(weights.catalog.root, request.model_from)
+            tokenizer = find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets)
             if ranks.is_first and (text := tokenizer_note(tokenizer)):
                 note(text)
             # A batch that comes through a pipe must not be used up by a damaged step
@@ -108,7 +108,7 @@ def _at_its_moment(request: Request) -> Request:
 
 
 def _open(request: Request, found: Found) -> NativeWeights:
-    return open_native(found.folder, model_from=find_model_place(request.model_from))
+    return open_native(found.folder, model_from=request.model_from)
 
 
 def _look(request: Request, weights: NativeWeights) -> Work:
@@ -119,7 +119,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
     check_devices(tp)
     if request.compile:
         check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    folder = find_tokenizer(weights.catalog.root, request.model_from)
+    folder = find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets)
     if request.generation_config:
         config = read_generation_config(folder, weights.info)
         request = follow(config, request, folder=folder, vocab_size=args.vocab_size)
@@ -136,7 +136,7 @@ def _look(request: Request, weights: NativeWeights) -> Work:
 
 
 def _on_generation_config(work: Work, weights: NativeWeights) -> str:
-    folder = find_tokenizer(weights.catalog.root, work.request.model_from)
+    folder = find_tokenizer(weights.catalog.root, work.request.model_from, weights.info.assets)
     return note_on(read_generation_config(folder, weights.info), work.request)
 
 
@@ -163,6 +163,8 @@ def _is_damaged(found: Found, weights: NativeWeights, ranks: Ranks) -> bool:
             note(f"reading {found.folder}")
         for text in weights.catalog.notes:
             note(f"{found.folder}: {text}")
+        for text in weights.info.notes:
+            note(text)
     names = weights.source.ledger.used.values()
     try:
         ranks.done_by_each(check_read_files, weights.catalog, names, do_all=ranks.shared_out)

@@ -7,12 +7,14 @@ all ranks have voted, before a weight is touched.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from converters.assets import TOKEN_IDS
 from converters.commit import require_space
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError, list_offenders
@@ -105,16 +107,24 @@ class Checkpoints:
     def load(self, path: Path, state: RunState) -> None:
         """Take everything from a DCP, but the sections that the config excludes."""
         excluded = self._settings.exclude_from_loading
-        load_state(path, state, info=self._info, excluded=excluded, group=self._group)
+        self._keep_fields(load_state(path, state, info=self._info, excluded=excluded, group=self._group))
 
     def load_initial(self, path: Path, state: RunState) -> None:
         """Begin from a checkpoint of any format: its weights, or, if the config says so, everything in it."""
         if self._settings.initial_load_model_only:
             only_hf = self._settings.initial_load_in_hf
-            load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
+            found = load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
+            self._keep_fields(found)
+            if left := sorted(found.assets.keys() - self._info.assets.keys()):
+                note(f"not carried from {path} into this run's checkpoints: {', '.join(left)}")
         else:
             refuse_damaged(path, info=self._info, group=self._group)
             self.load(path, state)
+
+    def _keep_fields(self, found: ModelInfo) -> None:
+        """Have this run's checkpoints carry config.json's other fields, as `found` says them, but for the token ids."""
+        fields = {key: value for key, value in found.untranslated.items() if key not in TOKEN_IDS}
+        self._info = replace(self._info, untranslated=fields)
 
     def get_ready(self, model: TrainModel) -> None:
         """Raise now what the first save would raise, and start what saves beside the training."""

@@ -32,12 +32,12 @@ _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data
 
 def load_state(
     path: Path, state: RunState, *, info: ModelInfo, excluded: Collection[str], group: dist.ProcessGroup
-) -> None:
-    """Take everything from a DCP, but the sections that are `excluded`."""
+) -> ModelInfo:
+    """Take everything from a DCP, but the sections that are `excluded`. Returns what the checkpoint says of itself."""
     catalog = open_checkpoint(path)
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
-    if says_model(path):  # torchtitan's own do not
-        _refuse_other_model(read_model_info(path, catalog), info, path)
+    found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
+    _refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
     for section, values in state.sections().items():
         if section in excluded:
@@ -60,12 +60,14 @@ def load_state(
     for key, value in loaded.items():
         sections.setdefault(section_of(key), {})[key.partition(".")[2]] = value
     state.take(sections)
+    return found
 
 
-def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool, group: dist.ProcessGroup) -> None:
+def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool, group: dist.ProcessGroup) -> ModelInfo:
     """Take the weights of a checkpoint of any format; with `only_hf` in Hugging Face's names, else it is refused.
 
-    Each rank reads only the boxes that it holds. Their dtype may be another floating one; it is cast.
+    Each rank reads only the boxes that it holds. Their dtype may be another floating one; it is cast. Returns what the
+    checkpoint says of itself.
     """
     with open_native(path, otherwise=info) as weights:
         if only_hf and weights.naming != "hf":
@@ -79,6 +81,7 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
         _refuse_damaged(weights.catalog, group)
         _refuse_other_model(weights.info, info, path)
         _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
+        return weights.info
 
 
 def refuse_damaged(path: Path, *, info: ModelInfo, group: dist.ProcessGroup) -> None:

@@ -90,7 +90,7 @@ def write_step(
 
         def complete() -> None:
             write_model_info(staging, info)
-            write_assets(staging / ASSETS_FOLDER, info.assets, info.token_ids)
+            write_assets(staging / ASSETS_FOLDER, info.assets, info.generation)
             write_manifest(staging, tensors=tensors, files=files)
             commit(staging, destination, overwrite=True)
 

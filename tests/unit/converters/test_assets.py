@@ -10,7 +10,7 @@ import tiktoken
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig
 
-from converters.assets import find_assets, read_token_ids, write_assets, write_tokenizer_for_hf
+from converters.assets import find_assets, read_token_ids, tokenizer_remark, write_assets, write_tokenizer_for_hf
 from converters.errors import CheckpointError
 from converters.tokenizers.tiktoken_model import LLAMA3_PATTERN, looks_like_tiktoken, read_ranks, special_tokens_after
 
@@ -141,8 +141,12 @@ def test_damaged_tokenizers(meta_tokenizer, tmp_path):
     path.write_text("IQ== 0\nIg== 2\n")
     with pytest.raises(CheckpointError, match="count up from 0"):
         read_ranks(path)
-    with pytest.raises(CheckpointError, match="no room for begin and end of text"):
-        write_tokenizer_for_hf(tmp_path, find_assets(meta_tokenizer), vocab_size=500, max_seq_len=1)
+    assets = find_assets(meta_tokenizer)
+    num_ranks = len(read_ranks(assets["tokenizer.model"]))
+    for vocab_size in (500, num_ranks + 1):
+        assert write_tokenizer_for_hf(tmp_path / "none", assets, vocab_size=vocab_size, max_seq_len=1) == []
+        assert "no room for begin and end of text" in tokenizer_remark(assets, to="hf", vocab_size=vocab_size)
+    assert tokenizer_remark(assets, to="hf", vocab_size=num_ranks + 2) == ""
 
 
 def test_token_ids_of_other_tokenizers(tmp_path):

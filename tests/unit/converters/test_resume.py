@@ -345,6 +345,7 @@ def test_another_order_of_rows_is_another_plan(tmp_path, monkeypatch):
         heads = {key: getattr(model, key) // factor for key in ("num_attention_heads", "num_key_value_heads")}
         config = json.loads((tmp_path / "hf" / "config.json").read_text())
         (tmp_path / name / "config.json").write_text(json.dumps(config | heads | {"head_dim": model.head_dim * factor}))
+    (tmp_path / "hf" / "config.json").unlink()
     with monkeypatch.context() as patch:
         patch.setattr("converters.execute.write_manifest", _full_disk)
         with pytest.raises(CheckpointError, match="no space"):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from converters.assets import find_assets
 from converters.convert import convert
 from tests.json_lines import read_lines
 from titan_tools.infer.find import Found, find_checkpoints, find_tokenizer
@@ -63,8 +64,12 @@ def test_prompts_that_cannot_be_are_told_before_a_step_is_read(titan, run, untou
         assert (code, out) == (2, "") and err.startswith("error: ") and said in err
 
 
-def test_the_tokenizer_of_model_from_comes_first(hf, tmp_path):
-    asked = shutil.copytree(hf, tmp_path / "asked")
-    assert find_tokenizer(hf, None) == hf and find_tokenizer(hf, asked) == asked
-    (asked / "tokenizer.json").unlink()
-    assert find_tokenizer(hf, asked) == hf
+def test_the_checkpoint_s_own_tokenizer_comes_first(hf, tmp_path):
+    own, other = find_assets(hf), shutil.copytree(hf, tmp_path / "other")
+    assert find_tokenizer(hf, None, own) == find_tokenizer(hf, other, own) == hf
+    (other / "chat_template.jinja").write_text("{{ messages }}")  # what the checkpoint lacks beside the same tokenizer
+    assert find_tokenizer(hf, other, own) == other
+    (other / "tokenizer.json").rename(other / "tokenizer.model")  # nothing says that it is the same
+    assert find_tokenizer(hf, other, own) == hf
+    assert find_tokenizer(tmp_path, other, {}) == other
+    assert find_tokenizer(hf, other, {}) == other  # a torch file among files of something else

@@ -34,7 +34,7 @@ def hf(written, tmp_path):
 
 
 def read(folder):
-    return read_vocabulary(find_tokenizer(folder, None), read_model_info(folder))
+    return read_vocabulary(find_tokenizer(folder, None, {}), read_model_info(folder))
 
 
 def change(path, **values):

@@ -110,6 +110,15 @@ def read_template(folder: Path) -> ChatTemplate:
     )
 
 
+def has_template(folder: Path) -> bool:
+    """Whether a checkpoint's folder has a chat template."""
+    try:
+        read_template(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def _default_of(found: Any, path: Path) -> str:
     """The template where it is alone, and the one named "default" of a list."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):

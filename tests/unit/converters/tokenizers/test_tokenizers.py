@@ -420,7 +420,7 @@ def test_what_goes_with_the_weights_goes_everywhere(name, tmp_path):
 
 def test_a_llama2_release_of_meta_opens_in_transformers(meta_llama2, tmp_path):
     """SentencePiece alone: token ids are told, the file goes along, transformers opens the folder, through DCP too."""
-    write_tiny(tmp_path / "first", "llama2")
+    write_tiny(tmp_path / "first", "llama2", numbers={"vocab_size": ROWS})
     convert(tmp_path / "first", tmp_path / "meta", to="meta")
     for name in ("titan_model.json", "titan_manifest.json", "generation_config.json"):
         (tmp_path / "meta" / name).unlink(missing_ok=True)
