@@ -98,7 +98,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         )
     if changes.files or changes.tensors or unreadable:
         fsync_folder(folder)  # what the manifest says is on the disk before the manifest is
-        write_manifest(folder, tensors=tensors, files=sums)
+        write_manifest(folder, tensors=tensors, files=sums, accepted=True)
         fsync(folder)
     return _report(path, catalog, checks, non_finite, changes)
 

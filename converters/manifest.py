@@ -59,21 +59,29 @@ class DoAll(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Tensors by FQN, files by their path inside the folder (with `/`)."""
+    """Tensors by FQN, files by their path inside the folder (with `/`).
+
+    `accepted`: it was rewritten after a change, and vouches for what the user accepted, not for what titan wrote.
+    """
 
     tensors: Mapping[str, TensorSum]
     files: Mapping[str, FileSum]
+    accepted: bool = False
 
 
 def write_manifest(
-    folder: Path, *, tensors: Mapping[str, TensorSum], files: Mapping[str, FileSum] | None = None
+    folder: Path,
+    *,
+    tensors: Mapping[str, TensorSum],
+    files: Mapping[str, FileSum] | None = None,
+    accepted: bool = False,
 ) -> Manifest:
     """Write the manifest of all files in `folder`; those that `files` does not know are read once. Call it last."""
     known = dict(files or {})
     found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
     if absent := sorted(known.keys() - found.keys()):
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
-    manifest = Manifest(dict(tensors), found)
+    manifest = Manifest(dict(tensors), found, accepted)
     body = _dump(manifest)
     temporary = folder / (MANIFEST + ".tmp")
     try:
@@ -111,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     for name in files:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
-    return Manifest(tensors, files)
+    return Manifest(tensors, files, content.get("accepted") is True)
 
 
 def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
@@ -136,7 +144,15 @@ def _dump(manifest: Manifest) -> bytes:
         f'  {json.dumps(name)}: {{"size": {entry.size}, "crc32": {entry.crc32}}}'
         for name, entry in manifest.files.items()
     ]
-    lines = [f' "version": {VERSION},', ' "tensors": {', ",\n".join(tensors), " },", ' "files": {', ",\n".join(files)]
+    lines = [
+        f' "version": {VERSION},',
+        *([' "accepted": true,'] if manifest.accepted else []),
+        ' "tensors": {',
+        ",\n".join(tensors),
+        " },",
+        ' "files": {',
+        ",\n".join(files),
+    ]
     return "\n".join([*lines, " }", "}", ""]).encode()
 
 

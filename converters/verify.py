@@ -128,7 +128,8 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
             problems = check_files(catalog.root, [path.name])
             return judge("files", f"{path.name} against size and CRC32 in {MANIFEST}", problems)
         problems = check_files(catalog.root)
-        return judge("files", f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}", problems)
+        detail = f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}"
+        return judge("files", detail + (", rewritten by --accept" if manifest.accepted else ""), problems)
     if catalog.container == "safetensors":
         return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")
     if quick:

@@ -71,4 +71,5 @@ def _accepted(changes: Changes) -> str:
     if not changes.files and not changes.tensors:
         return f"nothing has changed since titan wrote it; {MANIFEST} was left as it is"
     files, tensors = len(changes.files), len(changes.tensors)
-    return f"{MANIFEST} was rewritten; changed: {files:,} files, {tensors:,} of {changes.num_tensors:,} tensors"
+    what = f"{files:,} file{'' if files == 1 else 's'}, {tensors:,} of {changes.num_tensors:,} tensors"
+    return f"{MANIFEST} was rewritten; changed: {what}"

@@ -1,6 +1,7 @@
 """What a run reads and writes, checked before anything is built: dump folder, tokenizer, data, initial checkpoint."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from converters.errors import ConfigError, TitanError, list_offenders
@@ -11,6 +12,7 @@ from trainer.checkpoints.step_folders import list_steps
 from trainer.chosen_model import chosen_model, tokenizer_folder
 from trainer.config.sections import Config
 from trainer.data.datasets import check_dataset
+from trainer.data.index import HELD_OUT, TRAIN
 from trainer.dump_folder import try_dump_folder
 
 _DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
@@ -47,9 +49,9 @@ def _checks(config: Config) -> Iterator[tuple[tuple[str, ...], Callable[[], str 
     training, validation = config.training, config.validation
     vocab_size = get_family(config.model.name).flavors[config.model.flavor].vocab_size
 
-    def check_data(name: str, path: str | None) -> str:
-        tokenizer = tokenizer_folder(config.model, config.training)
-        return check_dataset(name, path, vocab_size=vocab_size, tokenizer=tokenizer)
+    def check_data(name: str, path: str | None, section: str) -> str:
+        tokenizer, split = tokenizer_folder(config.model, config.training), TRAIN if section == "training" else HELD_OUT
+        return check_dataset(name, path, split=split, vocab_size=vocab_size, tokenizer=tokenizer)
 
     yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
     yield ("model.hf_assets_path",), lambda: chosen_model(config.model, training) and None
@@ -60,7 +62,7 @@ def _checks(config: Config) -> Iterator[tuple[tuple[str, ...], Callable[[], str 
             ("validation.enable",) if settings is validation else ()
         )
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
-            yield keys, lambda name=settings.dataset, path=path: check_data(name, path)
+            yield keys, partial(check_data, settings.dataset, path, section)
     yield ("checkpoint.initial_load_path",), lambda: _check_initial(config)
 
 

@@ -156,6 +156,8 @@ def note_on(config: GenerationConfig | None, request: Request) -> str:
     unknown = config.unknown()
     unknown_part = f"; not known here, and without effect: {', '.join(unknown)}" if unknown else ""
     if request.generation_config:
+        if request.sampling.temperature > 0 and "top_k" not in {*config.fields, *request.explicit}:
+            asks.append(f"top_k {request.sampling.top_k} (what transformers takes where it is not named)")
         won = [name for name in request.explicit if name in config.fields]
         flags = f"; from the command line instead: {', '.join(won)}" if won else ""
         return f"{config.path.name} is followed: {', '.join(asks) or 'greedy decoding'}{flags}{unknown_part}"

@@ -91,7 +91,10 @@ class Checkpoints:
                 return path
             self._damaged.add(step)
             problems.append(f"{path.name}: {problem}")
-            note(f"WARNING: {path} is damaged and will not be used: {problem}")
+            note(
+                f"WARNING: {path} is damaged and will not be used: {problem}"
+                f" (if it was changed on purpose: titan verify {path} --accept)"
+            )
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.folder} can be used:" + list_offenders(problems),

@@ -89,16 +89,7 @@ def refuse_others(folder: Path) -> None:
     check_destination(folder, overwrite=True)
     if not folder.exists() or not any(folder.iterdir()):
         return
-    manifest = check_sizes(folder)
-    if manifest is None:
-        problems = [f"it has no {MANIFEST}"]
-    else:
-        written = (folder / MANIFEST).stat().st_mtime_ns
-        names = list_files(folder)
-        problems = [f"{name}: not written by titan" for name in names if name not in (*manifest.files, *EDITABLE)]
-        problems += [
-            f"{name}: edited" for name in names if name in EDITABLE and (folder / name).stat().st_mtime_ns > written
-        ]
+    problems = _not_titans(folder)
     if problems:
         raise CheckpointError(
             f"{folder} would be replaced by the export after the last step, and is not as titan left it:"
@@ -106,3 +97,19 @@ def refuse_others(folder: Path) -> None:
             hint="nothing was touched",
             tries=[f"mv {folder} {folder}-kept", "--job.dump_folder OTHER_FOLDER"],
         )
+
+
+def _not_titans(folder: Path) -> list[str]:
+    """Why a folder is not an export as titan left it; [] where it is."""
+    try:
+        manifest = check_sizes(folder)
+    except CheckpointError as error:  # without its advice: accepting a change does not make it titan's
+        return [error.message]
+    if manifest is None:
+        return [f"it has no {MANIFEST}"]
+    if manifest.accepted:
+        return [f"it was changed after titan wrote it ({MANIFEST} was rewritten by titan verify --accept)"]
+    written, names = (folder / MANIFEST).stat().st_mtime_ns, list_files(folder)
+    added = [f"{name}: not written by titan" for name in names if name not in (*manifest.files, *EDITABLE)]
+    edited = [name for name in names if name in EDITABLE and (folder / name).stat().st_mtime_ns > written]
+    return added + [f"{name}: edited" for name in edited]

@@ -7,7 +7,7 @@ from pathlib import Path
 from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data.index import open_index
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
-from trainer.data.samples import TokenSource, Weighted
+from trainer.data.samples import TokenSource, Weighted, refuse_no_held_out
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
 from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, find_stream, stream_c4
 from trainer.data.text_index import Preparation, identity_of, index_text, refuse_no_tokenizer
@@ -67,10 +67,10 @@ def open_dataset(
     return source
 
 
-def check_dataset(name: str, path: str | None, *, vocab_size: int, tokenizer: Path) -> str:
+def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, tokenizer: Path) -> str:
     """Raise as `open_dataset` does, but make no index of a text and ask no hub. Returns what was not checked."""
     if name not in (C4, C4_VALIDATION) and (name not in TEXT_KINDS or not path):
-        open_dataset(name, path, vocab_size=vocab_size)
+        refuse_no_held_out(open_dataset(name, path, vocab_size=vocab_size), split)
         return ""
     refuse_no_tokenizer(name, tokenizer)
     refuse_large_vocabulary(load_tokenizer(tokenizer).vocab_size, vocab_size, str(tokenizer))

@@ -39,18 +39,23 @@ class Weighted:
     weight: float
 
 
+def refuse_no_held_out(source: TokenSource, split: str) -> None:
+    """Raise DataError where validation would read an index that holds nothing out."""
+    if split == HELD_OUT and not len(source.tokens(split)):
+        raise DataError(
+            "the token index has no held-out part to validate on",
+            hint="it was made with `titan data prepare --held-out 0`",
+            tries=["titan data prepare … --held-out 0.02 --overwrite", "--validation.no_enable"],
+        )
+
+
 class SourceSamples:
     """The samples of one source, in the order of `seed`."""
 
     def __init__(self, source: TokenSource, split: str, *, seq_len: int, seed: int, number: int = 0):
         """`number`: the source's place in a mixture, so that two of one size are not shuffled alike."""
         self._tokens = source.tokens(split)
-        if split == HELD_OUT and not len(self._tokens):
-            raise DataError(
-                "the token index has no held-out part to validate on",
-                hint="it was made with `titan data prepare --held-out 0`",
-                tries=["titan data prepare … --held-out 0.02 --overwrite", "--validation.no_enable"],
-            )
+        refuse_no_held_out(source, split)
         self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
         self.fingerprint = f"{source.fingerprint}/{split}/{seq_len}"
         self.num_samples = max(0, (len(self._tokens) - 1) // seq_len)

@@ -13,11 +13,13 @@ import converters.manifest as manifests
 from converters.accept import accept
 from converters.convert import convert
 from converters.errors import CheckpointError
+from converters.manifest import read_manifest
 from converters.names import MANIFEST
 from converters.open import open_checkpoint
 from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from tests.tiny_llama import write_llama
+from trainer.checkpoints.export import refuse_others
 
 NORM = "model.norm.weight"
 
@@ -48,6 +50,7 @@ def is_accepted(folder, *, files, tensors):
     assert report.changes.files == files and report.changes.tensors == tensors
     assert "rewritten" in report.verdict
     assert verify(folder).ok and verify(folder).verdict == "all checks passed"
+    assert read_manifest(folder).accepted
     again = accept(folder)
     assert again.ok and (again.changes.files, again.changes.tensors) == ({}, {}) and "left as it is" in again.verdict
 
@@ -94,6 +97,18 @@ def test_save_pretrained_into_the_folder(copy):
     assert report.ok and report.changes.tensors == {NORM: "its values have changed"}
     assert {"config.json", "model.safetensors"} <= report.changes.files.keys()
     assert verify(folder).verdict == "all checks passed"
+
+
+def test_an_export_that_was_changed_is_not_replaced_by_the_next_one(copy):
+    """Neither before the change is accepted nor after."""
+    folder = copy("hf")
+    refuse_others(folder)
+    edit_config(folder, initializer_range=0.5)
+    for told in ("changed or damaged since titan wrote it", "it was changed after titan wrote it"):
+        with pytest.raises(CheckpointError, match=f"(?s)would be replaced by the export.*{told}") as error:
+            refuse_others(folder)
+        assert error.value.tries[0] == f"mv {folder} {folder}-kept"
+        assert accept(folder).ok
 
 
 def test_a_flipped_value_of_safetensors_is_shown(copy):
@@ -213,6 +228,9 @@ def test_a_failed_write_keeps_the_old_manifest(copy, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         accept(folder)
     assert (folder / MANIFEST).read_bytes() == before and not (folder / f"{MANIFEST}.tmp").exists()
+    monkeypatch.undo()
+    (folder / f"{MANIFEST}.tmp").write_bytes(before[:99])  # as a kill leaves it
+    assert accept(folder).ok and verify(folder).ok and not (folder / f"{MANIFEST}.tmp").exists()
 
 
 def test_a_file_that_changes_meanwhile(copy, monkeypatch):

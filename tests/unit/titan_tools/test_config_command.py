@@ -109,6 +109,9 @@ def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
     assert run_titan("config", "check", "debug")[2] == ""
     code, _, err = run_titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
     assert code == 0 and err == "not checked: dataset = 'c4_validation' comes from the hub, which was not asked\n"
+    assert run_titan("data", "prepare", "a.txt", "--vocab-size", "270", "--held-out", "0", "--overwrite")[0] == 0
+    code, _, err = run_titan("config", "check", "debug", "--validation.enable")
+    assert code == 2 and "no held-out part to validate on" in err and "--validation.no_enable" in err
     code, _, err = run_titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
     assert code == 2 and "a.txt is no folder" in err
 

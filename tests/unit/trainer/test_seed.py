@@ -72,6 +72,7 @@ def test_a_layout_that_cannot_be_and_a_folder_that_is_there_are_refused(tmp_path
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 3"):
         seed(_cut(tensor_parallel_degree=3), tmp_path / "seed")
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / ".metadata").touch()
     with pytest.raises(CheckpointError, match="exists already"):
         seed(CONFIG, tmp_path / "taken")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
