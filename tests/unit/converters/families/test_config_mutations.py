@@ -107,6 +107,7 @@ OTHER_KEYS: dict[str, list[Any]] = {
     "mlp_bias": [True],
     "num_experts": [4],
     "sliding_window": [8],
+    "kv_sharing_modes": [["reuse"] * 2],
     "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2],
     "tie_encoder_decoder": [True],
     "temperature": [0.5],
@@ -232,8 +233,10 @@ def logits_of_transformers(folder: Path, name: str, tokens: torch.Tensor, dtype:
     if not has_type:
         auto = auto._model_mapping[CLASSES[name]]
     model = auto.from_pretrained(folder, dtype=dtype).eval()
-    with torch.no_grad():
-        return model(tokens, return_dict=True).logits[0]
+    with torch.no_grad():  # the last token as decoding computes it: some keys change the cache alone
+        prefill = model(tokens[:, :-1], return_dict=True, use_cache=True)
+        last = model(tokens[:, -1:], past_key_values=prefill.past_key_values, return_dict=True, use_cache=True)
+    return torch.cat([prefill.logits[0], last.logits[0]])
 
 
 def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
@@ -247,10 +250,12 @@ def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def outcome(folder: Path, name: str, change: dict[str, Any]) -> str:
     """ "same", "refused", "not transformers" where it fails itself, or what is wrong."""
     vocab_size = change.get("vocab_size") or BASE["vocab_size"]
+    longest = change.get("max_position_embeddings")  # titan infer takes no more, and titan train none of type dynamic
+    num_tokens = max(2, min(NUM_TOKENS, longest)) if type(longest) is int else NUM_TOKENS
     generator = torch.Generator().manual_seed(1)
     try:
         write(folder, name, change)
-        tokens = torch.randint(vocab_size, (1, NUM_TOKENS), generator=generator)
+        tokens = torch.randint(vocab_size, (1, num_tokens), generator=generator)
         theirs = logits_of_transformers(folder, name, tokens, torch.float32)
         exact = logits_of_transformers(folder, name, tokens, torch.float64)
     except Exception as error:  # whatever transformers raises: there is nothing to compare with
