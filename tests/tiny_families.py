@@ -3,6 +3,7 @@
 The forward pass is written from the papers, without a line of the packages under test, and knows RoPE both ways.
 """
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ def write_tiny(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, n
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     of_qwen = family_of(name) == "qwen3"
-    config = (Qwen3Config if of_qwen else LlamaConfig)(**NUMBERS | TINY[name] | (numbers or {}))
+    numbers = deepcopy(NUMBERS | TINY[name] | (numbers or {}))  # transformers writes into RoPE's
+    config = (Qwen3Config if of_qwen else LlamaConfig)(**numbers)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = (Qwen3ForCausalLM if of_qwen else LlamaForCausalLM)(config).eval()

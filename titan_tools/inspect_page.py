@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from converters.families.llama2 import SENTENCEPIECE_VOCABULARIES
 from converters.fold import TensorLine, tree_rows
 from converters.inspect import Inspection
 from converters.sizes import tell_bytes
@@ -46,7 +47,7 @@ def _tell_model(found: Inspection) -> list[str]:
         parts = (["q/k norms"] if m["qk_norm"] else []) + biases
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(
-            f"model: {m['family']}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
+            f"model: {_family(m)}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
             f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in parts)
         )
         scaling, scaled = m["rope_scaling"], ""
@@ -68,6 +69,12 @@ def _tell_model(found: Inspection) -> list[str]:
     if found.model_problem:
         lines.append(f"model: beware, {found.model_problem}")
     return lines
+
+
+def _family(model: Mapping[str, Any]) -> str:
+    """A Llama of another vocabulary than Llama 2's is only spelled like one in Meta's files."""
+    is_release = model["family"] != "llama2" or model["vocab_size"] in SENTENCEPIECE_VOCABULARIES
+    return model["family"] if is_release else "llama (in Llama 2's form)"
 
 
 def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple]:

@@ -41,7 +41,6 @@ _SHARED = {
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
-    "sliding_window": (None,),
     "attention_chunk_size": (None,),
     "kv_sharing_modes": (None,),
     "fusion_config": (None,),
@@ -63,7 +62,7 @@ class ConfigClass:
     num_kv_heads: int | None = None  # None: as many as heads
     qk_norm: bool = False  # a property of the class, not of a file
     biases: tuple[str, ...] = ()  # which of attention_bias and mlp_bias the family's parameters follow
-    fields: Mapping[str, str | tuple] = field(default_factory=lambda: _BASE_FIELDS | _DECODER_FIELDS)
+    fields: Mapping[str, str | tuple] = field(default_factory=lambda: LLAMA_FIELDS)
 
 
 LLAMA = ConfigClass(
@@ -78,7 +77,9 @@ LLAMA = ConfigClass(
 
 def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     """args_from_hf_config for LlamaForCausalLM."""
-    windows = other_layer_types(config)  # transformers' cache follows them, whatever the class
+    windows = other_layer_types(config)  # no fields of the class, but transformers' cache in decoding follows them
+    if config.get("sliding_window") is not None:
+        windows.append(f"sliding_window = {config['sliding_window']!r}")
     return args_from_hf_config(config, LLAMA, also_refused=windows)
 
 

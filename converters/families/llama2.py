@@ -5,7 +5,7 @@ from converters.families.hf_config import llama_args_from_hf_config, llama_hf_co
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
 
-_SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and what fine-tuning added
+SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and what fine-tuning added
 
 
 def is_llama2(args: ModelArgs) -> bool:
@@ -16,7 +16,7 @@ def is_llama2(args: ModelArgs) -> bool:
     """
     told_by_theta = args.rope_theta == LLAMA2_THETA
     is_llama31 = isinstance(args.rope_scaling, RopeScaling)
-    return not is_llama31 and (told_by_theta or args.vocab_size in _SENTENCEPIECE_VOCABULARIES)
+    return not is_llama31 and (told_by_theta or args.vocab_size in SENTENCEPIECE_VOCABULARIES)
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:

@@ -40,6 +40,7 @@ MODELS = {
         "llama3",
         {"rope_scaling": SHORT, "hidden_size": 512, "intermediate_size": 1408, "num_key_value_heads": 4},
     ),
+    "llama, biases": ("llama3", {"rope_scaling": SHORT, "attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "qwen3, tied": ("qwen3_tied", {"num_key_value_heads": 1}),
 }

@@ -27,6 +27,9 @@ def logits_of(model, tokens):
     return Engine(model, rows=1, room=len(tokens)).prefill(0, tokens)
 
 
+BIASES = {"attention_bias": True, "mlp_bias": True}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # What each takes from the config alone: no weight's shape tells it
 ODD = {
     "llama 2": ("llama2", {}, ("dcp", "torch folder", "meta")),  # 11 layers, "10" before "2" in a sorted list
@@ -36,6 +39,9 @@ ODD = {
     "llama, heads wider than the model": ("llama3", {"head_dim": 20, "rope_scaling": None}, ("dcp", "torchtitan")),
     "llama, one kv head": ("llama3_tied", {"num_key_value_heads": 1}, ("dcp", "meta")),
     "qwen3, no grouping": ("qwen3_tied", {"num_key_value_heads": 4}, ("dcp",)),
+    "llama, biases, linear RoPE": ("llama3", BIASES | {"rope_scaling": LINEAR}, ("dcp", "torch folder", "torchtitan")),
+    "qwen3, biases, YaRN": ("qwen3", {"attention_bias": True, "rope_scaling": YARN}, ("dcp", "torch .pt")),
+    "llama, dynamic RoPE": ("llama3_tied", {"rope_scaling": LINEAR | {"rope_type": "dynamic"}}, ("dcp",)),
     "theta": ("llama3", {"rope_theta": 777.0, "rope_scaling": None}, ("dcp", "meta")),
 }
 

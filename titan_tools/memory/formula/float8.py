@@ -148,7 +148,9 @@ def gathered_bytes(run: RunShape, name: str, elements: int) -> int:
     if run.float8 is None or not run.float8.gathers:
         return elements * run.compute_bytes
     if name.startswith("layers."):
-        others = 2 * run.args.dim + (2 * run.args.head_dim if run.args.qk_norm else 0)
+        first = run.family.parameters(replace(run.args, num_layers=1))
+        vectors = [p for p in first if p.fqn.startswith("layers.") and len(p.shape) == 1]  # of norms, and biases
+        others = sum(p.shape[0] // (1 if p.tp_dim is None else run.mesh.tp) for p in vectors)
     elif name.endswith("output") and run.float8.converts_output and not run.args.tied:
         weight = run.args.vocab_size // run.mesh.tp * run.args.dim
         others = elements - weight

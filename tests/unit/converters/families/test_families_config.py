@@ -229,6 +229,58 @@ def test_qwen3_defaults_are_those_of_transformers():
     assert set(theirs.layer_types) == {"full_attention"}
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"architectures": None},
+        {"architectures": []},
+        {"model_type": None},
+        {"architectures": ["Qwen3ForCausalLM", "MyOwnHead"]},  # AutoModelForCausalLM goes by model_type
+    ],
+)
+def test_the_class_is_chosen_as_transformers_chooses_it(named):
+    assert read_hf_config(QWEN3_8B | named) == (get_family("qwen3"), get_family("qwen3").flavors["8B"])
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"model_type": "llama"}, "architectures ['Qwen3ForCausalLM'] and model_type 'llama', which are of different"),
+        ({"model_type": "mistral"}, "['Qwen3ForCausalLM'] and model_type 'mistral', which are of different models"),
+        ({"architectures": ["Qwen3Model"]}, "['Qwen3Model'] and model_type 'qwen3', which no family here reads"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "['Qwen3ForSequenceClassification']"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "'mistral', which no family here reads"),
+        ({"architectures": None, "model_type": "qwen2"}, "architectures [] and model_type 'qwen2', which no family"),
+        ({"architectures": None, "model_type": None}, "architectures [], which no family here reads"),
+        ({"architectures": ["Qwen3ForCausalLM", "Other"], "model_type": None}, "['Qwen3ForCausalLM', 'Other']"),
+    ],
+)
+def test_a_class_that_is_not_read_is_named(named, said):
+    with pytest.raises(UnsupportedError) as error:
+        read_hf_config(QWEN3_8B | named)
+    assert said in error.value.message
+    assert "Qwen3ForCausalLM (qwen3)" in error.value.hint
+
+
+def test_a_file_that_means_two_models_lists_both():
+    """transformers 4 does not look into rope_parameters, transformers 5 prefers them to rope_theta."""
+    both = QWEN3_8B | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}}
+    with pytest.raises(UnsupportedError) as error:
+        read_hf_config(both)
+    for said in (
+        "transformers 4: type default, theta 1,000,000",
+        "transformers 5: type linear, theta 5,000, factor 4.0",
+        "rope_theta = 1000000",
+        "rope_parameters = {",
+    ):
+        assert said in error.value.message
+    assert read_hf_config(both | {"transformers_version": "5.2.0"})[1].rope_theta == 5e3  # it says for which it is
+    own = {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling")}
+    assert read_hf_config(own)[1].rope_theta == 5e3  # so does its spelling
+    agreeing = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    assert read_hf_config(QWEN3_8B | agreeing)[1].rope_theta == 1e6
+
+
 REFUSED = {
     "is_causal = False": {"is_causal": False},
     "hidden_act = 'gelu'": {"hidden_act": "gelu"},
