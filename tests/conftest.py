@@ -1,17 +1,13 @@
 """Fixtures of many folders: a command line run in this process, and torch on one thread."""
 
-import os
 import signal
 import sys
 from contextlib import suppress
 
 import pytest
 
+import tests.clean_environment  # noqa: F401 (before what reads the environment)
 from titan_tools import cli
-
-# For torch here and in all that tests start: where no name server answers, c10d says of each connection that ::1 has no
-# name, among what tests compare.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
     from hypothesis import settings
