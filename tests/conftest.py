@@ -45,8 +45,9 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def titan(monkeypatch, capsys):
     """Run a command line as `titan` does, not as a rank of a launch; (exit code, stdout, stderr). Never a traceback."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that what a command sets is taken back afterwards
+        monkeypatch.delenv(name)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])

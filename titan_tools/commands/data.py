@@ -48,7 +48,9 @@ def prepare(
     """
     from dataclasses import asdict
 
-    from titan_tools.console import print_json
+    from converters.assets import find_assets
+    from converters.tokenizers.config_tokens import tokenizer_notes
+    from titan_tools.console import note, print_json
     from trainer.data.prepare import prepare as make
 
     report = make(
@@ -62,6 +64,8 @@ def prepare(
         skip_bad=skip_bad,
         overwrite=overwrite,
     )
+    for line in tokenizer_notes(find_assets(out)):
+        note(line)
     if as_json:
         print_json(asdict(report))
         return
