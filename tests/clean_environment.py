@@ -34,6 +34,12 @@ def clean(environment: dict[str, str]) -> dict[str, str]:
 _cleaned = clean(dict(os.environ))
 os.environ.clear()
 os.environ.update(_cleaned)
-if sys.warnoptions:  # of PYTHONWARNINGS: pytest has filters of its own
-    sys.warnoptions.clear()
-    warnings.resetwarnings()
+
+
+def forget_pythonwarnings() -> None:
+    """Give Python's warnings the filters that it starts with; pytest has others for tests."""
+    if sys.warnoptions:
+        sys.warnoptions.clear()
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-import tests.clean_environment  # noqa: F401 (before what reads the environment)
+from tests.clean_environment import forget_pythonwarnings  # before what reads the environment
 from titan_tools import cli
 
 with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
@@ -19,9 +19,13 @@ with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu
 
 
 def pytest_configure(config):
-    """Hear Ctrl-C, and let what tests start hear it: a shell has its background jobs ignore it, CI's may be one."""
+    """Hear Ctrl-C, and let what tests start hear it: a shell has its background jobs ignore it, CI's may be one.
+
+    Warnings are set here, for pytest takes back what a conftest sets while it is imported.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    forget_pythonwarnings()
 
 
 TOLD = "told"

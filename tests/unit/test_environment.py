@@ -63,5 +63,6 @@ def test_a_few_tests_pass_in_a_hostile_environment(tmp_path):
 
 
 @pytest.mark.slow
-def test_more_tests_pass_in_a_hostile_environment(tmp_path):
-    passes(MORE, tmp_path)
+@pytest.mark.parametrize("file", MORE)
+def test_more_tests_pass_in_a_hostile_environment(file, tmp_path):
+    passes((file,), tmp_path)
