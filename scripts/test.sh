@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Lint, format check and the tests, in the environment that setup.sh makes. Arguments go to pytest.
 set -euo pipefail
+# What Python reads as it starts; the rest of a user's settings is left out by tests/clean_environment.py
+for name in "${!PYTHON@}"; do [ "$name" = PYTHON ] || unset "$name"; done
+export LC_ALL=C.UTF-8
 source "$(dirname "$0")/setup.sh"
 
 ruff check .

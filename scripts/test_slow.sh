@@ -2,6 +2,9 @@
 # The tests that take minutes together. The last output is kept in docs/slow_tests.txt, with what they told: numbers of
 # tokens compared, peaks of memory. Arguments go to pytest.
 set -euo pipefail
+# What Python reads as it starts; the rest of a user's settings is left out by tests/clean_environment.py
+for name in "${!PYTHON@}"; do [ "$name" = PYTHON ] || unset "$name"; done
+export LC_ALL=C.UTF-8
 source "$(dirname "$0")/setup.sh"
 
 # torchtitan's own classes, for the tests that compare with them; apart, so that its requirements change nothing here

@@ -1,17 +1,13 @@
 """Fixtures of many folders: a command line run in this process, and torch on one thread."""
 
-import os
 import signal
 import sys
 from contextlib import suppress
 
 import pytest
 
+from tests.clean_environment import forget_pythonwarnings  # before what reads the environment
 from titan_tools import cli
-
-# For torch here and in all that tests start: where no name server answers, c10d says of each connection that ::1 has no
-# name, among what tests compare.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu needs
     from hypothesis import settings
@@ -23,9 +19,13 @@ with suppress(ImportError):  # a machine with a GPU may have only what tests/gpu
 
 
 def pytest_configure(config):
-    """Hear Ctrl-C, and let what tests start hear it: a shell has its background jobs ignore it, CI's may be one."""
+    """Hear Ctrl-C, and let what tests start hear it: a shell has its background jobs ignore it, CI's may be one.
+
+    Warnings are set here, for pytest takes back what a conftest sets while it is imported.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    forget_pythonwarnings()
 
 
 TOLD = "told"
@@ -49,8 +49,9 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def titan(monkeypatch, capsys):
     """Run a command line as `titan` does, not as a rank of a launch; (exit code, stdout, stderr). Never a traceback."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that what a command sets is taken back afterwards
+        monkeypatch.delenv(name)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])

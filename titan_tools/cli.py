@@ -165,6 +165,8 @@ def run() -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
     if sys.stderr is None:  # print would put what is said there among the results
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if (sys.stdout.encoding or "utf-8").lower().replace("_", "-") != "utf-8":  # a table's lines are not in all of them
+        sys.stdout.reconfigure(errors="replace")
     if "RANK" not in os.environ:  # ranks have a launcher, which tells from the signal that it was asked for
         signal.signal(signal.SIGTERM, _terminate)
     try:

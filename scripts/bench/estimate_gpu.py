@@ -163,7 +163,7 @@ def compare(file: Path, cases: list[Case]) -> int:
             words,
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTORCH_CUDA_ALLOC_CONF": setting},
+            env={**os.environ, "PYTHONPATH": os.getcwd(), "PYTORCH_ALLOC_CONF": setting},
         )
         if done.returncode:
             missed += 1

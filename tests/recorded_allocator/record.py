@@ -51,7 +51,7 @@ def build(site_packages: Path, folder: Path) -> None:
 def ask(folder: Path, events: Iterable[str], *, allocator: str, capacity_bytes: int | None) -> list[str]:
     """The answers of torch's allocator to events; see ask.cpp."""
     environment = os.environ | {"LD_PRELOAD": f"{folder}/libcudart.so:{folder}/libnvml.so"}
-    environment["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{allocator == 'expandable'}"
+    environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{allocator == 'expandable'}"
     if capacity_bytes:
         environment["FAKE_TOTAL_BYTES"] = str(capacity_bytes)
     asked = subprocess.run(

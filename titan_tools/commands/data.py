@@ -62,6 +62,8 @@ def prepare(
     """
     from dataclasses import asdict
 
+    from converters.assets import find_assets
+    from converters.tokenizers.config_tokens import tokenizer_notes
     from titan_tools.console import count, note, print_json
     from trainer.data.prepare import prepare as make
     from trainer.data.tokenizer import tokenizer_note
@@ -79,6 +81,8 @@ def prepare(
     )
     if tokenizer and (text := tokenizer_note(tokenizer)):
         note(text)
+    for line in tokenizer_notes(find_assets(out)):
+        note(line)
     if as_json:
         print_json(asdict(report))
         return

@@ -30,7 +30,7 @@ def told_plainly(repository: str, revision: str, *, token: str | None) -> Iterat
     """Turns what the hub's client raises inside the block into CheckpointErrors."""
     try:
         yield
-    except (HfHubHTTPError, httpx2.HTTPError, OSError, HFValidationError, EntryNotFoundError) as error:
+    except (HfHubHTTPError, httpx2.HTTPError, OSError, HFValidationError, EntryNotFoundError, ImportError) as error:
         told = _told(error, repository, revision, has_token=bool(token or get_token()))
         if told is None:
             raise
@@ -86,6 +86,12 @@ def _told(error: Exception, repository: str, revision: str, *, has_token: bool) 
         case httpx2.ProxyError():
             return CheckpointError(
                 f"{constants.ENDPOINT}: the proxy refuses ({error})", hint=f"HTTPS_PROXY names it; then {AGAIN}"
+            )
+        case ImportError() if "SOCKS" in str(error):
+            return CheckpointError(
+                f"{constants.ENDPOINT}: the proxy is a SOCKS proxy, for which the package socksio is missing",
+                hint="ALL_PROXY or HTTPS_PROXY names it; an http:// proxy needs no package",
+                tries=["pip install socksio"],
             )
         case httpx2.HTTPError():
             return _of_connection(error)

@@ -215,9 +215,20 @@ def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, proble
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="bash's limit of a file's size is Linux'")
 def test_a_limit_of_a_files_size_is_no_fault_of_titan(tmp_path):
-    command = f"ulimit -f 0; exec {sys.executable} -m titan_tools models > {tmp_path / 'out'}"
+    command = f"ulimit -f 0; exec {sys.executable} -m titan_tools models > {shlex.quote(str(tmp_path / 'out'))}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (2, "error: standard output: File too large\n")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_letters_that_the_locale_lacks_are_no_fault_of_titan(settings, tmp_path):
+    environment = os.environ | settings | {"HOME": "/nonexistent", "COLUMNS": "10"}
+    command = [sys.executable, "-m", "titan_tools", "config", "init"]
+    shown = subprocess.run(command, capture_output=True, env=environment, cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"??????" in shown.stdout and b"llama3_8b" in shown.stdout
 
 
 @pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)

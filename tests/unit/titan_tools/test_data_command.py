@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.torchtitan_release import write_tokenizer
+
 
 @pytest.fixture
 def titan(tmp_path):
@@ -66,3 +68,12 @@ def test_bad_input_is_told_and_leaves_nothing(titan, tmp_path, arguments, told):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_tokenizer_lacks_is_said(titan, tmp_path):
+    write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("the other one\n" * 300)
+    done = titan("data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    assert "their ids are 263, 264, as in torchtitan" in done.stderr
+    assert "no token for 162 of the 256 bytes" in done.stderr

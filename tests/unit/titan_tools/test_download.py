@@ -250,6 +250,11 @@ def test_gated_without_with_a_wrong_and_with_the_right_token(hub, tmp_path, monk
     download(NAME, tmp_path / "other", token=hub.good_token)
 
 
+def test_a_socks_proxy_needs_a_package_and_that_is_no_fault_of_titan(hub, tmp_path):
+    done = titan("download", NAME, hub=hub, home=tmp_path / "hf", ALL_PROXY="socks5://127.0.0.1:9", NO_PROXY="")
+    assert done.returncode == 2 and "SOCKS proxy, for which the package socksio is missing" in done.stderr
+
+
 def test_the_command_line_tells_of_a_gated_repository(hub, tmp_path):
     hub.gated = True
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
