@@ -137,6 +137,7 @@ def _open_folder(path: Path) -> Catalog:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")
     entry = find_hf_entry(path, names)
     catalog = _open_weights(path, names, entry)
+    catalog.file = "" if entry else catalog.file  # of a usual name, which errors need not add to the folder's
     catalog.unread = name_unread(catalog, names, entry=entry) | name_adapters(catalog, names)
     return catalog
 
