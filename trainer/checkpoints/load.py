@@ -45,6 +45,8 @@ def load_state(
 ) -> None:
     """Take everything from a DCP, but the sections that are `excluded`."""
     catalog = open_checkpoint(path)
+    for text in catalog.notes:
+        note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
     if says_model(path):  # torchtitan's own do not
         _refuse_other_model(read_model_info(path, catalog), info, path)
