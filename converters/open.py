@@ -7,10 +7,11 @@ from pathlib import Path
 from converters.catalog import Catalog
 from converters.commit import find_complete
 from converters.cover import cover_problem
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.folder import (
     ADAPTER,
     FOREIGN,
+    HF_ENTRIES,
     RUN_STATE,
     TORCH_SUFFIXES,
     find_hf_entry,
@@ -22,7 +23,9 @@ from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_
 from converters.formats.dcp_ranks import rank_metadata_files
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import linked_files, refuse_links_out
+from converters.formats.safetensors import is_of_series
 from converters.manifest import Manifest, changed_since, check_sizes
+from converters.model_info import says_model
 from converters.names import (
     DCP_METADATA,
     HF_CONFIG,
@@ -138,6 +141,7 @@ def _open_folder(path: Path) -> Catalog:
         raise CheckpointError(f"{path}: the folder is empty", hint="was the download or the save cut short?")
     entry = find_hf_entry(path, names)
     catalog = _open_weights(path, names, entry)
+    catalog.file = "" if entry else catalog.file  # of a usual name, which errors need not add to the folder's
     catalog.unread = name_unread(catalog, names, entry=entry) | name_adapters(catalog, names)
     return catalog
 
@@ -168,7 +172,7 @@ def _open_weights(path: Path, names: set[str], entry: str) -> Catalog:
     if entry.endswith((".safetensors", ".safetensors.index.json")) or (safetensors_files and not entry):
         one_file = entry.endswith(".safetensors")
         _refuse_strange_files(path, [entry] if one_file else safetensors_files)
-        return safetensors.read_catalog(path, entry)
+        return _covered(safetensors.read_catalog(path, entry))
     if entry == TORCH_INDEX:
         _refuse_strange_files(path, torch_files)
         return torch_shards.read_catalog(path)
@@ -198,7 +202,7 @@ def _covered(catalog: Catalog) -> Catalog:
     return catalog
 
 
-def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> CheckpointError:
+def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> TitanError:
     steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
     if steps:
         return _name_newest(path, [path / name for _, name in steps], called="a folder of checkpoints")
@@ -219,9 +223,12 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
             hint=f"the save was cut off before its end, or {DCP_METADATA} (a hidden file) was not copied",
         )
     if torch_files:
-        return UnsupportedError(
-            f"{path}: {len(torch_files)} torch files", hint="name one of them", tries=[str(path / torch_files[0])]
-        )
+        return _of_several(path, torch_files)
+    if inside := _checkpoints_inside(path, names):
+        model = path if (path / HF_CONFIG).is_file() else "FOLDER"
+        named = ["" if says_model(place) else f" --model-from {model}" for place in inside]
+        tries = [f"{place}{option}" for place, option in zip(inside, named, strict=True)]
+        return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
     if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
         kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
         return UnsupportedError(
@@ -231,6 +238,30 @@ def _nothing_here(path: Path, names: set[str], torch_files: list[str]) -> Checkp
     expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
     shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
     return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
+
+
+def _of_several(path: Path, torch_files: list[str]) -> TitanError:
+    """Of several torch files none is the checkpoint; what can be opened is offered, but no part of a series."""
+    opened, problems = [], []
+    for name in torch_files:
+        try:
+            if _open_file(path / name).tensors:
+                opened.append(name)
+        except TitanError as error:
+            problems.append(error)
+    if problems and not opened:
+        return problems[0]
+    tries = [] if any(map(is_of_series, torch_files)) else [str(path / name) for name in opened[:2]]
+    what = f"{path}: {len(torch_files)} torch files and no {TORCH_INDEX}:{list_offenders(torch_files)}"
+    return UnsupportedError(what, hint="name the one that holds the weights", tries=tries)
+
+
+def _checkpoints_inside(path: Path, names: set[str]) -> list[Path]:
+    """Folders in `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500)."""
+    places = [path / name for name in sorted(names) if not name.startswith("optimizer")]
+    marks = (DCP_METADATA, *HF_ENTRIES)
+    found = [place for place in places if place.is_dir() and any((place / mark).is_file() for mark in marks)]
+    return sorted(found, key=lambda place: [int(number) for number in re.findall(r"\d+", place.name)])
 
 
 def _is_run(path: Path) -> bool:
@@ -253,7 +284,10 @@ def _name_newest(path: Path, steps: list[Path], *, called: str) -> CheckpointErr
 
 def _open_file(path: Path) -> Catalog:
     if path.name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
-        raise CheckpointError(f"{path}: a part of a checkpoint", hint="give its folder", tries=[str(path.parent)])
+        whole = path.suffix != ".distcp" or any(path.parent.glob("*.metadata"))
+        hint = "give its folder" if whole else f"{DCP_METADATA} lists what it holds, and is not there"
+        tries = [str(path.parent)] if whole else []
+        raise CheckpointError(f"{path}: a part of a checkpoint", hint=hint, tries=tries)
     start = _sniff(path)
     if start[:4] == b"PK\x03\x04":
         return torch_file.read_catalog(path)
@@ -306,7 +340,8 @@ def _stranger(path: Path, start: bytes) -> CheckpointError | None:
             hint="the server answered with an error or a log-in page; fetch it again",
         )
     if start.startswith(b"\x1f\x8b"):
-        return CheckpointError(f"{path}: compressed with gzip", tries=[f"gunzip {path}"])
+        unpacked = path.with_suffix("") if path.suffix == ".gz" else f"{path}.unpacked"
+        return CheckpointError(f"{path}: compressed with gzip", tries=[f"gunzip < {path} > {unpacked}"])
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":
         return UnsupportedError(
             f"{path}: a legacy torch file (a bare pickle), which cannot be read without running it",

@@ -185,10 +185,10 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
     return candidates[scores.index(max(scores))]
 
 
-def count_named(names: Iterable[str], family: Family) -> int:
-    """How many of `names` are a model's in the naming of `family` that explains the most."""
+def count_named(names: Mapping[str, int], family: Family) -> int:
+    """How many tensors have a name of a model's in the naming of `family` that explains the most; name → number."""
     namings = [native_naming(family), *family.namings.values()]
-    return max(sum(_any_name(naming).fullmatch(name) is not None for name in names) for naming in namings)
+    return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from converters.catalog import Catalog
@@ -15,6 +15,7 @@ from converters.view import count_named
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # Attributes around the model stand in front of every name: `module.` (DDP), `model.` or any other (Lightning)
 _MOST_OUTER = 4
+_NUMBER = re.compile(r"(?<=\blayers)\.\d+(?=\.)")
 
 
 def unwrap_names(catalog: Catalog) -> Catalog:
@@ -54,17 +55,21 @@ def _without(key: str, text: str) -> str:
 def _outer_prefix(catalog: Catalog) -> str:
     """The attribute in front of the weights' names without which more of them are those of a model; "" for none."""
     names = [str(catalog.path_of(name)[-1]) for name in catalog.tensors if section_of(name) == "model"]
-    heads = Counter(name.split(".", 1)[0] for name in names if "." in name)
-    if not heads:
+    alike = Counter(_NUMBER.sub(".0", name) for name in names)  # a name of all layers is looked at once
+    heads: Counter[str] = Counter()
+    for name, number in alike.items():
+        heads[name.split(".", 1)[0]] += number if "." in name else 0
+    if not any("." in name for name in alike):
         return ""
     prefix = heads.most_common(1)[0][0] + "."
-    without = [name.removeprefix(prefix) for name in names]
-    known = max(_num_known(names), 1)
+    known = max(_num_known(alike), 1)
+    without = {name.removeprefix(prefix): number for name, number in alike.items()}
     return prefix if known < len(names) and _num_known(without) > known else ""
 
 
-def _num_known(names: Collection[str]) -> int:
-    return max(count_named(names, family) for family in all_families().values())
+def _num_known(alike: Mapping[str, int]) -> int:
+    """How many tensors have a name of the model that explains the most; `alike`: name → number of tensors."""
+    return max(count_named(alike, family) for family in all_families().values())
 
 
 def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], str]) -> Catalog:

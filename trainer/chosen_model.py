@@ -10,10 +10,8 @@ from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from trainer.config.sections import Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
-from trainer.data.tokenizer import load_tokenizer
+from trainer.data.tokenizer import load_tokenizer, reads_otherwise
 
-# Files of one tokenizer differ in form and in what stands around it, so what two of them make of a text is compared
-_PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
 NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
 
 
@@ -62,7 +60,7 @@ def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
     theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)
     if theirs.vocab_size != num_ours:
         what = f"has {theirs.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
-    elif _holds_tokenizer(data) and load_tokenizer(data).encode(_PROBE) != theirs.encode(_PROBE):
+    elif _holds_tokenizer(data) and reads_otherwise(load_tokenizer(data), theirs):
         what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but reads text otherwise"
     else:
         return

@@ -57,6 +57,11 @@ def refuse_links_out(folder: Path, paths: Iterable[Path]) -> None:
             leading_out[str(path.relative_to(folder))] = target
     if not leading_out:
         return
+    if nowhere := [f"{name} → {target}" for name, target in leading_out.items() if not target.exists()]:
+        raise CheckpointError(
+            f"{folder}: links that lead nowhere:{list_offenders(nowhere)}",
+            hint="what they point to was moved or not copied; copy the folder again where the links work (cp -rL)",
+        )
     places = {target.parent for name, target in leading_out.items() if target.name == name}
     raise CheckpointError(
         f"{folder}: files that are links to outside of the checkpoint:"

@@ -3,6 +3,7 @@
 import re
 import struct
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from converters.formats.tensor_pickle import row_major
 from converters.json_file import parse_json, read_json
 from converters.names import HF_INDEX, HF_SINGLE
 
+_SHARDING = "DCP_SHARDING_INFO"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -25,10 +27,19 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
     holds one file.
     """
     if path.is_file():
+        shards = _sharded_files(path.parent)
+        if path.name in shards and len(shards) > 1:
+            raise CheckpointError(
+                f"{path}: one of {len(shards)} shards, each with a part of the tensors",
+                hint="give the folder of all of them",
+                tries=[str(path.parent)],
+            )
         return Catalog(path.parent, "safetensors", read_file(path.parent, path.name), file=path.name)
     if entry.endswith(".json"):
         return Catalog(path, "safetensors", read_indexed(path, path / entry, read_file))
     names = [entry] if entry else sorted(p.name for p in path.glob("*.safetensors"))
+    if not entry and names == _sharded_files(path):
+        return Catalog(path, "safetensors", _join_shards(path, names))
     if len(names) != 1:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
@@ -36,6 +47,28 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
             tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
     return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
+
+
+def _sharded_files(folder: Path) -> list[str]:
+    """What DCP's HuggingFaceStorageWriter(save_distributed=True) wrote: a file of each rank, parts of tensors in it."""
+    return sorted(p.name for p in folder.glob("shard-*-model-*.safetensors"))
+
+
+def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
+    """Each tensor with the parts of it in all files; that they cover it is for the caller to check."""
+    joined: dict[str, TensorEntry] = {}
+    problems = []
+    for name in names:
+        for fqn, part in read_file(folder, name).items():
+            known = joined.setdefault(fqn, replace(part, chunks=()))
+            if (known.dtype, len(known.shape)) != (part.dtype, len(part.shape)):
+                problems.append(f"{fqn}: {part.dtype} {list(part.shape)} in {name}, {known.dtype} in other files")
+                continue
+            shape = tuple(map(max, known.shape, part.shape))
+            joined[fqn] = replace(known, shape=shape, chunks=(*known.chunks, *part.chunks))
+    if problems:
+        raise CheckpointError(f"{folder}: the shards disagree:{list_offenders(problems)}")
+    return joined
 
 
 def read_indexed(
@@ -134,18 +167,20 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
     extents: list[tuple[int, int, str]] = []
     problems: list[str] = []
     unsupported: list[str] = []
-    header.pop("__metadata__", None)
+    sharding = _sharding(header.pop("__metadata__", None), path)
     for fqn, item in header.items():
         try:
             dtype, shape, begin, end = _checked_entry(item)
+            offsets = _offsets(sharding, fqn, len(shape))
         except UnsupportedError as error:
             unsupported.append(f"{fqn}: {error.message}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             said = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
             problems.append(f"{fqn}: {said}")
         else:
-            chunk = Chunk(Box.whole(shape), name, data_offset + begin, row_major(shape))
-            tensors[fqn] = TensorEntry(fqn, dtype, shape, (chunk,))
+            chunk = Chunk(Box(offsets, shape), name, data_offset + begin, row_major(shape))
+            ends = tuple(map(int.__add__, offsets, shape))
+            tensors[fqn] = TensorEntry(fqn, dtype, ends, (chunk,))
             extents.append((begin, end, fqn))
     if unsupported and not problems:
         raise UnsupportedError(f"{path}: element types that are not covered:{list_offenders(unsupported)}")
@@ -163,6 +198,21 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
             hint="the file was cut off or something was appended to it; fetch it again",
         )
     return tensors
+
+
+def _sharding(metadata: Any, path: Path) -> dict[str, Any]:
+    """Where the tensors of a file begin in the whole ones, as DCP's writer says; {} for a file of whole tensors."""
+    raw = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
+    return parse_json(raw.encode(), what=f"{path}: {_SHARDING}") if isinstance(raw, str) else {}
+
+
+def _offsets(sharding: dict[str, Any], fqn: str, num_dims: int) -> tuple[int, ...]:
+    if not sharding:
+        return (0,) * num_dims
+    offsets = tuple(sharding[fqn]["saved_offsets"])
+    if len(offsets) != num_dims or any(type(n) is not int or n < 0 for n in offsets):
+        raise ValueError(f"saved_offsets {str(offsets):.60}")
+    return offsets
 
 
 def _checked_entry(item: Any) -> tuple[str, tuple[int, ...], int, int]:

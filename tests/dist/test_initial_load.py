@@ -57,9 +57,11 @@ def formats(tmp_path_factory, data):
     (cache / "refs" / "main").write_text("0a1b")
     convert(root / "safetensors", root / "meta", to="meta", options=OutputOptions(num_shards=2))
     torch.save({"model": weights, "step": 3}, root / "weights.pt")
+    wrapped = {f"module._orig_mod.{name}": tensor for name, tensor in weights.items()}
+    torch.save({"state_dict": wrapped, "optimizer_states": [{"state": {0: torch.ones(2)}}]}, root / "wrapped.ckpt")
     convert(root / "safetensors", root / "torchtune", to="torchtune", options=OutputOptions(style="torchtune"))
     names = ("native DCP", "torchtitan's older DCP", "torchtitan's newest DCP", "safetensors", "bin", cache.name)
-    return {name: root / name for name in (*names, "meta", "weights.pt", "torchtune")}
+    return {name: root / name for name in (*names, "meta", "weights.pt", "wrapped.ckpt", "torchtune")}
 
 
 @pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (4, FSDP2_TP2)], ids=["1 rank", "4 ranks"])

@@ -16,7 +16,16 @@ from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import changed_since, check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info, says_model
-from converters.names import DATALOADER, OPTIMIZER, RNG, SECTIONS, TRAIN_STATE, section_of
+from converters.names import (
+    DATALOADER,
+    OPTIMIZER,
+    RNG,
+    SECTIONS,
+    TIKTOKEN_MODEL,
+    TOKENIZER_JSON,
+    TRAIN_STATE,
+    section_of,
+)
 from converters.open import open_checkpoint
 from converters.training.values import is_number
 from converters.weights import naming_of, open_native
@@ -24,6 +33,7 @@ from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
+from trainer.data.tokenizer import load_tokenizer, reads_otherwise
 from trainer.watching.metrics import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
@@ -35,6 +45,8 @@ def load_state(
 ) -> ModelInfo:
     """Take everything from a DCP, but the sections that are `excluded`. Returns what the checkpoint says of itself."""
     catalog = open_checkpoint(path)
+    for text in catalog.notes:
+        note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
     _refuse_other_model(found, info, path)
@@ -80,6 +92,8 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
             note(f"{path}: {text}")
         _refuse_damaged(weights.catalog, group)
         _refuse_other_model(weights.info, info, path)
+        if group.rank() == 0 and (text := other_tokenizer(weights.info, info, path)):
+            note(text)
         _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
         return weights.info
 
@@ -195,6 +209,17 @@ def _refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None
             f"{path} is of another model than the config names:" + list_offenders(problems),
             tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
         )
+
+
+def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
+    """A warning where initial weights bring a tokenizer that reads text otherwise than the run's; "" else."""
+    places = [
+        next((info.assets[name].parent for name in (TOKENIZER_JSON, TIKTOKEN_MODEL) if name in info.assets), None)
+        for info in (found, wanted)
+    ]
+    if None in places or places[0] == places[1] or not reads_otherwise(*map(load_tokenizer, places)):
+        return ""
+    return f"WARNING: {path} brings a tokenizer that gives other ids than the run's, in {places[1]}"
 
 
 def _has_rng_of_each_rank(tensors: Mapping[str, Any], num_ranks: int) -> bool:

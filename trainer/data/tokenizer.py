@@ -25,6 +25,7 @@ from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_mode
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
 _LEAD = "\U000ffffd"  # a character of nobody, which merges with nothing
+_PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
 _RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
 
 
@@ -84,6 +85,11 @@ def tokenizer_note(folder: Path | str) -> str:
             f"as in transformers; Meta's and torchtune's code read {TIKTOKEN_MODEL}"
         )
     return ""
+
+
+def reads_otherwise(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers make other ids of a text; their files may differ in form, and in what they add to it."""
+    return one.encode(_PROBE) != other.encode(_PROBE)
 
 
 class _TiktokenTokenizer:

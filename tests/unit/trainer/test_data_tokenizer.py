@@ -11,8 +11,12 @@ import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from converters.assets import find_assets
 from converters.errors import DataError, TitanError
+from converters.families.llama3 import FLAVORS
+from converters.model_info import ModelInfo
 from converters.tokenizers.tiktoken_model import write_hf_tokenizer
+from trainer.checkpoints.load import other_tokenizer
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.train_tokenizer import train_ranks, write_tokenizer
 
@@ -242,3 +246,16 @@ def test_the_released_llama_3_special_tokens_follow_128000_ranks(tmp_path):
     assert (tokenizer.vocab_size, tokenizer.bos_id) == (128256, 128000)
     assert tokenizer.encode("<|eot_id|><|start_header_id|>", special=True) == [128009, 128006]
     assert 128001 in tokenizer.eos_ids
+
+
+def test_initial_weights_that_bring_another_tokenizer_are_reported(folder, tmp_path):
+    """The same tokenizer in another form is none."""
+    wanted = ModelInfo("llama3", FLAVORS["debug_gqa"], find_assets(folder))
+    for name in ("same", "other"):
+        (tmp_path / name).mkdir()
+    shutil.copy(folder / "tokenizer.json", tmp_path / "same")
+    write_tokenizer(tmp_path / "other", train_ranks(["ab " * 300, "def x " * 300], vocab_size=270))
+    same, other = (ModelInfo("llama3", wanted.args, find_assets(tmp_path / name)) for name in ("same", "other"))
+    assert other_tokenizer(same, wanted, tmp_path / "same") == ""
+    assert "brings a tokenizer that gives other ids than the run's" in other_tokenizer(other, wanted, tmp_path)
+    assert other_tokenizer(ModelInfo("llama3", FLAVORS["debug_gqa"]), wanted, tmp_path) == ""
