@@ -91,6 +91,8 @@ def check_round_trip(source, place, fields, generation):
     for key, value in config.items():
         if key not in STAMPS:
             assert (key in back and back[key] == value) or f"{key} " in remarks, (key, value, back.get(key), remarks)
+    infos = [read_model_info(folder) for folder in (place, place.parent / "via", place.parent / "back")]
+    assert infos[0].token_ids == infos[1].token_ids == infos[2].token_ids
     ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (place.parent / "back", place))
     for key in ours.keys() | theirs.keys():
         if key not in STAMPS:
