@@ -1,6 +1,7 @@
 """What a conversion says of everything that is not weights: dtype, tokenizer, other files, fields of config.json."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from converters.assets import TOKENIZERS, largest_token_id
 from converters.catalog import Catalog, TensorInfo, count_dtypes
@@ -66,9 +67,11 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
     """Files of the source's folder that are not in the output; "" where there are none. Hidden ones do not count."""
     holding = {chunk.file for tensor in catalog.tensors.values() for chunk in tensor.chunks}
     carried = {path.absolute() for path in info.assets.values()}
+    places = [catalog.root, catalog.root / ASSETS_FOLDER]
     left = [
-        f"{path.name}/" if path.is_dir() else path.name
-        for path in sorted(catalog.root.iterdir())
+        f"{path.relative_to(catalog.root)}{'/' if path.is_dir() else ''}"
+        for place in filter(Path.is_dir, places)
+        for path in sorted(place.iterdir())
         if not path.name.startswith(".")
         and path.name not in (*_READ, *holding, *catalog.unread)
         and path.suffix not in (".safetensors", ".distcp")  # weights: told by who reads them

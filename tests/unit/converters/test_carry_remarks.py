@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from converters.assets import find_assets, find_documents
 from converters.convert import convert
 from converters.tokenizers import config_tokens
-from tests.checkpoint_forms import write_byte_ranks
+from tests.checkpoint_forms import FORMS, write_byte_ranks
 from tests.tiny_llama import write_llama, write_tokenizer
 
 DOCUMENTS = {
@@ -49,6 +49,12 @@ def test_licence_and_model_card_go_along_and_come_back(tmp_path, via):
     assert set(DOCUMENTS) <= set(report.other_files)
 
 
+def test_the_documents_of_a_snapshot_in_the_hub_s_cache_are_links_and_go_along(hf, tmp_path):
+    (hf / "LICENSE").write_text("terms")
+    convert(FORMS["hf cache, repository"].write(hf, tmp_path), tmp_path / "dcp", to="dcp")
+    assert (tmp_path / "dcp" / "assets" / "LICENSE").read_text() == "terms"
+
+
 def test_a_readme_without_weights_beside_it_is_not_the_model_s(hf, tmp_path):
     (hf / "README.md").write_text("a project")
     assert find_documents(hf).keys() == {"README.md"}
@@ -68,6 +74,9 @@ def test_files_that_are_not_carried_are_listed(hf, tmp_path):
         "training_args.bin"
     )
     assert convert(tmp_path / "dcp", tmp_path / "back", to="hf").remarks == ()
+    (tmp_path / "dcp" / "assets" / "notes.txt").write_text("mine")
+    (remark,) = convert(tmp_path / "dcp", tmp_path / "again", to="hf").remarks
+    assert remark == "files that are not carried along: assets/notes.txt"
 
 
 # The element type

@@ -75,7 +75,7 @@ FIELDS = st.fixed_dictionaries(
         "do_sample": st.booleans(),
         "unsloth_fixed": st.booleans(),
         "max_window_layers": st.integers(1, 64),
-        "sliding_window": st.none() | st.integers(1, 99),
+        "sliding_window": st.none(),
         "transformers_version": st.sampled_from(["4.31.0", "5.0.0"]),
     },
 )
@@ -91,6 +91,8 @@ def check_round_trip(source, place, fields, generation):
     for key, value in config.items():
         if key not in STAMPS:
             assert (key in back and back[key] == value) or f"{key} " in remarks, (key, value, back.get(key), remarks)
+    infos = [read_model_info(folder) for folder in (place, place.parent / "via", place.parent / "back")]
+    assert infos[0].token_ids == infos[1].token_ids == infos[2].token_ids
     ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (place.parent / "back", place))
     for key in ours.keys() | theirs.keys():
         if key not in STAMPS:
@@ -100,14 +102,14 @@ def check_round_trip(source, place, fields, generation):
         assert (place / name).read_bytes() == (place.parent / "back" / name).read_bytes()
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(fields=FIELDS, custom=CUSTOM, generation=GENERATION)
 def test_every_field_is_kept_or_reported(source, tmp_path, fields, custom, generation):
     check_round_trip(source, tmp_path / "hf", custom | fields, generation)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(fields=FIELDS, custom=CUSTOM, generation=GENERATION)
 def test_every_field_is_kept_or_reported_in_many_configs(source, tmp_path, fields, custom, generation):
     check_round_trip(source, tmp_path / "hf", custom | fields, generation)
@@ -178,7 +180,7 @@ def test_what_the_model_is_comes_from_its_numbers(tmp_path):
         ([1], "a JSON list, not an object"),
         ({"model_type": "gpt2"}, "titan writes these fields itself:\n  model_type"),
         ({"rms_norm_eps": 0.5}, "change the model"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
         ({"own": "x" * (1 << 20)}, "1,048,"),
     ],
 )
@@ -199,7 +201,7 @@ def test_code_in_the_folder_is_dropped_with_a_remark_and_never_needed(source, tm
     assert "auto_map" in remarks and "modeling_own.py" in remarks and "auto_map" not in back
     assert AutoConfig.from_pretrained(tmp_path / "back").model_type == back["model_type"]
 
-    changed(source, tmp_path / "hf", {"auto_map": names, "model_type": "own"})  # transformers runs the code, or fails
+    changed(source, tmp_path / "hf", {"auto_map": names, "model_type": None})  # transformers runs the code, or fails
     with pytest.raises(UnsupportedError, match="auto_map") as raised:
         convert(tmp_path / "hf", tmp_path / "out", to="dcp")
     assert "model_type" in raised.value.hint
