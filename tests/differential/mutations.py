@@ -101,8 +101,8 @@ class Mutation:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
 
     def must_be_accepted(self, *, in_file: bool) -> bool:
-        """Beside the `rope_parameters` of a file another key may contradict them, which may be an error."""
-        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "partial_rotary_factor"}:
+        """In a file a key may contradict `rope_parameters` beside it, or the weights of an untied model: an error."""
+        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings"}:
             return False
         return all(_is_accepted(name, value) for name, value in self.values.items())
 
