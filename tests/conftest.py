@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -28,7 +29,7 @@ def pytest_configure(config):
     forget_pythonwarnings()
 
 
-TOLD = "told"
+TOLD, COUNTED = "told", "counted"
 
 
 @pytest.fixture
@@ -37,10 +38,19 @@ def tell(request):
     return lambda line: request.node.user_properties.append((TOLD, line))
 
 
+@pytest.fixture
+def count(request):
+    """`count(group, outcome)`: a case of a group. How many came to which outcome stands in the summary."""
+    return lambda group, outcome: request.node.user_properties.append((COUNTED, (group, outcome)))
+
+
 def pytest_terminal_summary(terminalreporter):
-    """The lines that tests told."""
+    """The lines that tests told, and how many cases of each group came to which outcome."""
     reports = [r for each in terminalreporter.stats.values() for r in each if getattr(r, "when", None) == "call"]
-    if lines := [line for report in reports for name, line in report.user_properties if name == TOLD]:
+    lines = [line for report in reports for name, line in report.user_properties if name == TOLD]
+    counts = Counter(tuple(case) for report in reports for name, case in report.user_properties if name == COUNTED)
+    lines += [f"{group}: {number:,} {outcome}" for (group, outcome), number in sorted(counts.items())]
+    if lines:
         terminalreporter.section("told by tests")
         for line in lines:
             terminalreporter.line(line)

@@ -72,6 +72,19 @@ class _RebuildParameter(metaclass=Sealed):
         return data
 
 
+class _PlainTensor(metaclass=Sealed):
+    """Stands in for torch.Tensor where a pickle names it as the class of a tensor."""
+
+
+class _RebuildFromType(metaclass=Sealed):
+    """A tensor with attributes: FSDP1 hangs its marks on those of a full state dict. They are left out."""
+
+    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[misc]
+        if kind is not _PlainTensor or rebuild not in (_RebuildV2, _RebuildV3):
+            raise UnsupportedError("a tensor of a class of its own, which is not covered")
+        return rebuild(*arguments)
+
+
 TENSOR_STUBS: Stubs = {
     ("collections", "OrderedDict"): PlainDict,
     ("torch._utils", "_rebuild_tensor_v2"): _RebuildV2,
@@ -87,12 +100,13 @@ TENSOR_STUBS: Stubs = {
             ("_rebuild_sparse_tensor", "sparse"),
             ("_rebuild_nested_tensor", "nested"),
             ("_rebuild_qtensor", "quantized"),
-            ("_rebuild_wrapper_subclass", "wrapped (subclass)"),
+            ("_rebuild_wrapper_subclass", "wrapped (DTensor, or quantized)"),
             ("_rebuild_meta_tensor_no_storage", "meta (without values)"),
             ("_rebuild_device_tensor_from_numpy", "foreign device's"),
         )
     },
-    ("torch._tensor", "_rebuild_from_type_v2"): Refused("a tensor subclass (DTensor, or a quantized type)"),
+    ("torch", "Tensor"): _PlainTensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
     ("torch.distributed.tensor", "DTensor"): Refused("a DTensor, of which one file has one rank's part"),
 }
 

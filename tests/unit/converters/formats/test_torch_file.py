@@ -32,6 +32,18 @@ def test_a_state_dict_of_a_module_and_shared_storages(tmp_path):
     assert catalog.planner_data["model.0.weight"] == ("model", "0.weight")
 
 
+def test_tensors_with_attributes_are_plain_tensors(tmp_path):
+    """FSDP1 leaves some on the tensors of a full state dict."""
+    weight = torch.randn(3, 2)
+    weight._has_been_cloned = True
+    torch.save({"weight": weight, "again": weight}, tmp_path / "x.pt")
+    assert read_all(open_checkpoint(tmp_path / "x.pt")) == dict.fromkeys(("weight", "again"), raw(weight))
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -41,6 +53,7 @@ def test_a_state_dict_of_a_module_and_shared_storages(tmp_path):
         ({"bomb": torch.zeros(1).expand(1 << 20, 1 << 20)}, "overlap"),
         ({"module": torch.nn.Linear(1, 1)}, "refused, it asks for `torch.nn"),
         ({"sparse": torch.eye(2).to_sparse()}, "holds a sparse tensor, which is not covered"),
+        ({"own": torch.zeros(2).as_subclass(OwnTensor)}, "OwnTensor"),
     ],
 )
 def test_what_is_no_dict_of_tensors_is_refused(tmp_path, value, message):

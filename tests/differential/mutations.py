@@ -1,0 +1,157 @@
+"""Changes of single fields of a family's config, and of pairs, drawn from the config class's own list of fields."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 |= {"original_max_position_embeddings": 32}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32}
+_LONG |= {"short_factor": [1.5, 1.0, 2.0, 3.0], "long_factor": [2.5, 2.0, 3.0, 4.0]}
+# The same values under every key that transformers 4 and 5 read them from. The first ones titan's models can compute
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    _LLAMA3,
+    _YARN,
+    _LONG,
+    {"rope_type": "proportional", "factor": 2.0},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+]
+NUM_COMPUTABLE_ROPES = 4
+# Values of fields whose type does not say what could stand there
+VALUES: dict[str, list[Any]] = {
+    "architectures": [None],
+    "bos_token_id": [None, 5],
+    "chunk_size_feed_forward": [4],
+    "dtype": ["bfloat16", "float16", None],
+    "eos_token_id": [None, 5, [5, 6]],
+    "head_dim": [8, 12, None],
+    "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"],
+    "hidden_size": [48],
+    "id2label": [{0: "a", 1: "b", 2: "c"}],
+    "intermediate_size": [40],
+    "label2id": [{"a": 0, "b": 1, "c": 2}],
+    "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
+    "max_position_embeddings": [32, 4096],
+    "max_window_layers": [0, 2, 4],
+    "num_attention_heads": [2, 8],
+    "num_hidden_layers": [1, 3],
+    "num_key_value_heads": [1, 4, None],
+    "pad_token_id": [0, 5],
+    "pretraining_tp": [2],
+    "problem_type": ["regression"],
+    "rms_norm_eps": [1e-5, 0.1],
+    "rope_parameters": [rope | {"rope_theta": theta} for rope in ROPES for theta in (10000.0, 500.0)],
+    "sliding_window": [8, 4096],
+    "transformers_version": ["4.57.6", "9.0.0"],
+    "vocab_size": [91],
+}
+# Keys that the class does not list: older spellings, what other classes compute with, what nobody reads
+OTHER_KEYS: dict[str, list[Any]] = {
+    "rope_scaling": [
+        *ROPES,
+        None,
+        *({"type": r["rope_type"]} | r for r in ROPES[1:3]),
+        {"type": "linear", "factor": 3.0},
+    ],
+    "rope_theta": [500.0, 1000000],
+    "partial_rotary_factor": [0.5],
+    "torch_dtype": ["bfloat16"],
+    "_name_or_path": ["a/b"],
+    "my_own_key": [{"nested": [1, 2]}],
+    "logits_scaling": [8.0],
+    "residual_multiplier": [0.5],
+    "no_rope_layers": [[0, 1, 0, 1]],
+    "qkv_bias": [True],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "auto_map": [{"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}],
+}
+# A change of these alone titan must accept: its models compute them, or they change no forward pass
+ACCEPTED_FIELDS = {
+    *("rms_norm_eps", "tie_word_embeddings", "attention_dropout", "head_dim", "initializer_range", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "chunk_size_feed_forward"),
+    *("output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "transformers_version"),
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
+    *("attention_bias", "mlp_bias", "is_encoder_decoder"),
+    *("vocab_size", "pretraining_tp", "dtype", "torch_dtype", "architectures", "rope_theta", "my_own_key"),
+    *("_name_or_path", "logits_scaling", "residual_multiplier", "no_rope_layers", "max_window_layers"),
+}
+# Of these, whether it must be accepted depends on the value
+_COSMETIC_OR_COMPUTABLE = {
+    "hidden_act": ("silu", "swish"),
+    "layer_types": (["full_attention"] * 4,),
+    "sliding_window": (8, 4096),  # without use_sliding_window nobody looks
+}
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Values of one or two fields."""
+
+    values: dict[str, Any]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+
+    def must_be_accepted(self, *, in_file: bool) -> bool:
+        """In a file a key may contradict `rope_parameters` beside it, or the weights of an untied model: an error."""
+        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings"}:
+            return False
+        return all(_is_accepted(name, value) for name, value in self.values.items())
+
+    @property
+    def names(self) -> set[str]:
+        """What a refusal may name: the fields, and what stands in a RoPE setting."""
+        inside = [value for name, value in self.values.items() if name in _ROPE_KEYS and isinstance(value, dict)]
+        words = {key for value in inside for key in value} | {v.get("rope_type", v.get("type")) for v in inside}
+        return {*self.values, *words} - {"default"}
+
+
+def _is_accepted(name: str, value: Any) -> bool:
+    if name in _ROPE_KEYS:
+        kinds = {rope["rope_type"] for rope in ROPES[:NUM_COMPUTABLE_ROPES]}
+        return value is None or (
+            value.get("rope_type", value.get("type")) in kinds and "partial_rotary_factor" not in value
+        )
+    return name in ACCEPTED_FIELDS or value in _COSMETIC_OR_COMPUTABLE.get(name, ())
+
+
+def single_mutations(config_class: type[PreTrainedConfig]) -> list[Mutation]:
+    """Every field of the class with each value that could stand there, and keys that the class does not list."""
+    drawn = []
+    for field in fields(config_class):
+        values = VALUES[field.name] if field.name in VALUES else _values_like(field.name, field.default)
+        drawn += [Mutation({field.name: value}) for value in values]
+    return [*drawn, *(Mutation({name: value}) for name, values in OTHER_KEYS.items() for value in values)]
+
+
+def _values_like(name: str, default: Any) -> list[Any]:
+    match default:
+        case bool():
+            return [not default]
+        case int():
+            return [default + 1]
+        case float():
+            return [default / 2 + 0.1]
+    raise ValueError(f"{name}: a field of transformers' class with no values here; add some to VALUES")
+
+
+def with_pairs(singles: Sequence[Mutation], *, num_pairs: int, seed: int = 0) -> list[Mutation]:
+    """`singles`, and pairs of them that change different fields, one of which says how attention is computed."""
+    generator, drawn = random.Random(seed), {}
+    telling = [
+        m for m in singles if any(w in str(m) for w in ("rope", "bias", "window", "tie_", "layer_types", "head"))
+    ]
+    while len(drawn) < num_pairs:
+        one, other = generator.choice(telling), generator.choice(singles)
+        if not one.values.keys() & other.values.keys():
+            both = Mutation(one.values | other.values)
+            drawn[str(both)] = both
+    return [*singles, *drawn.values()]

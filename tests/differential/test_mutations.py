@@ -1,0 +1,53 @@
+"""Configs of titan's families with one or two fields changed, through convert, back and infer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, Qwen3Config
+
+from tests.differential.compare import REFUSED, SAME, UNJUDGED, assert_same_or_refused, outcome_of
+from tests.differential.makers import tiny_config, tiny_model
+from tests.differential.mutations import Mutation, single_mutations, with_pairs
+from tests.differential.sampling import every
+
+FAMILIES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+NUM_PAIRS = 80
+_BASE = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 8}
+CASES = [
+    (family, place, mutation)
+    for family, config_class in FAMILIES.items()
+    for place in ("object", "file")
+    for mutation in with_pairs(single_mutations(config_class), num_pairs=NUM_PAIRS)
+]
+
+
+@pytest.mark.parametrize(("family", "place", "mutation"), every(CASES, num=36))
+def test_mutation(family, place, mutation, tmp_path, count):
+    problem = (_saved_from_object if place == "object" else _changed_on_disk)(tmp_path / "src", family, mutation)
+    if problem:
+        count("mutations", "transformers builds no such model")
+        return
+    accepted = mutation.must_be_accepted(in_file=place == "file")
+    outcome = outcome_of(tmp_path / "src", tmp_path / "scratch", names=mutation.names, accepted=accepted)
+    count("mutations", outcome.kind)
+    # What transformers does not load titan may read in another way, as long as it says no wrong number
+    assert_same_or_refused(outcome, allowed=(SAME, REFUSED, UNJUDGED))
+
+
+def _saved_from_object(folder: Path, family: str, mutation: Mutation) -> str:
+    """A model of the changed config, saved by transformers; why it makes none, or ""."""
+    try:
+        model = tiny_model(tiny_config(family, **_BASE | mutation.values))
+        model.save_pretrained(folder)
+    except Exception as error:  # a value that its class refuses, of whatever type its error is
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _changed_on_disk(folder: Path, family: str, mutation: Mutation) -> str:
+    """A plain model whose config.json somebody edited."""
+    tiny_model(tiny_config(family, **_BASE)).save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | mutation.values))
+    return ""
