@@ -22,8 +22,10 @@ ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
 ADAPTER_CONFIG = "adapter_config.json"
 _TORCHTUNE_ADAPTER = "adapter_model.pt"  # PEFT writes .safetensors or .bin, torchtune this one too
 _TORCHTUNE_LORA = re.compile(r".*\.(lora_[ab]\.weight|magnitude)")
-# The state of a run that fine-tuning leaves beside the weights (torchtune's, transformers')
-RUN_STATE = re.compile(r"(recipe_state|optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
+# The state of a run that fine-tuning leaves beside the weights (torchtune's, transformers', Accelerate's)
+RUN_STATE = re.compile(
+    r"(recipe_state|training_args|(optimizer|scheduler|scaler|sampler|rng_state)(_\d+)?)\.(pt|pth|bin)"
+)
 
 
 def find_hf_entry(folder: Path, names: Collection[str]) -> str:

@@ -46,6 +46,7 @@ def accelerate_s(folder, state):
     save_dcp(folder / "pytorch_model_fsdp_0", {"model": state})
     save_dcp(folder / "optimizer_0", {"optimizer": {"state": {"lm_head.weight": {"exp_avg": torch.zeros(3)}}}})
     torch.save({"last_epoch": 1}, folder / "scheduler.bin")
+    torch.save({"epoch": 1}, folder / "sampler_1.bin")
     CONFIG.save_pretrained(folder)
 
 
