@@ -105,6 +105,8 @@ def test_numbers_of_another_family_are_an_error(tmp_path):
         ({"rope_type": "linear", "factor": "2"}, "factor = 2"),
         ({"rope_type": "longrope", "factor": 2.0}, "a rope_type 'longrope', not one of llama3, linear, dynamic, yarn"),
         ("linear", "rope_type None"),
+        ({"rope_type": ["linear"]}, "rope_type ['linear']"),
+        ({}, "is not factor"),
     ],
 )
 def test_a_scaling_that_is_none_is_an_error(scaling, said, tmp_path):
