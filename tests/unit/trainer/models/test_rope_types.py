@@ -92,10 +92,9 @@ def test_titan_model_json_of_a_model_that_was_there_before_is_the_same():
 def test_numbers_of_another_family_are_an_error(tmp_path):
     args = args_to_json(get_family("qwen3").flavors["debug_gqa"]) | {"mlp_bias": True}
     (tmp_path / "titan_model.json").write_text(json.dumps({"family": "qwen3", "args": args}))
-    with pytest.raises(
-        CheckpointError, match=r"a qwen3 model has no such parameters:\n  layers.0.feed_forward.w1.bias"
-    ):
+    with pytest.raises(CheckpointError, match="a qwen3 model has no such parameters") as error:
         read_model_info(tmp_path)
+    assert "feed_forward.w1.bias" in error.value.message
 
 
 @pytest.mark.parametrize(
@@ -106,6 +105,8 @@ def test_numbers_of_another_family_are_an_error(tmp_path):
         ({"rope_type": "linear", "factor": "2"}, "factor = 2"),
         ({"rope_type": "longrope", "factor": 2.0}, "a rope_type 'longrope', not one of llama3, linear, dynamic, yarn"),
         ("linear", "rope_type None"),
+        ({"rope_type": ["linear"]}, "rope_type ['linear']"),
+        ({}, "is not factor"),
     ],
 )
 def test_a_scaling_that_is_none_is_an_error(scaling, said, tmp_path):
