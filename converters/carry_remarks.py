@@ -6,7 +6,7 @@ from pathlib import Path
 from converters.assets import TOKENIZERS, largest_token_id
 from converters.catalog import Catalog, TensorInfo, count_dtypes
 from converters.dtypes import DTYPES
-from converters.errors import CheckpointError, UnsupportedError
+from converters.errors import CheckpointError, UnsupportedError, printable
 from converters.model_info import ModelInfo
 from converters.names import (
     ASSETS_FOLDER,
@@ -89,4 +89,4 @@ def describe_lone_file(info: ModelInfo) -> str:
 
 def _list(names: list[str]) -> str:
     more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(printable, names[:_MOST_NAMES])) + (f" and {more} more" if more > 0 else "")

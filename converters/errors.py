@@ -54,6 +54,11 @@ def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
     return shown + (f"\n  … and {len(names) - most} more" if len(names) > most else "")
 
 
+def printable(name: str) -> str:
+    """A name from a file, escaped where it has characters that would take over the terminal."""
+    return name if name.isprintable() else ascii(name)
+
+
 def in_words(error: Exception) -> str:
     """What a parser stumbled over, without Python's names for it."""
     match error:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.assets import CLASS_DEFAULTS, TOKEN_IDS
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, UnsupportedError, list_offenders, printable
 from converters.families.base import Family, ModelArgs
 
 # A family writes these with the class's defaults, and computes the same with any value
@@ -89,7 +89,8 @@ def require_without_effect(fields: Any, family: Family, args: ModelArgs, *, what
     except (CheckpointError, UnsupportedError) as error:
         problem = error.message
     raise CheckpointError(
-        f"{what}: fields that should not change the model do: {problem}", hint=f"the fields: {', '.join(fields)}"
+        f"{what}: fields that should not change the model do: {problem}",
+        hint=f"the fields: {', '.join(map(printable, fields))}",
     )
 
 

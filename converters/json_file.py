@@ -56,4 +56,9 @@ def load_with_repeated_keys(text: str) -> tuple[Any, list[str]]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """A JSON object, indented, ending in a newline."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+        text = json.dumps(content, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")

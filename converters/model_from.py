@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.assets import CLASS_DEFAULTS, TOKEN_IDS, TOKENIZERS, find_assets, find_documents, read_token_ids
 from converters.catalog import Catalog
-from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
+from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
 from converters.families.registry import get_family
 from converters.formats.hf_cache import snapshot_of
 from converters.formats.paths import refuse_links_out
@@ -63,9 +63,9 @@ def find_model_info(
     ours = {"family": _kind(own), **asdict(own.args), **own_fields, **_sure_ids(own)}
     theirs = {"family": _kind(given), **asdict(given.args), **given_fields, **_sure_ids(given)}
     problems = [
-        f"{key}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
+        f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
         for key, value in ours.items()
-        if key in theirs and value != theirs[key]
+        if key in theirs and value != theirs[key] and repr(value) != repr(theirs[key])  # NaN is not equal to itself
     ]
     problems += _other_tokenizer(own.assets, given.assets)
     if problems:

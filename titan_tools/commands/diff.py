@@ -17,7 +17,7 @@ def diff(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Read both as the model that config.json, params.json or titan_model.json here describes.",
+            help="Take config.json, params.json or titan_model.json from here, where a checkpoint has none.",
             show_default=False,
         ),
     ] = None,

@@ -149,6 +149,16 @@ def test_every_format_carries_them(tmp_path, via):
     assert back | fields == back
 
 
+def test_odd_texts_and_numbers_come_back_and_are_never_printed_as_they_are(source, tmp_path):
+    odd = {"own": "\ud800 ü", "\x1b[31m": 1, "\ud83d": [float("inf"), float("nan")]}
+    changed(source, tmp_path / "hf", odd)
+    _, back = round_trip(tmp_path / "hf")
+    assert json.dumps([back[key] for key in odd]) == json.dumps([*odd.values()])
+    convert(tmp_path / "via", tmp_path / "again", to="hf", model_from=tmp_path / "hf")  # NaN contradicts no NaN
+    remarks = convert(tmp_path / "hf", tmp_path / "weights.pt", to="torch").remarks
+    assert "\\x1b[31m" in " ".join(remarks) and all(remark.isprintable() for remark in remarks)
+
+
 def test_one_file_of_weights_cannot_hold_them(source, tmp_path):
     changed(source, tmp_path / "hf", {"own": 1})
     (tmp_path / "hf" / "LICENSE").write_text("terms")
