@@ -78,8 +78,8 @@ def _ids_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ids_named_by_tokenizer(assets: Mapping[str, Path], vocab_size: int) -> dict[str, Any]:
     if TOKENIZER_JSON in assets and TOKENIZER_CONFIG in assets:
-        id_of, num_in_model = read_table(assets[TOKENIZER_JSON])
-        id_of = id_of | tokens_only_in_config(assets, id_of, num_in_model)
+        id_of, next_id = read_table(assets[TOKENIZER_JSON])
+        id_of = id_of | tokens_only_in_config(assets, id_of, next_id)
         config = read_json(assets[TOKENIZER_CONFIG])
         named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
         return {key: id_of[text] for key, text in named.items() if text in id_of}
