@@ -252,10 +252,10 @@ def _versions(assets: Mapping[str, Path]) -> tuple[tuple[Path, int, int] | None,
 
 @lru_cache(maxsize=2)  # one tokenizer is asked twice, and may be 30 MB of JSON
 def _read_ids(tokenizer: tuple[Path, int, int], settings: tuple[Path, int, int] | None) -> _Ids:
-    id_of, num_in_model = read_table(tokenizer[0])
+    id_of, next_id = read_table(tokenizer[0])
     config = read_json(settings[0]) if settings else {}
-    largest = max((id for id in id_of.values() if isinstance(id, int)), default=-1) + count_lacking(config, id_of)
+    largest = max([next_id + count_lacking(config, id_of) - 1, *(id for id in id_of.values() if isinstance(id, int))])
     if settings:
-        id_of = id_of | tokens_only_in_config({TOKENIZER_CONFIG: settings[0]}, id_of, num_in_model)
+        id_of = id_of | tokens_only_in_config({TOKENIZER_CONFIG: settings[0]}, id_of, next_id)
     named = {key: token_text(config.get(key.removesuffix("_id"))) for key in TOKEN_IDS}
     return _Ids(largest, {key: id_of[text] for key, text in named.items() if text in id_of})

@@ -16,15 +16,15 @@ _TORCHTITAN = (*_ENDS, "pad_token", "unk_token", "sep_token", "cls_token", "mask
 _TRANSFORMERS = (*_ENDS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], num_in_model: int) -> dict[str, int]:
+def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], next_id: int) -> dict[str, int]:
     """Each such token and its id, in ascending order. Empty unless the begin or end token is among them.
 
-    `id_of` and `num_in_model`: see `read_table`.
+    `id_of` and `next_id`: see `read_table`.
 
     The ids follow the table of tokenizer.json, as the `tokenizers` library assigns them in torchtitan and transformers.
     Both disregard the ids that `added_tokens_decoder` writes. Raises UnsupportedError where they would differ.
     """
-    if TOKENIZER_CONFIG not in assets:
+    if TOKENIZER_CONFIG not in assets or not id_of:
         return {}
     config = read_json(assets[TOKENIZER_CONFIG])
     if all((text := token_text(config.get(key))) is None or text in id_of for key in _ENDS):
@@ -32,10 +32,8 @@ def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], 
     declared = _declared(config)
     in_torchtitan = [*_named(config, _TORCHTITAN), *declared.values()]
     in_transformers = [*(declared[id] for id in sorted(declared)), *_named(config, _TRANSFORMERS)]
-    # after the model's own table, or after the added tokens that reach beyond it
-    first = max([num_in_model, *(id + 1 for id in id_of.values())])
     added, others = (
-        {text: first + i for i, text in enumerate(text for text in dict.fromkeys(order) if text not in id_of)}
+        {text: next_id + i for i, text in enumerate(text for text in dict.fromkeys(order) if text not in id_of)}
         for order in (in_torchtitan, in_transformers)
     )
     if differing := [text for text, id in added.items() if others[text] != id]:
@@ -85,20 +83,22 @@ def _dropped_bytes(content: Mapping[str, Any]) -> list[int]:
 
 
 def read_table(path: Path) -> tuple[dict[str, int], int]:
-    """The id of each token of a tokenizer.json, added ones included, and how many the model's own table has."""
+    """The id of each token of a tokenizer.json, added ones included, and the id that the next added one gets.
+
+    That is, in the `tokenizers` library, the size of the model's own table, or what follows the added tokens beyond it.
+    """
     return _table(read_tokenizer_json(path)[0], path)
 
 
 def _table(content: Mapping[str, Any], path: Path) -> tuple[dict[str, int], int]:
     try:
         vocab = content.get("model", {}).get("vocab") or {}
-        if isinstance(vocab, list):  # of a Unigram model: pairs of token and score, in the order of ids
-            vocab = {str(token): id for id, (token, _) in enumerate(vocab)}
-        named = dict(vocab)
+        # a Unigram model's are pairs with a score, in the order of their ids
+        named = dict(vocab) if isinstance(vocab, dict) else {str(piece): id for id, (piece, _) in enumerate(vocab)}
         added = {str(token["content"]): token["id"] for token in content.get("added_tokens") or []}
+        return named | added, max([len(vocab), *(id + 1 for id in added.values())])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a tokenizer.json: {type(error).__name__}: {error}") from None
-    return named | added, len(vocab)
 
 
 def token_text(token: Any) -> str | None:

@@ -146,8 +146,9 @@ class _JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer: {error}") from None
-        num_in_model = self._tokenizer.get_vocab_size(with_added_tokens=False)
-        self._tokenizer.add_special_tokens([*tokens_only_in_config(assets, self._tokenizer.get_vocab(), num_in_model)])
+        added, num_in_model = self._tokenizer.get_added_tokens_decoder(), self._tokenizer.get_vocab_size(False)
+        next_id = max([num_in_model, *(id + 1 for id in added)])
+        self._tokenizer.add_special_tokens([*tokens_only_in_config(assets, self._tokenizer.get_vocab(), next_id)])
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.byte_values = _byte_values(self._tokenizer)
         self.special_names = _special_names(self._tokenizer)

@@ -157,10 +157,13 @@ def test_token_ids_of_other_tokenizers(tmp_path):
         assets["tokenizer.json"].write_text(json.dumps(content))
         return read_token_ids(assets, vocab_size=10)
 
-    assert ids_of({"model": {"vocab": {"<s>": 4}}, "added_tokens": None}) == {"bos_token_id": 4, "eos_token_id": 5}
+    alone = {"model": {"vocab": {"<s>": 4}}, "added_tokens": None}
+    library = Tokenizer(models.WordLevel(vocab={"<s>": 4}))
+    library.add_special_tokens(["</s>"])  # as transformers and torchtitan do with one that only the config names
+    assert ids_of(alone) == {"bos_token_id": 4, "eos_token_id": library.token_to_id("</s>")}
     unigram = {"model": {"vocab": [["<s>", 0.0]]}, "added_tokens": [{"content": "</s>", "id": 2}]}
     assert ids_of(unigram) == {"bos_token_id": 0, "eos_token_id": 2}
-    assert ids_of({}) == {"bos_token_id": 0, "eos_token_id": 1}
+    assert ids_of({}) == {}
     for content in ({"model": None}, {"model": {}, "added_tokens": ["<s>"]}, {"model": {}, "added_tokens": [{}]}):
         with pytest.raises(CheckpointError, match="is not a tokenizer.json"):
             ids_of(content)

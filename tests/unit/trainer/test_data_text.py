@@ -115,7 +115,7 @@ def test_a_damaged_or_unfinished_index_is_made_again(preparation, index, tmp_pat
     prepared, said = preparation
     data = write("jsonl", tmp_path / "data")
     open_dataset("jsonl", str(data), vocab_size=290, preparation=prepared)
-    place = Path(said[0].rpartition(" ")[2])
+    place = Path(said[0].rpartition(" stay in ")[2])
     (place / "train_tokens.npy").write_bytes(b"damaged")
     (prepared.folder / ".tmp-killed").mkdir()
     source = open_dataset("jsonl", str(data), vocab_size=290, preparation=prepared)

@@ -61,6 +61,18 @@ def test_documents_are_those_of_torchtitan(tmp_path, name):
         assert ours == reference.encode(text, add_bos=True, add_eos=True)
 
 
+@pytest.mark.parametrize(("last", "added", "end"), [(262, [263], 264), (262, [5], 263), (500, [], 263)])
+def test_ids_follow_the_library_with_added_tokens_and_gaps(tmp_path, last, added, end):
+    folder = write_tokenizer(tmp_path, added_tokens_decoder={}, bos_token=None)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<|pad|>"] = last
+    flags = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"] = [{"id": id, "content": chr(5) if id == 5 else "<|added|>"} | flags for id in added]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(folder).eos_ids == (end,)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == end
+
+
 def test_notes_say_which_ids_and_what_is_left_out(tmp_path):
     folder = write_tokenizer(tmp_path)
     ids, dropped = tokenizer_notes(find_assets(folder))
