@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.errors import UnsupportedError, list_offenders
-from converters.names import TOKENIZER_JSON
+from converters.json_file import read_json
+from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.tokenizer_config import write_tokenizer_config
 
 BPE_TYPE = 2  # trainer_spec.model_type
@@ -75,9 +76,15 @@ def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_
     )
     special = [text for text, _, kind in model.pieces if kind in (_UNKNOWN, _CONTROL)]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocab[bos])]
-    )
+    # A tokenizer_config.json of the checkpoint's own says what transformers puts around a text
+    config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
+    begin = [bos] if config.get("add_bos_token") is not False else []
+    end = [eos] if config.get("add_eos_token") else []
+    if begin or end:
+        first, second = [*begin, "$A", *end], [f"{part}:1" for part in (*begin, "$B", *end)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=first, pair=[*first, *second], special_tokens=[(token, vocab[token]) for token in (*begin, *end)]
+        )
     tokenizer.save(str(folder / TOKENIZER_JSON))
     tokens = {"bos_token": bos, "eos_token": eos, "unk_token": unk}
     return [TOKENIZER_JSON, *write_tokenizer_config(folder, tokens, max_seq_len=max_seq_len)]

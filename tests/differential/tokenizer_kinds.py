@@ -190,6 +190,13 @@ KINDS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def prompt_ids(kind: str, folder: Path, texts: Sequence[str]) -> list[list[int]] | None:
+    """`ids_of` as `titan infer` documents them: nothing goes on behind an end, so a prompt has none."""
+    if (ids := ids_of(kind, folder, texts)) is None or kind not in ("WordPiece", "SentencePiece BPE, with an end"):
+        return ids
+    return [tokens[:-1] for tokens in ids]
+
+
 def ids_of(kind: str, folder: Path, texts: Sequence[str]) -> list[list[int]] | None:
     """The ids of `texts` as AutoTokenizer reads them; None where it opens no tokenizer.
 

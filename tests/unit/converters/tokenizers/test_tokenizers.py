@@ -449,9 +449,12 @@ def test_a_release_of_meta_opens_with_what_was_made_of_tokenizer_json(trained, t
     assert not (tmp_path / "other").exists() and not any("tokenizer" in remark for remark in dry.remarks)
 
 
-def test_a_tokenizer_config_that_is_there_stays(meta_llama2, trained, tmp_path):
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_tokenizer_config_that_is_there_stays(begins, ends, meta_llama2, trained, tmp_path):
     """It may hold the chat template; and with it transformers reads what it read before."""
-    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    own = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    own |= {"add_bos_token": begins, "add_eos_token": ends}
     places = [tmp_path / "theirs", tmp_path / "ours"]
     for place in places:
         place.mkdir()
