@@ -134,13 +134,15 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
-    return get_family(name), args_type(**{**numbers, "rope_scaling": _scaling(scaling, path) if scaling else None})
+    return get_family(name), args_type(
+        **{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)}
+    )
 
 
 def _scaling(numbers: Any, path: Path) -> Scaling:
     """That of Llama 3.1, the first one that titan wrote, has no `rope_type`."""
     kind = numbers.get("rope_type", "llama3") if isinstance(numbers, dict) else None
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise CheckpointError(f"{path}: its rope_scaling has a rope_type {kind!r}, not one of {', '.join(SCALINGS)}")
     given = {key: value for key, value in numbers.items() if key != "rope_type"}
     known = [f.name for f in fields(SCALINGS[kind]) if f.init]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from converters.rules import Drop, Rule
 
@@ -40,9 +40,6 @@ class YarnRope:
 
     attention_factor None: computed from factor, mscale and mscale_all_dim.
     """
-
-    BETA_FAST: ClassVar[float] = 32.0
-    BETA_SLOW: ClassVar[float] = 1.0
 
     rope_type: str = field(default="yarn", init=False)
     factor: float

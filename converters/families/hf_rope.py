@@ -7,7 +7,7 @@ outside, an `original_max_position_embeddings` outside over the one inside. tran
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -60,20 +60,18 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int) -> Rope:
     raise UnsupportedError(
         "config.json describes one RoPE to transformers 4 and another to transformers 5:"
         + list_offenders([f"transformers 4: {four}", f"transformers 5: {five}", *_spelled(config)]),
-        hint="make rope_scaling and rope_theta say what rope_parameters says, or remove the ones that are wrong",
+        hint="keep one spelling: rope_parameters alone (transformers 5), or rope_scaling with type or rope_type, "
+        "and rope_theta outside of it (both versions)",
     )
 
 
 def rope_parameters(scaling: Scaling) -> dict[str, Any]:
     """The type and its numbers; what is at its default is left out, unless the type requires it."""
-    required = ("factor", "original_max_position_embeddings")
-    always = {"rope_type": rope_type(scaling)}
-    is_llama3 = isinstance(scaling, RopeScaling)
-    return always | {
-        f.name: value
-        for f in fields(scaling)
-        if (value := asdict(scaling)[f.name]) != f.default or f.name in required or is_llama3
-    }
+    always = ("factor", "original_max_position_embeddings")
+    numbers = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
+    if not isinstance(scaling, RopeScaling):
+        numbers = {f.name: numbers[f.name] for f in fields(scaling) if f.name in always or numbers[f.name] != f.default}
+    return {"rope_type": rope_type(scaling)} | numbers
 
 
 def _used_by_transformers_5(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,15 +146,10 @@ def _yarn(rope: Mapping[str, Any], original: int, max_positions: int) -> YarnRop
     if "factor" not in rope:
         _require(rope, "yarn", "factor")
     factor = rope["factor"] if rope["factor"] is not None else max_positions / original
-    given = {key: rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
-    return YarnRope(
-        float(factor),
-        int(original),
-        beta_fast=float(rope.get("beta_fast") or YarnRope.BETA_FAST),
-        beta_slow=float(rope.get("beta_slow") or YarnRope.BETA_SLOW),
-        truncate=bool(rope.get("truncate", True)),
-        **{key: None if value is None else float(value) for key, value in given.items()},
-    )
+    numbers = {key: float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
+    given = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key) is not None]
+    numbers |= {key: float(rope[key]) for key in given}
+    return YarnRope(float(factor), int(original), truncate=bool(rope.get("truncate", True)), **numbers)
 
 
 _SCALINGS = {"default": _none, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}

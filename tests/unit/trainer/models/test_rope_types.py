@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from converters.errors import CheckpointError
 from converters.families.base import args_to_json
 from converters.families.llama3 import LLAMA3
-from converters.families.registry import read_hf_config
+from converters.families.registry import get_family, read_hf_config
 from converters.model_info import ModelInfo, read_model_info, write_model_info
 from converters.model_numbers import check_args
 from trainer.models.llama3.rope import RotaryAngles
@@ -46,7 +46,7 @@ def ropes(draw):
     return rope
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(ropes(), st.sampled_from((4, 8, 24, 64, 128)), _LENGTHS, st.booleans())
 def test_frequencies_and_scale_are_those_of_transformers(rope, head_dim, length, is_old):
     sizes = {"vocab_size": 64, "hidden_size": 4 * head_dim, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -66,7 +66,7 @@ def test_frequencies_and_scale_are_those_of_transformers(rope, head_dim, length,
     assert again == args
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(ropes())
 def test_titan_model_json_keeps_every_type(tmp_path_factory, rope):
     folder = tmp_path_factory.mktemp("model")
@@ -89,6 +89,14 @@ def test_titan_model_json_of_a_model_that_was_there_before_is_the_same():
     ]
 
 
+def test_numbers_of_another_family_are_an_error(tmp_path):
+    args = args_to_json(get_family("qwen3").flavors["debug_gqa"]) | {"mlp_bias": True}
+    (tmp_path / "titan_model.json").write_text(json.dumps({"family": "qwen3", "args": args}))
+    with pytest.raises(CheckpointError, match="a qwen3 model has no such parameters") as error:
+        read_model_info(tmp_path)
+    assert "feed_forward.w1.bias" in error.value.message
+
+
 @pytest.mark.parametrize(
     ("scaling", "said"),
     [
@@ -97,6 +105,8 @@ def test_titan_model_json_of_a_model_that_was_there_before_is_the_same():
         ({"rope_type": "linear", "factor": "2"}, "factor = 2"),
         ({"rope_type": "longrope", "factor": 2.0}, "a rope_type 'longrope', not one of llama3, linear, dynamic, yarn"),
         ("linear", "rope_type None"),
+        ({"rope_type": ["linear"]}, "rope_type ['linear']"),
+        ({}, "is not factor"),
     ],
 )
 def test_a_scaling_that_is_none_is_an_error(scaling, said, tmp_path):
