@@ -5,7 +5,16 @@ from functools import partial
 from pathlib import Path
 
 from converters.catalog import Catalog
-from converters.checks import check_gaps, check_index, check_items, check_model, judge, read_through, tell_structure
+from converters.checks import (
+    check_gaps,
+    check_index,
+    check_items,
+    check_model,
+    judge,
+    read_through,
+    tell_reading,
+    tell_structure,
+)
 from converters.commit import find_complete, fsync, fsync_folder
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
@@ -72,6 +81,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
     if catalog.container == "dcp":
         checks += check_gaps(catalog)
+    checks += tell_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)
     if any(check.outcome == "failed" for check in checks):  # values of damaged files tell nothing more

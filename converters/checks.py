@@ -35,6 +35,11 @@ def tell_structure(catalog: Catalog) -> Check:
     return Check("structure", "ok", "; ".join(parts))
 
 
+def tell_reading(catalog: Catalog) -> list[Check]:
+    """What a user should know of how the weights were found; []: nothing."""
+    return [Check("reading", "warning", "how the weights were found", tuple(catalog.notes))] if catalog.notes else []
+
+
 def check_index(catalog: Catalog) -> list[Check]:
     """What is odd about the index, beyond what opening compares, which is each tensor's place. []: nothing."""
     remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))

@@ -40,6 +40,11 @@ def find_hf_entry(folder: Path, names: Collection[str]) -> str:
     if named is not None:
         what = f"{folder / HF_CONFIG}: transformers_weights"
         name = checked_file_name(named, what=what)
+        if not name.endswith((".safetensors", ".safetensors.index.json")):
+            raise CheckpointError(
+                f"{what} is {name}, and transformers takes only *.safetensors and *.safetensors.index.json there",
+                hint="correct or remove the key",
+            )
         if name not in names:
             raise CheckpointError(f"{what} is {name}, and there is no such file", hint="correct or remove the key")
         return name
@@ -99,10 +104,9 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
         return dict.fromkeys(adapters, reason) | ({ADAPTER_CONFIG: again} if ADAPTER_CONFIG in names else {})
     if ADAPTER_CONFIG not in names:
         return dict.fromkeys(adapters, f"a LoRA adapter without {ADAPTER_CONFIG}: transformers does not apply it")
-    beside = f" ({', '.join(adapters)})" if adapters else ", and its file is missing"
     raise UnsupportedError(
-        f"{folder}: {ADAPTER_CONFIG} beside the weights: with PEFT, transformers adds the LoRA adapter{beside} to "
-        "them, and titan does not",
+        f"{folder}: {ADAPTER_CONFIG} beside the weights: with PEFT, transformers adds the LoRA adapter "
+        f"({', '.join(adapters) or 'whose file is missing'}) to them, and titan does not",
         hint="merge it with PEFT (merge_and_unload, then save_pretrained into a new folder), or move the files "
         "adapter_* elsewhere to use the weights without it",
     )

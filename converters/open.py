@@ -78,16 +78,17 @@ def _open(path: Path, *, against_manifest: bool) -> Catalog:
         catalog = _open_file(_own_place(path))
     elif path.is_dir():
         catalog = _open_folder(path)
-        if against_manifest:
-            manifest = check_sizes(path)
-            _compare_with_manifest(catalog, manifest)
+        manifest = check_sizes(path) if against_manifest else None
     else:
         raise CheckpointError(f"{path}: neither a file nor a folder")
     if not catalog.tensors:
         raise CheckpointError(f"{path}: a checkpoint without a single tensor")
     _refuse_odd_names(catalog)
-    # What titan wrote has the model's own names, and the manifest's digests are listed under them
-    return catalog if manifest else unwrap_names(catalog)
+    # What titan wrote has the model's own names; after --accept the manifest lists the names without wrappers
+    if manifest is None or manifest.accepted:
+        catalog = unwrap_names(catalog)
+    _compare_with_manifest(catalog, manifest)
+    return catalog
 
 
 def _refuse_odd_names(catalog: Catalog) -> None:

@@ -12,6 +12,7 @@ from converters.checks import (
     check_model,
     judge,
     read_through,
+    tell_reading,
     tell_structure,
 )
 from converters.engine.copy import RowNumbers
@@ -55,8 +56,7 @@ def verify(
         checks += check_index(catalog)
     if catalog.container == "dcp":
         checks += check_gaps(catalog)
-    if catalog.notes:
-        checks.append(Check("reading", "warning", "how the weights were found", tuple(catalog.notes)))
+    checks += tell_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)
     manifest = _manifest_of(catalog, path)

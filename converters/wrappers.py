@@ -53,18 +53,21 @@ def _without(key: str, text: str) -> str:
 
 
 def _outer_prefix(catalog: Catalog) -> str:
-    """The attribute in front of the weights' names without which more of them are those of a model; "" for none."""
+    """The attributes in front of the weights' names without which more of them are those of a model; "" for none."""
     names = [str(catalog.path_of(name)[-1]) for name in catalog.tensors if section_of(name) == "model"]
     alike = Counter(_NUMBER.sub(".0", name) for name in names)  # a name of all layers is looked at once
-    heads: Counter[str] = Counter()
-    for name, number in alike.items():
-        heads[name.split(".", 1)[0]] += number if "." in name else 0
-    if not any("." in name for name in alike):
-        return ""
-    prefix = heads.most_common(1)[0][0] + "."
-    known = max(_num_known(alike), 1)
-    without = {name.removeprefix(prefix): number for name, number in alike.items()}
-    return prefix if known < len(names) and _num_known(without) > known else ""
+    known, prefix = max(_num_known(alike), 1), ""
+    for _ in range(_MOST_OUTER if known < len(names) else 0):
+        heads: Counter[str] = Counter()
+        for name, number in alike.items():
+            head, dot, _rest = name.removeprefix(prefix).partition(".")
+            heads[head] += number if dot and name.startswith(prefix) else 0
+        if not heads.total():
+            break
+        prefix += heads.most_common(1)[0][0] + "."
+        if _num_known({name.removeprefix(prefix): number for name, number in alike.items()}) > known:
+            return prefix
+    return ""
 
 
 def _num_known(alike: Mapping[str, int]) -> int:

@@ -24,19 +24,20 @@ ALWAYS_FOLLOWED = {"eos_token_id", "stop_strings", "bos_token_id"}
 # Fields that titan cannot follow → the value, beside null, with which they have no effect
 REFUSED = {
     "begin_suppress_tokens": [], "bad_words_ids": [], "constraints": None, "diversity_penalty": 0.0,
-    "dola_layers": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "exponential_decay_length_penalty": None,
+    "dola_layers": None, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "exponential_decay_length_penalty": None,
     "force_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1,
     "max_time": None, "min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "num_beam_groups": 1,
     "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "sequence_bias": None, "suppress_tokens": [],
     "token_healing": False, "top_h": None, "typical_p": 1.0, "use_mtp": False, "watermarking_config": None,
 }  # fmt: skip
 _OF_SAMPLING_ALONE = {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}
-# Fields that change no token: of beams, encoders and output, and of speculation, which must not change any
+# Fields that change no token: of beams, encoder-decoders and output, and of speculation, which must not change any
 WITHOUT_EFFECT = {
     "_commit_hash", "_from_model_config", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_ensemble_weight", "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config",
     "continuous_batching_config", "decoder_start_token_id", "disable_compile", "early_stopping",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "is_assistant", "length_penalty", "low_memory",
+    "is_assistant", "length_penalty", "low_memory",
     "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "output_attentions", "output_hidden_states", "output_logits", "output_scores", "pad_token_id",
     "prefill_chunk_size", "prompt_lookup_num_tokens", "remove_invalid_values", "renormalize_logits",
@@ -112,8 +113,8 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path, info: ModelInfo) -> GenerationConfig | None:
-    """That of the tokenizer's folder, else the checkpoint's; None where there is none."""
-    path = find_assets(folder).get(HF_GENERATION_CONFIG) or info.assets.get(HF_GENERATION_CONFIG)
+    """The checkpoint's, else that of the tokenizer's folder; None where there is none."""
+    path = info.assets.get(HF_GENERATION_CONFIG) or find_assets(folder).get(HF_GENERATION_CONFIG)
     if path is None:
         return None
     return GenerationConfig(path, {name: value for name, value in read_json(path).items() if value is not None})

@@ -161,6 +161,21 @@ def test_dcp_saved_anew_by_torch(copy):
     assert verify(folder).ok
 
 
+def test_saved_anew_by_torch_under_a_wrappers_names(copy):
+    """The manifest lists the names without the wrapper, and so the folder opens afterwards."""
+    folder = copy("dcp")
+    state = {fqn: torch.zeros(entry.shape) for fqn, entry in open_checkpoint(folder).tensors.items()}
+    dcp.load(state, checkpoint_id=str(folder), no_dist=True)
+    for path in folder.glob("*.distcp"):
+        path.unlink()
+    dcp.save({f"_orig_mod.{fqn}": value for fqn, value in state.items()}, checkpoint_id=str(folder), no_dist=True)
+    report = accept(folder)
+    assert report.ok and report.changes.tensors == {}
+    assert "removed the prefix `_orig_mod.`" in str([check.problems for check in report.checks])
+    assert verify(folder).ok
+    assert open_checkpoint(folder).tensors.keys() == state.keys()
+
+
 def test_what_is_damaged_in_itself_is_refused(copy):
     folder = copy("dcp")
     (data,) = folder.glob("*.distcp")

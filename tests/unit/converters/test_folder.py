@@ -127,6 +127,21 @@ def test_a_file_that_the_config_names_comes_first(tmp_path):
     (tmp_path / "own.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"transformers_weights is own.safetensors, and there is no such file"):
         open_checkpoint(tmp_path)
+    (tmp_path / "own.bin").touch()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "own.bin"}))
+    with pytest.raises(ValueError, match="neither a safetensors file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"transformers_weights is own.bin, and transformers takes only"):
+        open_checkpoint(tmp_path)
+
+
+def test_metas_files_in_original_are_named_once(tmp_path):
+    folder = tmp_path / "src"
+    folder.mkdir()
+    put(folder, "single", 0)
+    put(folder, "original", 1)
+    (remark,) = [text for text in convert(folder, tmp_path / "dcp", to="dcp").remarks if "original" in text]
+    assert remark.startswith("original/consolidated.00.pth is not read")
 
 
 def test_every_command_names_what_it_does_not_read(tmp_path):
@@ -208,7 +223,7 @@ def test_an_adapter_that_transformers_adds_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"transformers adds the LoRA adapter \(adapter_model.safetensors\)"):
         open_checkpoint(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()  # transformers: FileNotFoundError
-    with pytest.raises(UnsupportedError, match="its file is missing"):
+    with pytest.raises(UnsupportedError, match="whose file is missing"):
         open_checkpoint(tmp_path)
     (tmp_path / "adapter_config.json").unlink()  # the hint's way out
     assert torch.equal(embedding(tmp_path), model(0).model.embed_tokens.weight)

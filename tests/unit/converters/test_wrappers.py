@@ -180,6 +180,15 @@ def test_native_names_too(source, tmp_path, container):
     assert read_manifest(tmp_path / "out").tensors == read_manifest(source / "dcp").tensors
 
 
+@pytest.mark.parametrize("prefix", ["base_model.model.", "net.module."])
+def test_two_attributes_in_front_of_the_model(source, tmp_path, prefix):
+    """Of PEFT's merged models, and of a module that holds a wrapped one: no name is a model's after the first alone."""
+    torch.save({f"{prefix}{name}": tensor for name, tensor in load(source).state_dict().items()}, tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "out", to="dcp", model_from=source / "dcp")
+    assert read_manifest(tmp_path / "out").tensors == read_manifest(source / "dcp").tensors
+    assert open_checkpoint(tmp_path / "x.pt").prefixes.keys() == {prefix}
+
+
 def test_names_without_wrappers_stay(source, tmp_path):
     """HF's own `model.`, and torchtitan's older one."""
     assert open_checkpoint(source / "hf").prefixes == {}

@@ -139,6 +139,33 @@ def test_every_field_of_transformers_is_classified():
         assert defaults.get(name) in (None, neutral), name
 
 
+def test_fields_without_effect_change_no_logits(model):
+    """Those called `encoder_` that count the prompt of a decoder, too, are not among them: generate hands it over."""
+    from transformers import GenerationConfig as Theirs
+
+    of_other_types = {"_from_model_config", "assistant_ensemble_weight", "cache_implementation", "compile_config"}
+    of_other_types |= {"early_stopping", "continuous_batching_config"}
+    prompt_BL, logits_BV = torch.tensor([[3, 4, 3, 4, 3]]), torch.linspace(-1, 1, 40)[None]
+    for name in sorted(WITHOUT_EFFECT - of_other_types):
+        merged, _ = model._prepare_generation_config(Theirs(**{name: 2}))
+        change = model._get_logits_processor(merged, input_ids_seq_length=5, encoder_input_ids=prompt_BL)
+        assert torch.equal(change(prompt_BL, logits_BV.clone()), logits_BV), name
+
+
+def test_a_generation_config_beside_model_froms_tokenizer_gives_way_to_the_checkpoints(titan, folder, tmp_path):
+    write(folder, eos_token_id=257, repetition_penalty=1.0)
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(other / name)
+    (other / FILE).write_text(json.dumps({"eos_token_id": list(range(256)), "repetition_penalty": 3.0}))
+    asked = ("infer", folder, "--model-from", other, "--prompt", "def main(", "--max-new-tokens", "3", "--json")
+    code, out, err = titan(*asked)
+    assert code == 0 and "the checkpoint's own are used" in err and "repetition_penalty" not in err
+    assert len(json.loads(out)["results"][0]["tokens"]) == 3
+    assert "is followed: greedy decoding" in titan(*asked, "--generation-config")[2]
+
+
 def test_what_cannot_be_followed_is_refused_by_name(titan, folder, untouched):
     write(folder, num_beams=4, no_repeat_ngram_size=3, suppress_tokens=[5], typical_p=0.5)
     code, out, err = titan("infer", folder, "--generation-config", "--prompt", "a")

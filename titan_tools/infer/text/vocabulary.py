@@ -59,7 +59,7 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
-    """The vocabulary in `folder`; a generation config that is not there is the checkpoint's.
+    """The vocabulary in `folder`; the generation config is the checkpoint's, where it has one.
 
     Raises where the tokenizer is missing or goes beyond the embedding's rows.
     """
@@ -70,7 +70,7 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
             hint="this tokenizer belongs to another model",
         )
     generation = {name: path for name, path in info.assets.items() if name == HF_GENERATION_CONFIG}
-    assets = generation | find_assets(folder)
+    assets = find_assets(folder) | generation
     config = read_json(folder / HF_CONFIG) if (folder / HF_CONFIG).is_file() else {}
     told = {**info.token_ids, **{key: value for key, value in config.items() if value is not None}}
     ids = read_token_ids(assets, vocab_size=num_rows, config=told)
