@@ -1,7 +1,6 @@
 """Load a checkpoint into a run, all ranks together: nothing is copied in before all of it was found good."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
+from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
 from trainer.watching.metrics import note
 
@@ -49,7 +49,7 @@ def load_state(
         note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
-    _refuse_other_model(found, info, path)
+    refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
     for section, values in state.sections().items():
         if section in excluded:
@@ -82,16 +82,12 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
     checkpoint says of itself.
     """
     with open_native(path, otherwise=info) as weights:
-        if only_hf and weights.naming != "hf":
-            raise CheckpointError(
-                f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
-                hint="without that key the format is read from the files",
-                tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
-            )
+        if only_hf:
+            refuse_other_names(weights, path)
         for text in weights.catalog.notes:
             note(f"{path}: {text}")
         _refuse_damaged(weights.catalog, group)
-        _refuse_other_model(weights.info, info, path)
+        refuse_other_model(weights.info, info, path)
         if group.rank() == 0 and (text := other_tokenizer(weights.info, info, path)):
             note(text)
         _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
@@ -102,7 +98,7 @@ def refuse_damaged(path: Path, *, info: ModelInfo, group: dist.ProcessGroup) -> 
     """Raise CheckpointError where an initial checkpoint is damaged or of another model."""
     with open_native(path, otherwise=info) as weights:
         _refuse_damaged(weights.catalog, group)
-        _refuse_other_model(weights.info, info, path)
+        refuse_other_model(weights.info, info, path)
 
 
 def changed_files(path: Path, group: dist.ProcessGroup) -> str:
@@ -192,23 +188,6 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
                 note(f"{path} does not say {key}: it is counted from 0")
                 found[key] = 0
     return found
-
-
-def _refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
-    """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
-    theirs, ours = asdict(found.args), asdict(wanted.args)
-    problems = [
-        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
-        for name in ours
-        if theirs[name] != ours[name] and name != "max_seq_len"  # says how far a model may look, not what it is
-    ]
-    if found.family != wanted.family:
-        problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
-    if problems:
-        raise CheckpointError(
-            f"{path} is of another model than the config names:" + list_offenders(problems),
-            tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
-        )
 
 
 def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:

@@ -102,6 +102,17 @@ def test_check_refuses_what_training_refuses(run_titan, tmp_path, monkeypatch, o
     assert list(tmp_path.iterdir()) == []  # a dump folder that was tried is gone again
 
 
+def test_check_refuses_an_initial_checkpoint_that_training_refuses(run_titan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_titan("seed", "debug", "seed")[0] == 0
+    initial = ("--checkpoint.initial_load_path", "seed")
+    assert run_titan("config", "check", "debug", *initial)[0] == 0
+    code, _, err = run_titan("config", "check", "debug", *initial, "--model.flavor", "debugmodel")
+    assert code == 2 and "seed is of another model than the config names:\n  dim: 128 in the checkpoint" in err
+    code, _, err = run_titan("config", "check", "debug", *initial, "--checkpoint.initial_load_in_hf")
+    assert code == 2 and "checkpoint.initial_load_in_hf: seed is dcp with native names" in err
+
+
 def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
