@@ -23,7 +23,7 @@ from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
-from trainer.checkpoints.load import changed_files, load_state, load_weights, refuse_damaged
+from trainer.checkpoints.load import changed_files, load_state, load_weights, not_carried, refuse_damaged
 from trainer.checkpoints.problems import idle_dropout, idle_export_dtype
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import RunState
@@ -120,7 +120,7 @@ class Checkpoints:
             self._keep_fields(found)
             if told := idle_dropout(found, path):
                 note(told)
-            if left := sorted(found.assets.keys() - self._info.assets.keys()):
+            if left := not_carried(found, self._info):
                 note(f"not carried from {path} into this run's checkpoints: {', '.join(left)}")
         else:
             refuse_damaged(path, info=self._info, group=self._group)

@@ -1,5 +1,6 @@
 """Load a checkpoint into a run, all ranks together: nothing is copied in before all of it was found good."""
 
+import filecmp
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from converters.assets import CLASS_DEFAULTS
 from converters.catalog import Box, Catalog, TensorSource
 from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
@@ -199,6 +201,19 @@ def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     if None in places or places[0] == places[1] or not reads_otherwise(*map(load_tokenizer, places)):
         return ""
     return f"WARNING: {path} brings a tokenizer that gives other ids than the run's, in {places[1]}"
+
+
+def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
+    """What goes with initial weights and not into the run's checkpoints, which have what the config names."""
+    theirs, ours = found.assets, wanted.assets
+    lost = sorted(theirs.keys() - ours.keys())
+    for name in sorted(theirs.keys() & ours.keys()):
+        if not filecmp.cmp(theirs[name], ours[name], shallow=False):
+            lost.append(f"{name} (the run has another)")
+    for key, id in found.token_ids.items():
+        if id not in (wanted.token_ids.get(key), CLASS_DEFAULTS.get(key)):
+            lost.append(f"{key} = {id} (the run: {wanted.token_ids.get(key, 'none')})")
+    return lost
 
 
 def _has_rng_of_each_rank(tensors: Mapping[str, Any], num_ranks: int) -> bool:
