@@ -1,12 +1,15 @@
 """The model that a config names: family, numbers, and the tokenizer that its checkpoints carry along. Torch-free."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
-from converters.errors import ConfigError
+from converters.errors import CheckpointError, ConfigError, list_offenders
+from converters.families.base import DynamicRope
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.weights import NativeWeights
 from trainer.config.sections import Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
@@ -23,6 +26,35 @@ def chosen_model(model: Model, training: Training) -> ModelInfo:
     args = get_family(model.name).flavors[model.flavor]
     assets = find_assets(tokenizer_folder(model, training))
     return ModelInfo(model.name, args, assets, read_token_ids(assets, vocab_size=args.vocab_size))
+
+
+def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
+    """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
+    theirs, ours = asdict(found.args), asdict(wanted.args)
+    if not isinstance(wanted.args.rope_scaling, DynamicRope):  # whose frequencies change beyond it
+        del ours["max_seq_len"]  # says how far a model may look, not what it is
+    problems = [
+        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
+        for name in ours
+        if theirs[name] != ours[name]
+    ]
+    if found.family != wanted.family:
+        problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
+    if problems:
+        raise CheckpointError(
+            f"{path} is of another model than the config names:" + list_offenders(problems),
+            tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
+        )
+
+
+def refuse_other_names(weights: NativeWeights, path: Path) -> None:
+    """checkpoint.initial_load_in_hf takes Hugging Face's names only."""
+    if weights.naming != "hf":
+        raise CheckpointError(
+            f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
+            hint="without that key the format is read from the files",
+            tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
+        )
 
 
 def tokenizer_folder(model: Model, training: Training) -> Path:

@@ -9,7 +9,7 @@ from converters.families.registry import get_family
 from converters.weights import open_native
 from trainer.checkpoints.problems import initial_path
 from trainer.checkpoints.step_folders import list_steps
-from trainer.chosen_model import chosen_model, tokenizer_folder
+from trainer.chosen_model import chosen_model, refuse_other_model, refuse_other_names, tokenizer_folder
 from trainer.config.sections import Config
 from trainer.data.datasets import check_dataset
 from trainer.data.index import HELD_OUT, TRAIN
@@ -70,5 +70,8 @@ def _check_initial(config: Config) -> None:
     path = initial_path(config)
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     if path and not list_steps(own):
-        with open_native(path, otherwise=chosen_model(config.model, config.training)):
-            pass
+        wanted = chosen_model(config.model, config.training)
+        with open_native(path, otherwise=wanted) as weights:
+            refuse_other_model(weights.info, wanted, path)
+            if config.checkpoint.initial_load_in_hf:
+                refuse_other_names(weights, path)

@@ -95,6 +95,7 @@ def test_the_fields_of_the_initial_config_are_in_checkpoints_and_exports(pools, 
     start = shutil.copytree(exported / "export-hf", tmp_path / "start")
     (start / "titan_manifest.json").unlink()
     (start / "LICENSE").write_text("terms")
+    (start / "generation_config.json").write_text('{"bos_token_id": 5, "do_sample": true}')
     fields = {"attention_dropout": 0.1, "use_cache": False, "own": {"a": None}, "bos_token_id": 5}
     config = json.loads((start / "config.json").read_text()) | fields
     (start / "config.json").write_text(json.dumps(config))
@@ -102,8 +103,8 @@ def test_the_fields_of_the_initial_config_are_in_checkpoints_and_exports(pools, 
     for steps in (1, 2):
         heard = pools[2].run(runs.run_and_hear, _config(data, dump, steps=steps, **settings))
         assert [error for error, _ in heard] == ["", ""]
-        told = f"not carried from {start} into this run's checkpoints: LICENSE" in heard[0][1]
-        assert told == (steps == 1), heard[0][1]
+        told = f"not carried from {start} into this run's checkpoints: LICENSE, generation_config.json (" in heard[0][1]
+        assert told == ("bos_token_id = 5 (the run: " in heard[0][1]) == (steps == 1), heard[0][1]
         del fields["bos_token_id"]  # of the run's own tokenizer
         info = read_model_info(dump / "checkpoint" / f"step-{steps}")
         assert fields.items() <= info.untranslated.items() and "bos_token_id" not in info.untranslated

@@ -23,8 +23,8 @@ from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
-from trainer.checkpoints.load import changed_files, load_state, load_weights, refuse_damaged
-from trainer.checkpoints.problems import idle_export_dtype
+from trainer.checkpoints.load import changed_files, load_state, load_weights, not_carried, refuse_damaged
+from trainer.checkpoints.problems import idle_dropout, idle_export_dtype
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import RunState
 from trainer.checkpoints.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
@@ -118,7 +118,9 @@ class Checkpoints:
             only_hf = self._settings.initial_load_in_hf
             found = load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
             self._keep_fields(found)
-            if left := sorted(found.assets.keys() - self._info.assets.keys()):
+            if told := idle_dropout(found, path):
+                note(told)
+            if left := not_carried(found, self._info):
                 note(f"not carried from {path} into this run's checkpoints: {', '.join(left)}")
         else:
             refuse_damaged(path, info=self._info, group=self._group)

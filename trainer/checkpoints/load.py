@@ -1,7 +1,7 @@
 """Load a checkpoint into a run, all ranks together: nothing is copied in before all of it was found good."""
 
+import filecmp
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from converters.assets import CLASS_DEFAULTS
 from converters.catalog import Box, Catalog, TensorSource
 from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
@@ -33,6 +34,7 @@ from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
+from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
 from trainer.watching.metrics import note
 
@@ -49,7 +51,7 @@ def load_state(
         note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
-    _refuse_other_model(found, info, path)
+    refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
     for section, values in state.sections().items():
         if section in excluded:
@@ -82,16 +84,12 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
     checkpoint says of itself.
     """
     with open_native(path, otherwise=info) as weights:
-        if only_hf and weights.naming != "hf":
-            raise CheckpointError(
-                f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
-                hint="without that key the format is read from the files",
-                tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
-            )
+        if only_hf:
+            refuse_other_names(weights, path)
         for text in weights.catalog.notes:
             note(f"{path}: {text}")
         _refuse_damaged(weights.catalog, group)
-        _refuse_other_model(weights.info, info, path)
+        refuse_other_model(weights.info, info, path)
         if group.rank() == 0 and (text := other_tokenizer(weights.info, info, path)):
             note(text)
         _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
@@ -102,7 +100,7 @@ def refuse_damaged(path: Path, *, info: ModelInfo, group: dist.ProcessGroup) -> 
     """Raise CheckpointError where an initial checkpoint is damaged or of another model."""
     with open_native(path, otherwise=info) as weights:
         _refuse_damaged(weights.catalog, group)
-        _refuse_other_model(weights.info, info, path)
+        refuse_other_model(weights.info, info, path)
 
 
 def changed_files(path: Path, group: dist.ProcessGroup) -> str:
@@ -194,23 +192,6 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
     return found
 
 
-def _refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
-    """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
-    theirs, ours = asdict(found.args), asdict(wanted.args)
-    problems = [
-        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
-        for name in ours
-        if theirs[name] != ours[name] and name != "max_seq_len"  # says how far a model may look, not what it is
-    ]
-    if found.family != wanted.family:
-        problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
-    if problems:
-        raise CheckpointError(
-            f"{path} is of another model than the config names:" + list_offenders(problems),
-            tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
-        )
-
-
 def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     """A warning where initial weights bring a tokenizer that reads text otherwise than the run's; "" else."""
     places = [
@@ -220,6 +201,19 @@ def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     if None in places or places[0] == places[1] or not reads_otherwise(*map(load_tokenizer, places)):
         return ""
     return f"WARNING: {path} brings a tokenizer that gives other ids than the run's, in {places[1]}"
+
+
+def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
+    """What goes with initial weights and not into the run's checkpoints, which have what the config names."""
+    theirs, ours = found.assets, wanted.assets
+    lost = sorted(theirs.keys() - ours.keys())
+    for name in sorted(theirs.keys() & ours.keys()):
+        if not filecmp.cmp(theirs[name], ours[name], shallow=False):
+            lost.append(f"{name} (the run has another)")
+    for key, id in found.token_ids.items():
+        if id not in (wanted.token_ids.get(key), CLASS_DEFAULTS.get(key)):
+            lost.append(f"{key} = {id} (the run: {wanted.token_ids.get(key, 'none')})")
+    return lost
 
 
 def _has_rng_of_each_rank(tensors: Mapping[str, Any], num_ranks: int) -> bool:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.model_info import ModelInfo
 from trainer.config.sections import Checkpoint, Config, Model
 
 if TYPE_CHECKING:
@@ -54,6 +55,15 @@ def idle_export_dtype(settings: Checkpoint) -> str:
         f"checkpoint.export_dtype = {settings.export_dtype!r} casts nothing: the last step stays resumable without "
         f"checkpoint.last_save_model_only, and neither {' nor '.join(_EXPORTS)} is set"
     )
+
+
+def idle_dropout(info: ModelInfo, path: Path) -> str:
+    """What is to be told of initial weights whose config.json asks for dropout in training; else empty."""
+    asked = {key: value for key, value in info.untranslated.items() if key.endswith("dropout") and value}
+    if not asked:
+        return ""
+    fields = ", ".join(f"{key} = {value}" for key, value in sorted(asked.items()))
+    return f"{path}: {fields} is kept for exports and has no effect here: titan trains without dropout"
 
 
 def checkpoint_machine_problems(config: Config, device: "torch.device") -> list[str]:

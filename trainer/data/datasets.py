@@ -46,9 +46,8 @@ def open_dataset(
 
     `preparation`: for text, which becomes an index by it; `most_tokens`: how much of a streamed text.
     """
-    if name == "c4_test" and not path and _TORCHTITANS_SAMPLE.is_dir():
+    if not path and (path := _place_of(name, path)):
         assert preparation is not None, name
-        path = str(_TORCHTITANS_SAMPLE)
         preparation.say(f"dataset c4_test without dataset_path: reading {path}, as torchtitan does")
     if name in (C4, C4_VALIDATION):
         source = _open_beginning_of_c4(name, path, preparation, most_tokens)
@@ -69,6 +68,7 @@ def open_dataset(
 
 def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, tokenizer: Path) -> str:
     """Raise as `open_dataset` does, but make no index of a text and ask no hub. Returns what was not checked."""
+    path = _place_of(name, path)
     if name not in (C4, C4_VALIDATION) and (name not in TEXT_KINDS or not path):
         refuse_no_held_out(open_dataset(name, path, vocab_size=vocab_size), split)
         return ""
@@ -107,6 +107,11 @@ def refuse_large_vocabulary(data_vocab: int, model_vocab: int, where: str) -> No
             hint="prepare the data with a vocabulary that fits, or train a larger flavor",
             tries=[f"titan data prepare … --vocab-size {model_vocab}"],
         )
+
+
+def _place_of(name: str, path: str | None) -> str | None:
+    """`path`; without one, the folder in which torchtitan reads its sample of C4, where it is there."""
+    return str(_TORCHTITANS_SAMPLE) if name == "c4_test" and not path and _TORCHTITANS_SAMPLE.is_dir() else path
 
 
 def _open_text(name: str, path: str, preparation: Preparation | None) -> TokenSource:

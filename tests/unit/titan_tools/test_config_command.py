@@ -1,11 +1,13 @@
 """titan config: what a user sees, and the exit codes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from tests.torchtitan_release import write_first_run
 from titan_tools import cli
 
 OWN_TEXT = ("--validation.dataset_path", "none", "--model.hf_assets_path", "data")
@@ -102,6 +104,17 @@ def test_check_refuses_what_training_refuses(run_titan, tmp_path, monkeypatch, o
     assert list(tmp_path.iterdir()) == []  # a dump folder that was tried is gone again
 
 
+def test_check_refuses_an_initial_checkpoint_that_training_refuses(run_titan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_titan("seed", "debug", "seed")[0] == 0
+    initial = ("--checkpoint.initial_load_path", "seed")
+    assert run_titan("config", "check", "debug", *initial)[0] == 0
+    code, _, err = run_titan("config", "check", "debug", *initial, "--model.flavor", "debugmodel")
+    assert code == 2 and "seed is of another model than the config names:\n  dim: 128 in the checkpoint" in err
+    code, _, err = run_titan("config", "check", "debug", *initial, "--checkpoint.initial_load_in_hf")
+    assert code == 2 and "checkpoint.initial_load_in_hf: seed is dcp with native names" in err
+
+
 def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
@@ -114,6 +127,15 @@ def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
     assert code == 2 and "no held-out part to validate on" in err and "--validation.no_enable" in err
     code, _, err = run_titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
     assert code == 2 and "a.txt is no folder" in err
+
+
+def test_check_of_torchtitans_first_run_finds_its_text_where_training_does(run_titan, tmp_path, monkeypatch):
+    monkeypatch.chdir(write_first_run(tmp_path).parent)
+    code, out, err = run_titan("config", "check", "debug_model.toml")
+    assert (code, out) == (0, "debug_model.toml: fine on 1 rank (dp_shard=1)\n") and "not checked" not in err
+    shutil.rmtree("tests/assets/c4_test")
+    code, _, err = run_titan("config", "check", "debug_model.toml")
+    assert code == 2 and "dataset = 'c4_test' needs dataset_path" in err
 
 
 def test_all_problems_of_a_layout_are_told_at_once(titan):

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from converters.model_info import ModelInfo
 from trainer.checkpoints import problems as module
 from trainer.checkpoints.problems import (
     checkpoint_machine_problems,
     checkpoint_problems,
+    idle_dropout,
     idle_export_dtype,
     initial_path,
 )
@@ -74,3 +76,11 @@ def test_a_process_that_shares_memory_needs_linux(monkeypatch):
     (told,) = checkpoint_machine_problems(config, "cpu")
     assert "only Linux" in told
     assert checkpoint_machine_problems(_config(async_mode="async"), "cpu") == []
+
+
+def test_dropout_that_initial_weights_ask_for_is_said_to_have_no_effect():
+    def told(**fields):
+        return idle_dropout(ModelInfo("llama3", None, untranslated=fields), Path("x"))
+
+    assert told() == told(attention_dropout=0.0, use_cache=False) == ""
+    assert told(attention_dropout=0.1, use_cache=False).startswith("x: attention_dropout = 0.1 is kept for exports and")

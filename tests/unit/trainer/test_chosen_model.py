@@ -1,11 +1,14 @@
 """Which tokenizer goes with the weights: the one that is named, else the data's; never a wrong one in silence."""
 
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from converters.errors import ConfigError
-from trainer.chosen_model import chosen_model
+from converters.errors import CheckpointError, ConfigError
+from converters.families.base import DynamicRope
+from trainer.chosen_model import chosen_model, refuse_other_model
 from trainer.config.sections import Model, Training
 from trainer.data.prepare import prepare
 
@@ -68,3 +71,14 @@ def test_the_tokenizer_must_read_text_as_the_datas_does(choose, indexes, tmp_pat
         choose(tmp_path / "other", data="270")
     shutil.copytree(indexes / "270", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer.model"))
     assert choose(tmp_path / "hf", data="270").assets["tokenizer.json"].parent.name == "hf"
+
+
+def test_the_length_that_dynamic_rope_is_trained_on_must_be_the_checkpoints(choose):
+    """Beyond it the frequencies change; of every other RoPE it only says how far a model may look."""
+    plain = choose()
+    dynamic = replace(plain, args=replace(plain.args, rope_scaling=DynamicRope(factor=2.0)))
+    for info in (plain, dynamic):
+        refuse_other_model(info, info, Path("step-1"))
+    refuse_other_model(replace(plain, args=replace(plain.args, max_seq_len=64)), plain, Path("step-1"))
+    with pytest.raises(CheckpointError, match="max_seq_len: 64 in the checkpoint"):
+        refuse_other_model(replace(dynamic, args=replace(dynamic.args, max_seq_len=64)), dynamic, Path("step-1"))
