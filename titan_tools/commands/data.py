@@ -25,25 +25,33 @@ def prepare(
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
+            metavar="SOURCE",
             help="Files (.txt, .md, .py, JSON lines also .gz and .zst, .parquet, .npy of token ids) and folders; "
-            "default: Python's own sources."
+            "default: Python's own sources.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the index.")] = Path("data"),
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Tokens of the tokenizer that is trained.")] = 2048,
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder of the index.")] = Path("data"),
+    vocab_size: Annotated[
+        int, typer.Option("--vocab-size", metavar="N", help="Tokens of the tokenizer that is trained.")
+    ] = 2048,
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="Folder with a tokenizer to use; none is trained.")
+        Path | None,
+        typer.Option("--tokenizer", metavar="FOLDER", help="Folder with a tokenizer to use; none is trained."),
     ] = None,
     held_out: Annotated[
-        float, typer.Option("--held-out", help="Share of the text kept for validation; 0: none.")
+        float, typer.Option("--held-out", metavar="SHARE", help="Share of the text kept for validation; 0: none.")
     ] = 0.02,
     max_bytes: Annotated[
         int | None,
         typer.Option(
-            "--max-bytes", help="Read at most this much text: whole documents, but a first one that is longer is cut."
+            "--max-bytes",
+            metavar="N",
+            help="Read at most this much text: whole documents, but a first one that is longer is cut.",
         ),
     ] = None,
-    text_key: Annotated[str, typer.Option("--text-key", help="Key, or parquet column, of the text.")] = "text",
+    text_key: Annotated[
+        str, typer.Option("--text-key", metavar="KEY", help="Key, or parquet column, of the text.")
+    ] = "text",
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out and count documents that cannot be read.")
     ] = False,

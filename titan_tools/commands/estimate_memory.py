@@ -13,10 +13,15 @@ def estimate_memory(
     ],
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, max=262_144, help="Ranks of the run. Default: what the config's degrees need."),
+        typer.Option(
+            min=1, max=262_144, metavar="N", help="Ranks of the run. Default: what the config's degrees need."
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="h100-80, h100-96, h200, a100-80 (or a100), b200, or usable GiB: judge this one.")
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="h100-80, h100-96, h200, a100-80 (or a100), b200, or usable GiB: judge this one."
+        ),
     ] = None,
     allocator: Annotated[
         str | None,

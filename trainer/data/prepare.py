@@ -43,7 +43,7 @@ class PrepareReport:
     bytes_per_token: float
     skipped: int  # documents that could not be read and were left out, because skip_bad says so
     skipped_because: tuple[str, ...]  # what was wrong with the first few
-    left_out: dict[str, int]  # files in folders that are not read: ending, or `hidden` → how many
+    left_out: dict[str, int]  # files in folders that are not read: ending, `hidden` or `links to folders` → how many
     unigram_cross_entropy: float  # of a model that knows only how often each token comes in the training part
     unigram_entropy: float  # of one that knows how often each token comes in the held-out part itself
 

@@ -184,6 +184,7 @@ def _walk(
     for where, folders, names in os.walk(folder, onerror=_raise):  # does not follow links, so no loop
         left_out["hidden"] += sum(name.startswith(".") for name in (*folders, *names))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in leave_out)
+        left_out["links to folders"] += sum(os.path.islink(os.path.join(where, name)) for name in folders)
         for name in sorted(name for name in names if not name.startswith(".")):
             if name.endswith(endings):
                 yield Path(where, name)

@@ -171,19 +171,19 @@ def test_help_of_training_says_where_the_keys_are():
     assert "--truncate left" in shown and "[-]" not in shown and "- <str>" not in shown
 
 
-_CHECKPOINT_COMMANDS = [["convert", "auto"], ["convert", "dcp-to-torch"], *(
+_WITH_PLACES = [["convert", "auto"], ["convert", "dcp-to-torch"], ["data", "prepare"], ["estimate-memory"], *(
     [name] for name in ("reshard", "seed", "inspect", "diff", "verify", "download", "infer")
 )]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", _CHECKPOINT_COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", _WITH_PLACES, ids=" ".join)
 def test_help_names_arguments_and_values_as_its_text_does(command):
     shown = titan(*command, "--help").stdout
     arguments = [
         line.split()[0] for line in shown.split("Arguments:")[1].split("Options:")[0].splitlines() if line[2:3].strip()
     ]
-    assert arguments and all(name.isupper() or name == "-" for name in arguments)
-    kinds = ("<str>", "<int>", "<int ", "<float>")
+    assert arguments and all(name.rstrip(".").isupper() or name == "-" for name in arguments)
+    kinds = ("<str>", "<int>", "<int ", "<float>", "<path>")
     assert not [line for line in shown.splitlines() if line.startswith("  --") and any(kind in line for kind in kinds)]
 
 

@@ -373,7 +373,8 @@ def test_what_folders_hold_beside_text_is_counted_and_nothing_is_read_twice(tmp_
     for name in ("a.txt", "b.txt", "x.bin", "c.rst", "d.rst", "README", ".hidden"):
         (tmp_path / "mixed" / name).write_text(f"{name} has some words. " * 40)
     (tmp_path / "link").symlink_to("mixed")
+    (tmp_path / "mixed" / "more").symlink_to("..")
     sources = [Path("mixed"), Path("mixed/a.txt"), Path("./mixed"), tmp_path / "mixed", Path("link")]
     report = make(sources, tmp_path / "index", vocab_size=270)
     assert report.documents == 2 and report.source == "mixed, mixed/a.txt"
-    assert report.left_out == {"hidden": 2, ".rst": 2, "no ending": 1, ".bin": 1}
+    assert report.left_out == {"hidden": 2, ".rst": 2, "links to folders": 1, "no ending": 1, ".bin": 1}
