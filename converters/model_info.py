@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +73,15 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     model_file = find_model_file(folder)
     told_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / told_by] if told_by else [])])  # assets are copied along
+    shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
     if told_by == MODEL_INFO:
         family, args, untranslated = _from_titan(folder / MODEL_INFO)
+        _refuse_other_numbers(folder, args, shapes)
     elif told_by == HF_CONFIG:
         config = read_json(folder / HF_CONFIG)
         with _told_with(folder):
             family, args = read_hf_config(config)
     elif told_by == META_PARAMS:
-        shapes = {name: entry.shape for name, entry in catalog.tensors.items()} if catalog else {}
         params = read_json(folder / META_PARAMS)
         with _told_with(folder):
             family, args = read_meta_params(params, shapes)
@@ -107,6 +108,24 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         stated_dtype=read_stated_dtype(config),
         remarks=tuple(remarks),
     )
+
+
+def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError where a config.json or params.json beside titan_model.json describes another model."""
+    for name in TELLING_FILES[1:]:
+        if not (folder / name).is_file():
+            continue
+        content = read_json(folder / name)
+        with _told_with(folder):
+            found = read_hf_config(content)[1] if name == HF_CONFIG else read_meta_params(content, shapes)[1]
+        left_open = () if name == HF_CONFIG else ("max_seq_len", "tied")  # Meta's file has neither
+        theirs, ours = asdict(found), asdict(args)
+        if odd := [key for key in theirs if key not in left_open and theirs[key] != ours[key]]:
+            raise CheckpointError(
+                f"{folder}: {MODEL_INFO} and {name} describe different models:"
+                + list_offenders([f"{key}: {ours.get(key)} in {MODEL_INFO}, {theirs[key]} in {name}" for key in odd]),
+                hint=f"{MODEL_INFO} is what titan reads; correct the one that is wrong, or move it away",
+            )
 
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:

@@ -2,15 +2,19 @@
 
 import json
 import re
+import shutil
 from dataclasses import asdict, astuple, dataclass, replace
 
 import pytest
 
+from converters.convert import convert
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families import registry
 from converters.families.base import ModelArgs
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
+from converters.weights import open_native
+from tests.tiny_families import write_tiny
 
 INFO = ModelInfo("llama3", FLAVORS["debug_tied"])
 
@@ -79,6 +83,22 @@ def test_a_family_that_is_not_known_here_is_to_be_imported(tmp_path):
     with pytest.raises(UnsupportedError, match="'nobodys'") as raised:
         read_model_info(tmp_path)
     assert raised.value.tries == ("titan --import MODULE …",)
+
+
+def test_two_files_that_describe_other_models(tmp_path):
+    """titan_model.json is what titan reads, so an edited params.json or config.json beside it may not say otherwise."""
+    write_tiny(tmp_path / "hf", "llama2")
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    folder = shutil.copytree(tmp_path / "meta", tmp_path / "copy", ignore=shutil.ignore_patterns("titan_manifest.json"))
+    own = open_native(folder).info
+    shutil.copy(tmp_path / "hf" / "config.json", folder)
+    assert open_native(folder).info.args == own.args
+    for name, key in (("config.json", "rms_norm_eps"), ("params.json", "norm_eps")):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {key: 0.25}))
+        with pytest.raises(CheckpointError, match=rf"norm_eps: 1e-06 in titan_model.json, 0.25 in {name}"):
+            open_native(folder)
+        (folder / name).write_text(json.dumps(content))
 
 
 def test_a_folder_that_says_nothing(tmp_path):
