@@ -60,8 +60,8 @@ def find_model_info(
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
     given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
-    ours = {"family": _kind(own), **asdict(own.args), **own_fields, **_sure_ids(own)}
-    theirs = {"family": _kind(given), **asdict(given.args), **given_fields, **_sure_ids(given)}
+    ours = {"family": model_type(own), **asdict(own.args), **own_fields, **_sure_ids(own)}
+    theirs = {"family": model_type(given), **asdict(given.args), **given_fields, **_sure_ids(given)}
     problems = [
         f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
         for key, value in ours.items()
@@ -79,7 +79,7 @@ def find_model_info(
     return _complete(own, given, catalog.root, place)
 
 
-def _kind(info: ModelInfo) -> str:
+def model_type(info: ModelInfo) -> str:
     """The model's family, as transformers calls it: llama2 and llama3 are one, and older titans said llama3 of both."""
     return get_family(info.family).hf_config(info.args).get("model_type", info.family)
 

@@ -7,6 +7,7 @@ from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import DynamicRope
 from converters.families.registry import get_family
+from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.weights import NativeWeights
@@ -38,7 +39,7 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
         for name in ours
         if theirs[name] != ours[name]
     ]
-    if found.family != wanted.family:
+    if model_type(found) != model_type(wanted):
         problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
     if problems:
         raise CheckpointError(
