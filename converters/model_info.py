@@ -118,14 +118,26 @@ def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tu
         content = read_json(folder / name)
         with _told_with(folder):
             found = read_hf_config(content)[1] if name == HF_CONFIG else read_meta_params(content, shapes)[1]
-        left_open = () if name == HF_CONFIG else ("max_seq_len", "tied")  # Meta's file has neither
-        theirs, ours = asdict(found), asdict(args)
-        if odd := [key for key in theirs if key not in left_open and theirs[key] != ours[key]]:
+        theirs, ours = _stated(found, name), _stated(args, name)
+        if odd := [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]:
             raise CheckpointError(
                 f"{folder}: {MODEL_INFO} and {name} describe different models:"
-                + list_offenders([f"{key}: {ours.get(key)} in {MODEL_INFO}, {theirs[key]} in {name}" for key in odd]),
+                + list_offenders(
+                    [f"{key}: {ours.get(key)} in {MODEL_INFO}, {theirs.get(key)} in {name}" for key in odd]
+                ),
                 hint=f"{MODEL_INFO} is what titan reads; correct the one that is wrong, or move it away",
             )
+
+
+def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
+    """The numbers that a file of this name can state."""
+    numbers = asdict(args)
+    if name == META_PARAMS:
+        scaling = numbers.pop("rope_scaling") or {}
+        left_open = ("max_seq_len", "tied", "low_freq_factor", "original_max_position_embeddings")
+        numbers |= {f"rope_scaling.{key}": value for key, value in scaling.items()}
+        return {key: value for key, value in numbers.items() if key.removeprefix("rope_scaling.") not in left_open}
+    return numbers
 
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:

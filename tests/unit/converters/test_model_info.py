@@ -101,6 +101,20 @@ def test_two_files_that_describe_other_models(tmp_path):
         (folder / name).write_text(json.dumps(content))
 
 
+def test_of_a_params_json_only_what_it_can_state_is_compared(tmp_path):
+    write_tiny(tmp_path / "hf", "llama3")
+    convert(tmp_path / "hf", tmp_path / "meta", to="meta")
+    folder = shutil.copytree(tmp_path / "meta", tmp_path / "copy", ignore=shutil.ignore_patterns("titan_manifest.json"))
+    model = json.loads((folder / "titan_model.json").read_text())
+    model["args"]["rope_scaling"]["original_max_position_embeddings"] = 64
+    (folder / "titan_model.json").write_text(json.dumps(model))
+    assert open_native(folder).info.args.rope_scaling.original_max_position_embeddings == 64
+    params = json.loads((folder / "params.json").read_text())
+    (folder / "params.json").write_text(json.dumps(params | {"use_scaled_rope": False}))
+    with pytest.raises(CheckpointError, match=r"rope_scaling.factor: 8.0 in titan_model.json, None in params.json"):
+        open_native(folder)
+
+
 def test_a_folder_that_says_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="says what model this is") as error:
         read_model_info(tmp_path)
