@@ -78,7 +78,7 @@ ACCEPTED_FIELDS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "chunk_size_feed_forward"),
     *("output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "transformers_version"),
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
-    *("attention_bias", "mlp_bias", "is_encoder_decoder"),
+    *("attention_bias", "mlp_bias"),
     *("vocab_size", "pretraining_tp", "dtype", "torch_dtype", "architectures", "rope_theta", "my_own_key"),
     *("_name_or_path", "logits_scaling", "residual_multiplier", "no_rope_layers", "max_window_layers"),
 }
