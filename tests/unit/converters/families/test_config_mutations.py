@@ -230,6 +230,8 @@ def logits_of_transformers(folder: Path, name: str, tokens: torch.Tensor, dtype:
         auto = auto._model_mapping[CLASSES[name]]
     model = auto.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():  # the last token as decoding computes it: some keys change the cache alone
+        if tokens.shape[1] == 1:
+            return model(tokens, return_dict=True).logits[0]
         prefill = model(tokens[:, :-1], return_dict=True, use_cache=True)
         last = model(tokens[:, -1:], past_key_values=prefill.past_key_values, return_dict=True, use_cache=True)
     return torch.cat([prefill.logits[0], last.logits[0]])
@@ -248,7 +250,7 @@ def outcome(folder: Path, name: str, change: dict[str, Any]) -> str:
     vocab_size = change.get("vocab_size")
     vocab_size = vocab_size if type(vocab_size) is int else BASE["vocab_size"]
     longest = change.get("max_position_embeddings")  # titan infer takes no more, and titan train none of type dynamic
-    num_tokens = max(2, min(NUM_TOKENS, longest)) if type(longest) is int else NUM_TOKENS
+    num_tokens = max(1, min(NUM_TOKENS, longest)) if type(longest) is int else NUM_TOKENS
     generator = torch.Generator().manual_seed(1)
     try:
         write(folder, name, change)
