@@ -74,7 +74,7 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
         for path in sorted(place.iterdir())
         if not path.name.startswith(".")
         and path.name not in (*_READ, *holding, *(name.split("/")[0] for name in catalog.unread))
-        and path.suffix not in (".safetensors", ".distcp")  # weights: told by who reads them
+        and path.suffix not in (".safetensors", ".distcp")  # weights, which the catalog's notes name
         and path.absolute() not in carried
         and not any(path.absolute() in each.parents for each in carried)
     ]

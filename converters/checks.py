@@ -116,8 +116,10 @@ def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") ->
     num_summed += len(catalog.blobs)
     detail = f"{num_summed:,} items against the CRC32 that each carries ({remark})"
     if num_unsummed and not problems:
-        told = f"{num_unsummed:,} items carry no CRC32 and could not be checked"
-        return Check("files", "warning" if num_summed else "not possible", detail if num_summed else told, (told,))
+        unchecked = f"{num_unsummed:,} items carry no CRC32 and could not be checked"
+        return Check(
+            "files", "warning" if num_summed else "not possible", detail if num_summed else unchecked, (unchecked,)
+        )
     return judge("files", detail, problems)
 
 

@@ -125,8 +125,10 @@ def describe_rewritten(
     ]
     remarks = [f"config.json: not carried over as it is: {', '.join(changed)}"] if changed else []
     if replaced := _replaced_ids(config, token_ids):
-        told = ", ".join(f"{key} {token_ids[key]} for {config[key]}" for key in replaced)
-        remarks.append(f"config.json: token ids that nobody set are now the generation config's or tokenizer's: {told}")
+        changes = ", ".join(f"{key} {token_ids[key]} for {config[key]}" for key in replaced)
+        remarks.append(
+            f"config.json: token ids that nobody set are now the generation config's or tokenizer's: {changes}"
+        )
     if config.get("auto_map") is not None:
         remarks.append(
             f"config.json: auto_map names Python code, which is dropped; the model is read as {written['model_type']}, "

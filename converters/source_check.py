@@ -32,8 +32,8 @@ class Vouched:
             if self.digests.get(name) and found[target] != self.digests[name]
         }
         if wrong:
-            told = [f"{name}: its values are not those that {MANIFEST} lists" for name in sorted(wrong)]
-            raise changed_since(self.root, told, lost=self.lost)
+            changed = [f"{name}: its values are not those that {MANIFEST} lists" for name in sorted(wrong)]
+            raise changed_since(self.root, changed, lost=self.lost)
 
 
 def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:

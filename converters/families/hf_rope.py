@@ -25,8 +25,8 @@ class Rope:
     scaling: Scaling | None
 
     def __str__(self) -> str:
-        told = {} if self.scaling is None else rope_parameters(self.scaling)
-        numbers = "".join(f", {key} {value}" for key, value in told.items() if key != "rope_type")
+        found = {} if self.scaling is None else rope_parameters(self.scaling)
+        numbers = "".join(f", {key} {value}" for key, value in found.items() if key != "rope_type")
         return f"type {rope_type(self.scaling)}, theta {self.theta:,.10g}{numbers}"
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +61,8 @@ class _App(Stateful):
         return {"model": model, "optim": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
+        model, optimizer = state_dict["model"], state_dict["optim"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
 # What is saved of a model: DCP takes each of these, and torch.save most

@@ -25,7 +25,7 @@ def verify(
     """Check structure, names, shapes, checksums and digests of a checkpoint. Exits with 1 where a check fails.
 
     A checkpoint of titan's is checked bit for bit against its manifest; of stock DCP and torch files, the CRC32 that
-    every item carries (torch itself never looks at it). What could not be checked is told. Of a run's folder the newest
+    every item carries (torch itself never looks at it). What cannot be checked is listed. Of a run's folder the newest
     step is checked.
 
     --accept is for a folder that was changed after titan wrote it (save_pretrained into it, an edited config.json).

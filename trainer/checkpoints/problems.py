@@ -58,7 +58,7 @@ def idle_export_dtype(settings: Checkpoint) -> str:
 
 
 def idle_dropout(info: ModelInfo, path: Path) -> str:
-    """What is to be told of initial weights whose config.json asks for dropout in training; else empty."""
+    """A note on initial weights whose config.json asks for dropout in training; else empty."""
     asked = {key: value for key, value in info.untranslated.items() if key.endswith("dropout") and value}
     if not asked:
         return ""
