@@ -12,7 +12,7 @@ _LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 
 def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
     """Reasons, each with whether the config asks for that."""
-    if not is_float8(config):
+    if not is_float8(config.model):
         return {}
     settings, is_compiled = config.float8, compiles(config.compile, "model")
     return {
