@@ -54,6 +54,15 @@ def test_known_sums_are_not_read_again(tmp_path):
         write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
 
 
+def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (calls.append(name), call(*given))[1])
+    write_manifest(folder, tensors=TENSORS)
+    assert calls == ["fsync", "replace"]
+
+
 def test_a_folder_without_one_has_none(tmp_path):
     assert read_manifest(tmp_path) is None
     assert check_sizes(tmp_path) is None
