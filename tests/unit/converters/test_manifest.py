@@ -82,6 +82,12 @@ def test_missing_short_changed_and_strange_files_are_told_together(folder):
         assert part in problems
 
 
+def test_a_longer_file_is_found_by_its_size(folder):
+    (folder / "data.bin").write_bytes(bytes(2561))
+    with pytest.raises(CheckpointError, match="data.bin: 2,561 bytes instead of 2,560"):
+        check_sizes(folder)
+
+
 @pytest.mark.parametrize("part_bytes", [1, 256, 1000, 2560, 1 << 20])
 def test_large_files_are_summed_in_parts(folder, monkeypatch, part_bytes):
     monkeypatch.setattr("converters.manifest._PART_BYTES", part_bytes)
