@@ -94,7 +94,11 @@ def one_file(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("layout", "mesh"), LAYOUTS, ids=[layout.name for layout, _ in LAYOUTS])
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [*(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[:-1]), LAYOUTS[-1]],
+    ids=[layout.name for layout, _ in LAYOUTS],
+)
 def test_ranks_read_what_they_hold(layout, mesh, one_file, pools, tmp_path):
     convert(one_file, tmp_path / "hf", to="hf")
     convert(tmp_path / "hf", tmp_path / "weights", to="dcp", options=OutputOptions(mesh=mesh))
