@@ -10,13 +10,13 @@ import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
 from converters.compare import Gap, first_differing_block, measure_gap
+from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
 from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
-from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, says_model
 from converters.open import open_checkpoint

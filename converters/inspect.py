@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
-from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, says_model

@@ -7,11 +7,11 @@ from typing import Any
 
 from converters.assets import CLASS_DEFAULTS, TOKEN_IDS, TOKENIZERS, find_assets, find_documents, read_token_ids
 from converters.catalog import Catalog
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
 from converters.families.base import all_numbers
 from converters.families.registry import get_family
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import refuse_links_out
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
 from converters.manifest import read_manifest

@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.catalog import Box, TensorInfo
+from converters.containers.dcp_write import plan_dcp
 from converters.errors import ConfigError
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.formats.dcp_write import plan_dcp
 from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
