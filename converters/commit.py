@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from converters.errors import CheckpointError, list_offenders
 from converters.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -172,7 +172,7 @@ def require_space(folder: Path, num_bytes: int) -> int:
         raise CheckpointError(f"{folder}: {place} is not writable", hint="nothing was written")
     if usage.free < num_bytes:
         raise CheckpointError(
-            f"{folder}: needs {tell_bytes(num_bytes)}, {tell_bytes(usage.free)} are free on that disk",
+            f"{folder}: needs {format_bytes(num_bytes)}, {format_bytes(usage.free)} are free on that disk",
             hint="nothing was written",
         )
     return usage.free

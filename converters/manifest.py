@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
+from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
@@ -122,6 +123,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(tensors, files, content.get("accepted") is True)
 
 
+def manifest_of(catalog: Catalog) -> Manifest | None:
+    """The manifest of the folder that a catalog's files are in, read once; None where it has none."""
+    if isinstance(catalog.manifest, Unread):
+        catalog.manifest = read_manifest(catalog.root)
+    return catalog.manifest
+
+
 def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
     claimed, version = content.pop("crc32"), content["version"]
     if version == 1:  # of the first titan: over the content, whatever its spelling
@@ -162,7 +170,7 @@ def check_sizes(folder: Path) -> Manifest | None:
     if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
         refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
-        problems = [*broken.values(), *check_files(folder, small), *_added_files(folder, manifest)]
+        problems = [*broken.values(), *check_files(folder, small, manifest=manifest), *_added_files(folder, manifest)]
         raise changed_since(folder, problems)
     return manifest
 
@@ -183,12 +191,19 @@ def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
         return [*pool.map(lambda work: work(), works)]
 
 
-def check_files(folder: Path, names: Iterable[str] | None = None, *, do_all: DoAll = in_threads) -> list[str]:
+def check_files(
+    folder: Path,
+    names: Iterable[str] | None = None,
+    *,
+    manifest: Manifest | None = None,
+    do_all: DoAll = in_threads,
+) -> list[str]:
     """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
 
-    `do_all` does the reading, a part of a file with each call: processes may share it.
+    `manifest`: the folder's, where it has been read already. `do_all` does the reading, a part of a file with each
+    call: processes may share it.
     """
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
     wanted = list(manifest.files if names is None else names)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.containers.registry import CONTAINERS
 from converters.copies import require_equal_copies
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
@@ -105,7 +106,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 def _nest(catalog: Catalog) -> tuple | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
-    if catalog.container not in ("dcp", "torch"):
+    if not CONTAINERS[catalog.container].keeps_sections:
         return None
     sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
     total = sum(sizes.values())
@@ -117,4 +118,4 @@ def _nest(catalog: Catalog) -> tuple | None:
 
 def _is_beside(catalog: Catalog, name: str) -> bool:
     """Whether a tensor lies in a section such as the optimizer: by its name, as DCP flattens state dicts."""
-    return catalog.container in ("dcp", "torch") and section_of(name) != "model"
+    return CONTAINERS[catalog.container].keeps_sections and section_of(name) != "model"

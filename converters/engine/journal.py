@@ -36,7 +36,7 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
         summed.update(json.dumps(parts).encode())
 
     folder = catalog.root if catalog.root.is_dir() else catalog.root.parent
-    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    files = catalog.tensor_files
     files |= {blob.file for blob in catalog.blobs.values()}
     files |= {path.name for path in folder.iterdir() if path.suffix == ".json" or path.name == DCP_METADATA}
     for name in sorted(files):
