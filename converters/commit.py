@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from converters.errors import CheckpointError, list_offenders
 from converters.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
+from converters.replace_file import fsync
 from converters.sizes import format_bytes
 
 _AT_FDCWD = -100
@@ -135,15 +136,6 @@ def fsync_folder(folder: Path) -> None:
         for name in files:
             fsync(Path(root) / name)
         fsync(Path(root))
-
-
-def fsync(path: Path) -> None:
-    """fsync a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:

@@ -4,7 +4,6 @@ Its first line is the CRC32 of all bytes behind that line, so that a flip of any
 """
 
 import json
-import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +19,10 @@ from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import EDITABLE, MANIFEST
+from converters.replace_file import replacing
 
 VERSION = 2
+_TEMPORARY = MANIFEST + ".tmp"
 _READ_BYTES = 1 << 20  # into memory of each reader's own: ranks check files before they load a model beside them
 _PART_BYTES = 256 << 20  # of a large file, which several threads sum
 _NUM_READERS = 4
@@ -84,16 +85,8 @@ def write_manifest(
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found, accepted)
     body = _dump(manifest)
-    temporary = folder / (MANIFEST + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(b'{"crc32": %d,\n' % crc32(body) + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
+        temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)
     return manifest
 
 
@@ -228,7 +221,7 @@ def _added_files(folder: Path, manifest: Manifest) -> list[str]:
 def list_files(folder: Path) -> list[str]:
     """Every file below `folder` but the manifest itself, as paths with `/`, sorted."""
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
-    return sorted(name for name in names if name not in (MANIFEST, MANIFEST + ".tmp"))
+    return sorted(name for name in names if name not in (MANIFEST, _TEMPORARY))
 
 
 def files_to_keep(folder: Path) -> list[str]:
