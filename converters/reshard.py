@@ -36,8 +36,14 @@ from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.training.contents import Contents, collect
-from converters.training.loader_state import tell_loader_state, tell_rng_state
-from converters.training.sections import MODEL, Training, find_sections, with_titan_sections
+from converters.training.sections import (
+    MODEL,
+    Training,
+    find_sections,
+    tell_loader_state,
+    tell_rng_state,
+    with_titan_sections,
+)
 from converters.training.spelling import read_spelling
 from converters.view import View
 

@@ -27,7 +27,7 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
-    from converters.containers.meta_write import plan_meta
+    from converters.containers.torch_write import plan_meta
     from converters.model_info import meta_params
 
     family, args = contents.family, contents.info.args
