@@ -5,6 +5,7 @@ import re
 import select
 
 from converters.errors import TitanError
+from converters.sizes import GIB
 
 PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended; 1 would read as a failed check
 _ABOUT_THE_MACHINE = {
@@ -13,7 +14,6 @@ _ABOUT_THE_MACHINE = {
 }  # fmt: skip
 # What torch, CUDA, cuBLAS and NCCL say when memory runs out, where they have no class of error for it
 _ABOUT_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_GIB = 1024**3
 
 
 def as_machine_error(error: OSError) -> TitanError | None:
@@ -31,7 +31,7 @@ def as_memory_error(error: BaseException) -> TitanError | None:
         return None
     hint = "a limit of this machine, container or shell"
     if asked := re.search(r"tried to allocate (\d+) bytes", str(error)):  # torch's, on a CPU
-        hint = f"{int(asked[1]) / _GIB:.2f} GiB more were refused: {hint}"
+        hint = f"{int(asked[1]) / GIB:.2f} GiB more were refused: {hint}"
     elif isinstance(error, RuntimeError) and str(error):  # CUDA's says which GPU, and what it has
         hint = f"{str(error).splitlines()[0]:.250}"
     return TitanError("out of memory", hint=hint)

@@ -1,6 +1,5 @@
 """Fetch one file over HTTP into a part file: go on behind what is there, and check the whole against the hub's sum."""
 
-import fcntl
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import hf_raise_for_status
 
 from converters.errors import CheckpointError
+from converters.file_lock import lock_file
 from titan_tools.hub.errors import AGAIN
 
 PAUSES_SECS = (1, 2, 4, 8)  # after failures in a row; a byte that arrives starts the row anew
@@ -89,11 +89,9 @@ def _append(
 
 def _lock(file: BinaryIO, part: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file.fileno())
     except BlockingIOError:
         raise CheckpointError(f"{part}: another download is fetching this file now") from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def check_sum(part: Path, etag: str, *, name: str) -> None:
