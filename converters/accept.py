@@ -16,10 +16,10 @@ from converters.checks import (
     tell_structure,
 )
 from converters.commit import find_complete, fsync, fsync_folder
+from converters.containers.paths import refuse_links_out
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.execute import Progress, no_progress
-from converters.formats.paths import refuse_links_out
 from converters.json_file import read_json
 from converters.manifest import (
     FileSum,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Catalog
+from converters.containers.safetensors import index_remarks
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
 from converters.engine.copy import RowNumbers, whole_row_units
@@ -12,7 +13,6 @@ from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
-from converters.formats.safetensors import index_remarks
 from converters.manifest import MANIFEST
 from converters.model_info import says_model
 from converters.verify_report import Check

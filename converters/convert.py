@@ -9,15 +9,15 @@ from typing import Any
 from converters.assets import tokenizer_remark
 from converters.carry_remarks import describe_dtypes, describe_left_files, describe_lone_file, describe_tokenizer
 from converters.catalog import Catalog, count_dtypes
+from converters.containers.safetensors import index_remarks, is_of_series
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
 from converters.errors import CheckpointError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
-from converters.formats.safetensors import index_remarks, is_of_series
+from converters.formats.base import OutputOptions
+from converters.formats.registry import get_output
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_there
-from converters.outputs.base import OutputOptions
-from converters.outputs.registry import get_output
 from converters.plan import ConversionPlan, plan_conversion
 from converters.single_file import check_file_place, execute_into_file, folder_of
 from converters.source_check import unchecked_remark, vouched_for

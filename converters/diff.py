@@ -10,13 +10,13 @@ import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
 from converters.compare import Gap, first_differing_block, measure_gap
+from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
-from converters.families.base import Naming
+from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
-from converters.formats.dcp_item import read_blob_item
 from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, says_model
 from converters.open import open_checkpoint
@@ -163,8 +163,8 @@ def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[D
     """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same; and mere limits."""
     if a is None or b is None:
         return [], []
-    ours, theirs = {"family": a.family, **asdict(a.args)}, {"family": b.family, **asdict(b.args)}
-    told = {key: f"{ours[key]} in A, {theirs[key]} in B" for key in ours if ours[key] != theirs[key]}
+    ours, theirs = {"family": a.family, **all_numbers(a.args)}, {"family": b.family, **all_numbers(b.args)}
+    told = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
     notes = [
         f"{key}: {told[key]} (a limit, which changes nothing that is computed)" for key in _NO_DIFFERENCE if key in told
     ]

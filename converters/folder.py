@@ -6,9 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.containers import torch_file
+from converters.containers.paths import checked_file_name
 from converters.errors import CheckpointError, TitanError, UnsupportedError
-from converters.formats import torch_file
-from converters.formats.paths import checked_file_name
 from converters.json_file import read_json
 from converters.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
 

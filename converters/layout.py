@@ -219,8 +219,7 @@ def boxes_for_mesh(
     reasonably list.
     """
     if stages is None:
-        layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
-        stages = split_stages(mesh.pp, len(layers))
+        stages = split_stages(mesh.pp, len({p.layer for p in parameters} - {None}))
     if stage_ranks is None:
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
     pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
+from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
-from converters.formats.paths import checked_file_name, refuse_links_out
 from converters.names import EDITABLE, MANIFEST
 
 VERSION = 2

@@ -1,16 +1,17 @@
 """What model a checkpoint is: `--model-from` adds what the checkpoint does not say, and may contradict nothing."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from converters.assets import CLASS_DEFAULTS, TOKEN_IDS, TOKENIZERS, find_assets, find_documents, read_token_ids
 from converters.catalog import Catalog
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
+from converters.families.base import all_numbers
 from converters.families.registry import get_family
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import refuse_links_out
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
 from converters.manifest import read_manifest
@@ -60,8 +61,8 @@ def find_model_info(
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
     given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
-    ours = {"family": model_type(own), **asdict(own.args), **own_fields, **_sure_ids(own)}
-    theirs = {"family": model_type(given), **asdict(given.args), **given_fields, **_sure_ids(given)}
+    ours = {"family": model_type(own), **all_numbers(own.args), **own_fields, **_sure_ids(own)}
+    theirs = {"family": model_type(given), **all_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
         f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
         for key, value in ours.items()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.commit import require_space
+from converters.containers.target import Target
 from converters.engine.copy import UNIT_BYTES
-from converters.formats.target import Target
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.unfinished import bytes_left_behind
 

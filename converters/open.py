@@ -6,6 +6,11 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.commit import find_complete
+from converters.containers import dcp, meta_shards, safetensors, torch_file, torch_shards
+from converters.containers.dcp_ranks import rank_metadata_files
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import linked_files, refuse_links_out
+from converters.containers.safetensors import is_of_series
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
 from converters.folder import (
@@ -19,11 +24,6 @@ from converters.folder import (
     name_adapters,
     name_unread,
 )
-from converters.formats import dcp, meta_shards, safetensors, torch_file, torch_shards
-from converters.formats.dcp_ranks import rank_metadata_files
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import linked_files, refuse_links_out
-from converters.formats.safetensors import is_of_series
 from converters.manifest import Manifest, changed_since, check_sizes
 from converters.model_info import says_model
 from converters.names import (

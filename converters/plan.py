@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.catalog import TensorInfo, count_dtypes
+from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.copy import RowNumbers
 from converters.errors import ConfigError
 from converters.families.registry import get_family
-from converters.formats.target import Target
-from converters.outputs.base import Contents, Output, OutputOptions
+from converters.formats.base import Contents, Output, OutputOptions
 from converters.view import foreign_view, is_named
 from converters.weights import NativeWeights
 

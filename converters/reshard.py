@@ -10,6 +10,8 @@ from typing import Any
 
 from converters.assets import write_assets
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.containers.dcp_write import plan_dcp
+from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.dtypes import itemsize
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
@@ -17,8 +19,6 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.families.registry import get_family
-from converters.formats.dcp_write import plan_dcp
-from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.json_file import read_json
 from converters.layout import (
     Files,

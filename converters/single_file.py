@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from converters.commit import fsync
+from converters.containers import torch_file
 from converters.errors import CheckpointError, TitanError
 from converters.execute import Execution, check_places, execute
-from converters.formats import torch_file
 from converters.names import TEMPORARY_PREFIX
 
 

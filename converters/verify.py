@@ -15,11 +15,11 @@ from converters.checks import (
     tell_reading,
     tell_structure,
 )
+from converters.containers.paths import refuse_links_out
 from converters.engine.copy import RowNumbers
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
-from converters.formats.paths import refuse_links_out
 from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
 from converters.open import open_checkpoint, require_there
 from converters.verify_report import Check, VerifyReport

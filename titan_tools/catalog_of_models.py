@@ -6,8 +6,8 @@ from typing import Any
 from converters.errors import UnsupportedError
 from converters.families.base import Family
 from converters.families.registry import all_families
-from converters.outputs.base import OutputOptions
-from converters.outputs.registry import OUTPUTS
+from converters.formats.base import OutputOptions
+from converters.formats.registry import OUTPUTS
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")

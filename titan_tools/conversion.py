@@ -22,8 +22,8 @@ def run(
 ) -> None:
     """Convert and print. `source`: what SRC must be, None where it may be anything."""
     from converters.convert import convert
+    from converters.formats.base import OutputOptions
     from converters.layout import MeshShape
-    from converters.outputs.base import OutputOptions
     from titan_tools.console import print_json, progress
 
     report = convert(

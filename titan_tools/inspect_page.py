@@ -43,12 +43,10 @@ def _tell_model(found: Inspection) -> list[str]:
     if found.model:
         m = dict(found.model)
         heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
-        biases = [f"{name} biases" for name in ("attention", "mlp") if m.get(f"{name}_bias")]
-        parts = (["q/k norms"] if m["qk_norm"] else []) + biases
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(
             f"model: {_family(m)}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
-            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in parts)
+            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in found.parts)
         )
         scaling, scaled = m["rope_scaling"], ""
         if scaling and "rope_type" in scaling:

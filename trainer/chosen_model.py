@@ -1,11 +1,10 @@
 """The model that a config names: family, numbers, and the tokenizer that its checkpoints carry along. Torch-free."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.families.base import DynamicRope
+from converters.families.base import DynamicRope, all_numbers
 from converters.families.registry import get_family
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
@@ -31,13 +30,13 @@ def chosen_model(model: Model, training: Training) -> ModelInfo:
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
     """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
-    theirs, ours = asdict(found.args), asdict(wanted.args)
+    theirs, ours = all_numbers(found.args), all_numbers(wanted.args)
     if not isinstance(wanted.args.rope_scaling, DynamicRope):  # whose frequencies change beyond it
         del ours["max_seq_len"]  # says how far a model may look, not what it is
     problems = [
-        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
+        f"{name}: {theirs.get(name)} in the checkpoint, {ours[name]} in the config"
         for name in ours
-        if theirs[name] != ours[name]
+        if theirs.get(name) != ours[name]
     ]
     if model_type(found) != model_type(wanted):
         problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")

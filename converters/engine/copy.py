@@ -14,6 +14,8 @@ from zlib import crc32
 import numpy as np
 
 from converters.catalog import Box, TensorSource
+from converters.containers.target import Slot, Target
+from converters.containers.write_at import write_all
 from converters.crc import join_crc32
 from converters.dtypes import itemsize
 from converters.engine.box_index import BoxIndex
@@ -24,8 +26,6 @@ from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.engine.writeback import begin_writeback
 from converters.errors import CheckpointError, list_offenders
-from converters.formats.target import Slot, Target
-from converters.formats.write_at import write_all
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next

@@ -16,8 +16,8 @@ from zlib import crc32
 from xxhash import xxh3_128
 
 from converters.catalog import Catalog, TensorSource
+from converters.containers.target import Target
 from converters.errors import CheckpointError
-from converters.formats.target import Target
 from converters.names import DCP_METADATA, MANIFEST
 
 VERSION = 2

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from converters.compare import first_differing_block
+from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Parameter
-from converters.formats.dcp_item import read_blob_item
 from converters.names import OPTIMIZER
 from converters.training.values import is_number, number_item
 from converters.view import EMBEDDING, OUTPUT, TIED_REASON

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box, TensorInfo, TensorSource
+from converters.containers.dcp_item import blob_item
 from converters.dtypes import DTYPES
-from converters.formats.dcp_item import blob_item
 
 
 class WithNumbers:

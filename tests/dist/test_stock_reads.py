@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from converters.convert import convert
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
 from converters.model_info import ModelInfo, write_model_info
-from converters.outputs.base import OutputOptions
 from converters.reshard import reshard
 from tests.dist.training import Layout
 from trainer.build import build

@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from converters.catalog import TensorInfo
 from converters.commit import check_destination, require_space
+from converters.containers.target import Target
 from converters.convert import convert
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
-from converters.formats.target import Target
+from converters.formats.base import Contents, OutputOptions
+from converters.formats.registry import get_output
 from converters.manifest import check_sizes, list_files
 from converters.model_info import ModelInfo
 from converters.names import EDITABLE, MANIFEST
 from converters.needs import needed_bytes
-from converters.outputs.base import Contents, OutputOptions
-from converters.outputs.registry import get_output
 from converters.view import foreign_view
 from trainer.agree import on_first
 from trainer.config.sections import Checkpoint

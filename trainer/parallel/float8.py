@@ -16,7 +16,7 @@ from converters.families.base import ModelArgs, Parameter
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Float8
 from trainer.loss.registry import CHUNKED
-from trainer.models.styles import TensorStyle
+from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.compile import compiles
 from trainer.parallel.ddp import is_ddp
 
@@ -150,7 +150,7 @@ def apply_float8(model: nn.Module, config: Config, parameters: Sequence[Paramete
     from torchao.float8 import convert_to_float8_training
 
     settings = config.float8
-    is_chosen = _module_filter(settings, _shapes_of_ranks(parameters, tp), is_tied=model.args.tied)
+    is_chosen = _module_filter(settings, weight_shapes(parameters, tp))
     convert_to_float8_training(model, config=_torchao_config(settings), module_filter_fn=is_chosen)
     model.tie()
     if settings.recipe_name == "rowwise" and compiles(config.compile, "model"):
@@ -172,15 +172,13 @@ def _torchao_config(settings: Float8):
     )
 
 
-def _module_filter(
-    settings: Float8, shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool
-) -> Callable[[nn.Module, str], bool]:
+def _module_filter(settings: Float8, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[nn.Module, str], bool]:
+    """`shapes`: of the weights that may be converted, by module FQN, as a tensor-parallel rank holds them."""
     named = [part for part in settings.filter_fqns if part != _AUTO_FILTER]
     is_large = _gains_by_size(settings) if len(named) < len(settings.filter_fqns) else lambda module, fqn: True
 
     def is_chosen(module: nn.Module, fqn: str) -> bool:
-        shape = shapes.get(f"{fqn}.weight", tuple(module.weight.shape))
-        is_possible = all(size % _MULTIPLE == 0 for size in shape) and not (is_tied and fqn == "output")
+        is_possible = fqn in shapes and all(size % _MULTIPLE == 0 for size in shapes[fqn])
         return is_possible and not any(part in fqn for part in named) and is_large(module, fqn)
 
     return is_chosen
@@ -193,9 +191,12 @@ def _gains_by_size(settings: Float8) -> Callable[[nn.Module, str], bool]:
     return _auto_filter_for_recipe(settings.recipe_name or "tensorwise", filter_fqns=[])
 
 
-def _shapes_of_ranks(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
+def weight_shapes(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
+    """Module FQN → shape on a tensor-parallel rank, of the linear layers; a tied output is the embedding's weight."""
     return {
-        p.fqn: tuple(size // tp if dim == p.tp_dim else size for dim, size in enumerate(p.shape)) for p in parameters
+        p.module: tuple(size // tp if dim == p.tp_dim else size for dim, size in enumerate(p.shape))
+        for p in parameters
+        if p.is_linear_weight
     }
 
 

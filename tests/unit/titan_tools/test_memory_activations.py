@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from converters.families.base import ModelArgs
+from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
 from titan_tools.memory.constants import GPUS
@@ -105,7 +106,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def family_of(args: ModelArgs) -> str:
-    return "qwen3" if args.qk_norm else "llama3"
+    return "qwen3" if isinstance(args, Qwen3Args) else "llama3"
 
 
 def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
@@ -151,7 +152,7 @@ def peak_without_state(run: RunShape) -> int:
 
 
 SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
-QWEN = replace(SMALL, num_heads=8, num_kv_heads=4, qk_norm=True)  # heads wider, together, than the stream
+QWEN = Qwen3Args(64, 4, 8, 4, 16, 192, vocab_size=256)  # heads wider, together, than the stream
 
 
 @pytest.mark.parametrize("args", [SMALL, QWEN], ids=family_of)

@@ -6,8 +6,8 @@ import pytest
 
 from converters.errors import UnsupportedError
 from converters.families.registry import all_families, get_family
-from converters.outputs.base import OutputOptions
-from converters.outputs.registry import OUTPUTS
+from converters.formats.base import OutputOptions
+from converters.formats.registry import OUTPUTS
 from titan_tools.catalog_of_models import list_models
 from titan_tools.commands.models import models
 from trainer.models.registry import get_trainer_family

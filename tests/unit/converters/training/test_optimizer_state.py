@@ -6,11 +6,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from converters.catalog import Box
+from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from converters.formats.dcp_item import read_blob_item
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint

@@ -58,7 +58,7 @@ def _are_alike(config: Config, args: ModelArgs) -> bool:
         if (layer := layer_of(parameter.fqn)) != NO_LAYER:
             name = parameter.fqn.partition(f"{layer}.")[2]
             is_left_out = any(part in parameter.fqn for part in left_out)
-            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.tp_dim, is_left_out))
+            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.role, parameter.tp_dim, is_left_out))
     first, *others = shapes.values()
     return len(shapes) == args.num_layers and all(layer == first for layer in others)
 
