@@ -16,9 +16,9 @@ from converters.errors import CheckpointError, ConfigError, TitanError, Unsuppor
 from converters.families import hf_config, llama
 from converters.families.base import Family, ModelArgs, Naming, Parameter
 from converters.families.registry import register as _register_family
+from converters.formats.base import OutputOptions
 from converters.inspect import Inspection, inspect_checkpoint
 from converters.layout import MeshShape
-from converters.formats.base import OutputOptions
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
 from converters.rules import Drop, RopeHalves, Rule, Same
