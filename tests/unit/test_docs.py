@@ -78,6 +78,13 @@ def test_the_readme_names_every_option(path):
     assert {name for name in options_of(*path) if name not in README} == set()
 
 
+def test_the_conversion_page_names_every_convert_command_and_option():
+    paths = [path for path in COMMANDS if path[0] == "convert"]
+    assert [path[1] for path in paths if path[1] not in re.findall(r"(?:`|convert )([a-z-]+)", CONVERSION)] == []
+    options = set().union(*(options_of(*path) for path in paths)) - {"--help"}
+    assert {name for name in options if name not in CONVERSION} == set()
+
+
 def test_the_walk_is_the_quickstart():
     walk = README[README.index("## The walk") : README.index("With your own checkpoints")]
     script = (ROOT / "scripts" / "quickstart.sh").read_text()
