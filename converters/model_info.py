@@ -8,6 +8,8 @@ from typing import Any
 
 from converters.assets import TOKEN_IDS, find_assets, find_documents, read_carried_ids, read_token_ids
 from converters.catalog import Catalog
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import (
     LISTED_FOR_EVERY_FAMILY,
@@ -19,8 +21,6 @@ from converters.families.base import (
     args_to_json,
 )
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import refuse_links_out
 from converters.hf_fields import (
     describe_rewritten,
     extra_generation_settings,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import ConfigError
 from converters.fold import fold_texts
 from converters.layout import AXES
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from titan_tools.console import count, note, print_json, table
 from trainer.config.sections import Config
 from trainer.config.show import unread
@@ -67,16 +67,19 @@ def _print(config: Config, found: "DryRun") -> None:
     table(
         ("on this rank", "size"),
         [
-            (f"parameters ({found.rank_parameters:,})", tell_bytes(found.parameter_bytes)),
-            ("gradients", tell_bytes(found.gradient_bytes)),
-            ("optimizer states", tell_bytes(found.optimizer_bytes)),
-            ("together", tell_bytes(total)),
+            (f"parameters ({found.rank_parameters:,})", format_bytes(found.parameter_bytes)),
+            ("gradients", format_bytes(found.gradient_bytes)),
+            ("optimizer states", format_bytes(found.optimizer_bytes)),
+            ("together", format_bytes(total)),
         ],
     )
     print("\nCollectives of one step, as this rank issues them")
     table(
         ("axis", "kind", "calls", "size"),
-        [(axis, kind, traffic.calls, tell_bytes(traffic.bytes)) for (axis, kind), traffic in found.collectives.items()],
+        [
+            (axis, kind, traffic.calls, format_bytes(traffic.bytes))
+            for (axis, kind), traffic in found.collectives.items()
+        ],
     )
     for line in found.left_out:
         note(f"left out: {line}")

@@ -12,10 +12,10 @@ from typing import Any
 from converters.assets import write_assets
 from converters.catalog import TensorInfo
 from converters.commit import check_destination
+from converters.containers.dcp_write import plan_dcp
 from converters.dtypes import itemsize
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.execute import Progress, execute, no_progress
-from converters.formats.dcp_write import plan_dcp
 from converters.layout import boxes_for_mesh
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER

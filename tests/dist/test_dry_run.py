@@ -71,6 +71,7 @@ def plain(traffic):
 
 
 SLOW = [
+    [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
     degrees(fsdp=2, tp=2),
     [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
     [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
@@ -81,7 +82,6 @@ SLOW = [
     "words",
     [
         [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
-        [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
         *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
@@ -97,7 +97,9 @@ def test_collectives_are_those_of_real_ranks(pools, words):
         assert sum(calls for calls, _ in told[rank].values()) > 3
 
 
-@pytest.mark.parametrize("words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), degrees(tp=2, cp=2)])
+@pytest.mark.parametrize(
+    "words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), pytest.param(degrees(tp=2, cp=2), marks=pytest.mark.slow)]
+)
 def test_parameters_of_all_ranks_are_the_models(words):
     config, args = config_of(words)
     job = resolve_job(config, 4)

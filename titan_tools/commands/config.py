@@ -117,12 +117,13 @@ def upgrade(
             hint="change or remove them, then upgrade again",
         )
     out = old if in_place else new
-    writes = out is not None and (out != old or bool(found.changes))
-    if writes:
+    if out == old and not found.changes:
+        out = None
+    if out is not None:
         write_upgraded(found, out, replace=in_place)
     if as_json:
         told = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
-        print_json(told | {"written": str(out) if writes else None} | ({} if writes else {"text": found.text}))
+        print_json(told | ({"written": None, "text": found.text} if out is None else {"written": str(out)}))
     else:
         for line in found.changes or [f"{old}: nothing to change"]:
             note(line)
@@ -130,7 +131,7 @@ def upgrade(
             note(f"note: {line}")
         for line in found.refused:
             note(f"titan train will refuse: {line}")
-        if writes:
+        if out is not None:
             print(f"wrote {out}; try: titan config check {out}")
         elif not check_only and not in_place:
             print(found.text, end="")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from converters.families.base import ModelArgs
+from converters.sizes import GIB
 
-_GIB = 1024**3
 # Dense bf16 FLOP/s of one device as its vendor states it; the first name that is part of the device's name applies
 _PEAK_FLOPS = (
     ("H100 NVL", 835e12),
@@ -108,10 +108,10 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak memory of this rank: reserved and allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return {
-            "memory_gib": torch.cuda.max_memory_reserved(device) / _GIB,
-            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
+            "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
     import resource
 
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     return {"memory_gib": resident}

@@ -86,7 +86,7 @@ def test_an_interruption_ends_the_other_process_at_once(children):
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), beside(sleeps):
         raise KeyboardInterrupt
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert not children()
 
 
