@@ -26,7 +26,7 @@ from trainer.checkpoints.process import PROGRAM, Place
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
 from trainer.checkpoints.write import StepToSave, save_step
 from trainer.observability.log import note
-from trainer.ranks import CHECKPOINT_TIMEOUT
+from trainer.process_group import CHECKPOINT_TIMEOUT
 
 _PATIENCE_SECS = 20  # for a process that has nothing left to do
 

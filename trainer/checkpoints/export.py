@@ -20,7 +20,7 @@ from converters.needs import needed_bytes
 from converters.view import foreign_view
 from trainer.agree import on_first
 from trainer.config.sections import Checkpoint
-from trainer.init import InitialWeights
+from trainer.models.initial_weights import InitialWeights
 from trainer.observability.log import note
 
 EXPORT_FOLDERS: Mapping[str, str] = {"hf": "export-hf", "torchtune": "export-torchtune"}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from trainer.parent import die_with_parent
+from trainer.signals import die_with_parent
 
 PROGRAM = ["-m", "trainer.checkpoints.process"]
 
@@ -52,7 +52,7 @@ def serve(place: Place, pipe: Connection) -> None:
     from converters.errors import TitanError
     from trainer.checkpoints.staging import SharedMemory, SnapshotPlanner
     from trainer.checkpoints.write import save_step
-    from trainer.ranks import CHECKPOINT_TIMEOUT
+    from trainer.process_group import CHECKPOINT_TIMEOUT
 
     memory = SharedMemory(place.memory)
     group = None

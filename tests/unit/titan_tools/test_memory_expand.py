@@ -17,9 +17,9 @@ from titan_tools.memory.trace.expand.templates import Aperiodic
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.record.owners import owner_of_many
 from titan_tools.memory.trace.traced import trace_rank
-from trainer import moments
 from trainer.config.sections import Config
 from trainer.job import resolve
+from trainer.optim import moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

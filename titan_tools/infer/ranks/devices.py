@@ -6,7 +6,7 @@ import torch
 
 from converters.errors import ConfigError
 from titan_tools.launch import inside_launch
-from trainer.own_gpu import own_gpu
+from trainer.process_group import own_gpu
 
 
 def degree(asked: int | None) -> int:

@@ -15,7 +15,7 @@ from titan_tools.infer.ranks.devices import own_device
 from titan_tools.infer.ranks.group import Ranks
 from titan_tools.infer.ranks.lost_neighbours import watching
 from titan_tools.infer.ranks.machine import own_machine
-from trainer.gloo import use_one_worker
+from trainer.process_group import use_one_worker
 
 # How long ranks wait for each other. One that is gone shows at once, because its connections close; but a machine that
 # lost its power closes none. On a single machine only a person can tell a rank that hangs from one that was stopped by

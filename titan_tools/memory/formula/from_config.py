@@ -9,7 +9,7 @@ from trainer.loss.registry import CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import is_float8
 from trainer.parallel.fsdp import is_fsdp
-from trainer.stages import split_model
+from trainer.parallel.stages import split_model
 
 
 def run_shape(config: Config, *, world_size: int | None = None, problems: list[str] | None = None) -> RunShape:

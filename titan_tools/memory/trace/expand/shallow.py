@@ -10,7 +10,7 @@ from titan_tools.memory.trace.events import NO_LAYER, layer_of
 from titan_tools.memory.trace.expand.depth import Depth, captured_layers
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.parallel.float8 import is_float8
-from trainer.stages import split_model
+from trainer.parallel.stages import split_model
 
 
 @dataclass(frozen=True, slots=True)

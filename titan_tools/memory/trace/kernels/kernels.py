@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import trainer.optim
 import trainer.parallel.context
 from titan_tools.memory.constants import HOPPER, MIB, Gpu
 from titan_tools.memory.trace.kernels.cuda_buffers import CUDA_BUFFERS, OwnBuffers
 from titan_tools.memory.trace.kernels.float8 import float8_as_on_gpu
 from titan_tools.memory.trace.kernels.fp32_attention import causal_in_fp32, for_any_dtype, prefix_in_fp32
 from titan_tools.memory.trace.kernels.fused_norm import fused_norm
+from trainer.optim import clip
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def kernels_used(kernels: Kernels) -> Iterator[None]:
         if kernels.norm == "fused":
             patches.enter_context(fused_norm())
         if kernels.device == "cuda":
-            patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
+            patches.enter_context(patch.object(clip, "_square_sums", clip.square_sums_on_gpu))
             patches.enter_context(float8_as_on_gpu())
         yield
 

@@ -24,7 +24,7 @@ from titan_tools.memory.trace.pipeline.templates import read_templates
 from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.sections import Config
 from trainer.job import samples_per_step
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
 
 
 @dataclass(frozen=True, slots=True)
