@@ -14,7 +14,7 @@ from converters.checks import (
     tell_reading,
     tell_structure,
 )
-from converters.commit import find_complete, fsync, fsync_folder
+from converters.commit import find_complete, fsync_folder
 from converters.containers.paths import refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
@@ -43,6 +43,7 @@ from converters.names import (
     TOKENIZER_JSON,
 )
 from converters.open import open_checkpoint, require_exists
+from converters.replace_file import fsync
 from converters.verify_report import Changes, Check, VerifyReport
 
 _READ_AS_JSON = {

@@ -112,9 +112,9 @@ class Catalog:
     container: str  # "dcp" | "safetensors" | "torch" | "meta"
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
-    planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
+    planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # flat key → path in the nested state dict
     values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
-    copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again (see copies.py)
+    copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again
     file: str = ""  # the one file that holds all tensors, where there is one: errors name it
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
@@ -141,7 +141,7 @@ class Catalog:
     def num_bytes(self) -> int:
         return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
 
-    def path_of(self, name: str) -> tuple:
+    def path_of(self, name: str) -> tuple[Any, ...]:
         """The keys that lead to an entry in the nested state dict that was saved."""
         return self.planner_data.get(name) or (name,)
 
@@ -165,7 +165,8 @@ class TensorSource(Protocol):
     The engine copies from a source, the trainer and inference load from one.
     """
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""

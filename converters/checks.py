@@ -58,6 +58,7 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
     extents: dict[str, set[tuple[int, int]]] = {}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
+            assert chunk.item is not None
             extents.setdefault(chunk.file, set()).add(chunk.item)
     for blob in catalog.blobs.values():
         extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
@@ -84,8 +85,9 @@ def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check,
     except UnsupportedError as error:
         return Check(name, "not possible", error.message), None
     except CheckpointError as error:
-        outcome = "failed" if model_from or says_model(catalog.root) else "not possible"
-        return Check(name, outcome, error.message), _rows_of_a_part(catalog, model_from)
+        is_known = bool(model_from) or says_model(catalog.root)
+        check = Check(name, "failed" if is_known else "not possible", error.message)
+        return check, _rows_of_a_part(catalog, model_from)
 
 
 def _native_rows(weights: NativeWeights) -> RowNumbers | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from converters.errors import CheckpointError, list_offenders
@@ -197,7 +198,7 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 
 @cache
-def _libc_renameat2():
+def _libc_renameat2() -> Any:
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # not glibc ≥ 2.28, not Linux

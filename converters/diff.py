@@ -121,7 +121,8 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
             # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
             partial = manifest_of(catalog) is not None
             opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
-            weights, info = opened.source, opened.info
+            weights: TensorSource = opened.source
+            info: ModelInfo | None = opened.info
         else:
             weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
         inside = model_part(catalog).tensors
@@ -187,10 +188,9 @@ def _compare_sources(
     for name in (*a.tensors, *(n for n in b.tensors if n not in a.tensors)):
         x, y = a.tensors.get(name), b.tensors.get(name)
         if x is None or y is None:
-            present = x or y
-            differences.append(
-                Difference(name, "only in B" if x is None else "only in A", f"{present.dtype} {list(present.shape)}")
-            )
+            there = "B" if x is None else "A"
+            present = (b if x is None else a).tensors[name]
+            differences.append(Difference(name, f"only in {there}", f"{present.dtype} {list(present.shape)}"))
         elif x.shape != y.shape:
             transposed = x.dtype == y.dtype and x.shape == y.shape[::-1] and len(x.shape) == 2
             reason = "equal after a transpose; " if transposed and _same_bits(_Transposed(a), b, name) else ""
@@ -213,6 +213,7 @@ def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo
         other, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
         told = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
         return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+    assert gap.first is not None
     details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
     if reason := _explained(a, b, name, info):
         details.insert(0, reason)
@@ -225,6 +226,7 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
         return ""
     for naming in get_family(info.family).namings.values() if info else ():
         for x, y in ((a, b), (b, a)):
+            assert info is not None
             permuted = _under_native_name(x, name, info, naming)
             if permuted is not None and _same_bits(permuted, y, name):
                 return "equal after the RoPE permutation: one was permuted once too often, or not at all"

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a name part that is a number
 _DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # not those of `{0..31}`, nor one in front of numbers
@@ -27,7 +28,7 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
-    groups: dict[tuple, dict[tuple[int, ...], TensorLine]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[int, ...], TensorLine]] = {}
     for line in lines:
         parts = _NUMBER.split(line.name)
         key = (tuple(parts[::2]), line.section, line.dtype, line.shape)
@@ -55,9 +56,9 @@ def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
     rests: dict[int, list[tuple[int, ...]]] = {}
     for first, *rest in tuples:
         rests.setdefault(first, []).append(tuple(rest))
-    alike: dict[frozenset, list[int]] = {}
-    for first, rest in rests.items():
-        alike.setdefault(frozenset(rest), []).append(first)
+    alike: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for first, found in rests.items():
+        alike.setdefault(frozenset(found), []).append(first)
     return [[sorted(firsts), *sets] for rest, firsts in alike.items() for sets in _products(sorted(rest))]
 
 
@@ -86,7 +87,7 @@ class TreeRow:
 
 def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
     """Lines as a tree of their names' parts. A part with one child only shares a row with it (`wq.weight`)."""
-    root: dict = {}
+    root: dict[Any, Any] = {}
     for line in lines:
         node = root
         for part in _DOT.split(line.name):
@@ -95,7 +96,7 @@ def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
     return _rows(root, 0)
 
 
-def _rows(node: Mapping, depth: int) -> list[TreeRow]:
+def _rows(node: Mapping[Any, Any], depth: int) -> list[TreeRow]:
     rows = []
     for part, child in node.items():
         if part is None:

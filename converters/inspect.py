@@ -60,7 +60,8 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     """
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
-    naming, model, problem, parts = "unknown", None, "", ()
+    naming, model, problem = "unknown", None, ""
+    parts: tuple[str, ...] = ()
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
@@ -150,7 +151,7 @@ def _step(catalog: Catalog, values: Mapping[str, Any]) -> int | None:
     """The step that training had come to: a value, or a 0-dim tensor (torchtitan's), the only tensor that is read."""
     for name in _STEPS:
         if type(values.get(name)) is int:
-            return values[name]
+            return int(values[name])
         entry = catalog.tensors.get(name)
         if entry is not None and not entry.shape and entry.dtype in ("int64", "int32"):
             with suppress(CheckpointError, UnsupportedError), CatalogReader(catalog) as reader:

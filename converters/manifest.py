@@ -127,7 +127,7 @@ def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
     claimed, version = content.pop("crc32"), content["version"]
     if version == 1:  # of the first titan: over the content, whatever its spelling
         canonical = {key: content[key] for key in sorted(content)}
-        return claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
+        return bool(claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()))
     if version != VERSION:
         raise OtherVersion(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
     first = _FIRST_LINE.match(raw)

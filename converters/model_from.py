@@ -83,7 +83,7 @@ def find_model_info(
 
 def model_type(info: ModelInfo) -> str:
     """The model's family, as transformers calls it: llama2 and llama3 are one, and older titans said llama3 of both."""
-    return get_family(info.family).hf_config(info.args).get("model_type", info.family)
+    return str(get_family(info.family).hf_config(info.args).get("model_type", info.family))
 
 
 def _only_assets(place: Path) -> dict[str, Path]:
@@ -167,4 +167,4 @@ def _same_content(a: Path, b: Path) -> bool:
     for content in parsed:
         if isinstance(content, dict):
             content.pop(_VERSION, None)
-    return parsed[0] == parsed[1]
+    return bool(parsed[0] == parsed[1])

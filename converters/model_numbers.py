@@ -62,6 +62,7 @@ def check_args(args: ModelArgs, *, what: str) -> None:
 
 def _scaling_problems(args: ModelArgs) -> list[str]:
     scaling = args.rope_scaling
+    assert scaling is not None
     problems = [
         f"RoPE scaling whose {f.name} is null"
         for f in fields(scaling)
@@ -86,7 +87,7 @@ def _fits(value: Any, kind: type, low: float, high: float) -> bool:
     """NaN is in no range. A whole number may stand for a real one, a flag for neither."""
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, kind)) and low <= value <= high
+    return isinstance(value, (int, kind)) and low <= value <= high  # type: ignore[operator]
 
 
 def _wanted(kind: type, low: float, high: float) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,8 @@ class View:
 
 def _reorder(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
     head, within = np.divmod(rows, len(order))
-    return head * len(order) + order[within]
+    found: np.ndarray[Any, Any] = head * len(order) + order[within]
+    return found
 
 
 def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray) -> np.ndarray:
@@ -68,7 +70,8 @@ def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray
     source_rows = _reorder(rows, order)
     first, last = int(source_rows.min()), int(source_rows.max())
     span = source.read(name, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
-    return span[source_rows - first]
+    values: np.ndarray[Any, Any] = span[source_rows - first]
+    return values
 
 
 def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
@@ -111,17 +114,17 @@ def native_view(
     foreign_of = {native: foreign for foreign, native in by_foreign.items()}
     tensors = {}
     for parameter in family.parameters(args):
-        name = ledger.used.get(parameter.fqn)
-        if name is None:
+        stored = ledger.used.get(parameter.fqn)
+        if stored is None:
             ledger.missing.append(foreign_of[parameter.fqn])
             if not allow_missing:
                 problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
             continue
-        found = source.tensors[name]
+        found = source.tensors[stored]
         if found.shape != parameter.shape:
-            problems.append(f"shape       {name}  is {list(found.shape)}, should be {list(parameter.shape)}")
+            problems.append(f"shape       {stored}  is {list(found.shape)}, should be {list(parameter.shape)}")
         if not DTYPES[found.dtype].is_floating:
-            problems.append(f"dtype       {name}  is {found.dtype}, should be a floating type")
+            problems.append(f"dtype       {stored}  is {found.dtype}, should be a floating type")
         tensors[parameter.fqn] = found
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]

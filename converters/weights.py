@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.compare import BLOCK_BYTES
@@ -35,8 +36,8 @@ class NativeWeights:
     def __enter__(self) -> "NativeWeights":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.reader.__exit__(*exc_info)
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        self.reader.__exit__(kind, *rest)
 
 
 def open_native(
@@ -106,7 +107,7 @@ def left_out(catalog: Catalog) -> dict[str, int]:
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
-def _nest(catalog: Catalog) -> tuple | None:
+def _nest(catalog: Catalog) -> tuple[Any, ...] | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
     if not CONTAINERS[catalog.container].keeps_sections:
         return None

@@ -4,6 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -34,13 +36,15 @@ def unwrap_names(catalog: Catalog) -> Catalog:
         )
     for text in _INNER:
         if any(text in name for name in catalog.tensors):
-            catalog = _renamed(catalog, f"{text}.", lambda key, before, text=text: _without(key, text))
+            catalog = _renamed(catalog, f"{text}.", partial(_without, text))
     for _ in range(_MOST_OUTER):
         if not (prefix := _outer_prefix(catalog)):
             break
         in_optimizer = re.compile(rf"((?:^|\.)(?:state|param_groups)\.){re.escape(prefix)}")
 
-        def strip(key: str, before: Sequence, prefix: str = prefix, pattern: re.Pattern = in_optimizer) -> str:
+        def strip(
+            key: str, before: Sequence[Any], prefix: str = prefix, pattern: re.Pattern[str] = in_optimizer
+        ) -> str:
             is_weight = not before or section_of(str(before[0])) == "model" or before[-1] in ("state", "param_groups")
             return pattern.sub(r"\1", key.removeprefix(prefix) if is_weight else key)
 
@@ -48,7 +52,7 @@ def unwrap_names(catalog: Catalog) -> Catalog:
     return catalog
 
 
-def _without(key: str, text: str) -> str:
+def _without(text: str, key: str, before: Sequence[Any]) -> str:
     return ".".join(part for part in key.split(".") if part != text)
 
 
@@ -75,7 +79,7 @@ def _num_known(alike: Mapping[str, int]) -> int:
     return max(count_named(alike, family) for family in all_families().values())
 
 
-def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], str]) -> Catalog:
+def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence[Any]], str]) -> Catalog:
     """`rename`: a key of the nested state dict, and the keys before it → the key as it shall be; "" for none."""
     old_names = [*catalog.tensors, *catalog.blobs, *catalog.values]
     paths = {name: _renamed_path(catalog.path_of(name), rename) for name in old_names}
@@ -99,6 +103,6 @@ def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], s
     )
 
 
-def _renamed_path(path: tuple, rename: Callable[[str, Sequence], str]) -> tuple:
+def _renamed_path(path: tuple[Any, ...], rename: Callable[[str, Sequence[Any]], str]) -> tuple[Any, ...]:
     keys = [rename(key, path[:place]) if isinstance(key, str) else key for place, key in enumerate(path)]
     return tuple(key for key in keys if key != "")

@@ -91,7 +91,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
     return f"; rounding changes values by at most {relative_error[worst]:.2g} of themselves ({worst}{became_zero})"
 
 
-def _print_needs(needs) -> None:
+def _print_needs(needs: Needs) -> None:
     """Print what a dry run estimates."""
     _line("memory", f"up to about {format_bytes(needs.memory_bytes)}")
     free = f"{format_bytes(needs.disk_bytes)}, {format_bytes(needs.free_bytes)} are free"

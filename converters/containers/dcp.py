@@ -38,6 +38,7 @@ def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
     for entries in ranks:
         for entry in entries.tensors.values():
             for chunk in entry.chunks:
+                assert chunk.item is not None
                 offset, length = chunk.item
                 ends[chunk.file] = max(ends.get(chunk.file, 0), offset + length)
         for blob in entries.blobs.values():

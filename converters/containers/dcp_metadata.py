@@ -107,7 +107,7 @@ class DcpEntries(NamedTuple):
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry]
-    planner_data: dict[str, tuple]
+    planner_data: dict[str, tuple[Any, ...]]
 
 
 def parse_metadata(data: bytes, *, what: str = ".metadata") -> DcpEntries:
@@ -168,8 +168,8 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
     return DcpEntries(tensors, blobs, paths)
 
 
-def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, int, int]]:
-    places: dict[tuple, tuple[str, int, int]] = {}
+def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple[Any, ...], tuple[str, int, int]]:
+    places: dict[tuple[Any, ...], tuple[str, int, int]] = {}
     files: dict[str, str] = {}  # one string per file, checked once
     coded: list[str] = []
     twice: list[str] = []
@@ -208,11 +208,11 @@ def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, i
 
 
 def _integers(values: Any) -> tuple[int, ...]:
-    values = tuple(values)
-    for value in values:
+    checked: tuple[int, ...] = tuple(values)
+    for value in checked:
         if type(value) is not int or value < 0:
             raise ValueError(f"{value!r} where a size belongs")
-    return values
+    return checked
 
 
 def _dtype(properties: _Properties, fqn: str) -> str:
@@ -238,7 +238,10 @@ def dump_metadata(catalog: Catalog) -> bytes:
 
 
 def dump_places(
-    tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]], *, planner_data: Mapping[str, tuple]
+    tensors: Mapping[str, TensorInfo],
+    places: Mapping[str, Sequence[Place]],
+    *,
+    planner_data: Mapping[str, tuple[Any, ...]],
 ) -> bytes:
     """The `.metadata` of tensors, and of plain values: whatever in `places` is no tensor."""
     out = MetadataEmitter()

@@ -115,7 +115,7 @@ class MetadataEmitter:
             )
         return b"".join((*parts, b"e"))
 
-    def path(self, parts: tuple) -> bytes:
+    def path(self, parts: tuple[Any, ...]) -> bytes:
         inner = b"".join([self.integer(part) if type(part) is int else self.text(str(part)) for part in parts])
         return b"(" + inner + b"t"
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
@@ -27,7 +28,7 @@ def plan_dcp(
     files: Mapping[str, Sequence[tuple[str, Box]]],
     *,
     blobs: Mapping[str, bytes] | None = None,
-    planner_data: Mapping[str, tuple] | None = None,
+    planner_data: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Target:
     """A Target for DCP: for each file the boxes in it, in order; `blobs` are finished items (see `blob_item`).
 

@@ -11,14 +11,14 @@ from converters.errors import CheckpointError, list_offenders
 
 def checked_file_name(name: object, *, what: str) -> str:
     """`name` if it is one plain file name. Separators, `..`, drive letters, `~` and control characters are refused."""
-    plain = (
+    is_plain = (
         isinstance(name, str)
         and name not in ("", ".", "..")
         and not name.startswith("~")
         and not any(c in name for c in "/\\:")
         and name.isprintable()
     )
-    if not plain:
+    if not isinstance(name, str) or not is_plain:
         raise CheckpointError(
             f"{what}: names the file {str(name)[:200]!r}, which may lie outside the checkpoint's folder",
             hint="files of a checkpoint lie beside each other, under plain names",
@@ -78,7 +78,7 @@ def linked_files(folder: Path) -> list[Path]:
         return sorted(Path(entry.path) for entry in entries if entry.is_symlink() and not _is_folder(entry))
 
 
-def _is_folder(entry: os.DirEntry) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # links in a circle

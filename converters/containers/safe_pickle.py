@@ -43,7 +43,7 @@ class Refused:
     what: str
 
 
-class PlainDict(dict, metaclass=Sealed):
+class PlainDict(dict[Any, Any], metaclass=Sealed):
     """Stands in for OrderedDict; attributes that modules hang on a state dict (`_metadata`) are left out."""
 
     __slots__ = ()
@@ -132,7 +132,9 @@ def safe_load(
 def _check_opcodes(data: bytes, what: str) -> None:
     position, size = 0, len(data)
     while True:
-        position = _RUN.match(data, min(position, size)).end()
+        run = _RUN.match(data, min(position, size))
+        assert run is not None  # it matches nothing, too
+        position = run.end()
         if position >= size:
             raise CheckpointError(f"{what}: the pickle is cut off", hint="the file is truncated or damaged")
         opcode = data[position]

@@ -153,7 +153,7 @@ def _check_local(
         raise refuse(f"entry {raw_name!r} and the zip directory disagree")
     if not flags & _STREAMED and (local_crc != crc or local_length not in (length, _BIG)):
         raise refuse(f"entry {raw_name!r} and the zip directory disagree about its size or CRC")
-    return offset + _LOCAL.size + name_len + extra_len
+    return offset + _LOCAL.size + int(name_len) + int(extra_len)
 
 
 @dataclass(frozen=True, slots=True)

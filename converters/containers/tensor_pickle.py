@@ -54,19 +54,19 @@ class TensorRef:
 
 
 class _RebuildV2(metaclass=Sealed):
-    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, metadata=None):  # type: ignore[misc]
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, metadata=None):  # type: ignore[no-untyped-def]
         return _tensor_ref(storage, offset, size, strides, storage.dtype, hooks, metadata)
 
 
 class _RebuildV3(metaclass=Sealed):
-    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[misc]
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[no-untyped-def]
         if dtype.name in UNCOVERED_DTYPES:
             raise UnsupportedError(f"a tensor of the element type {dtype.name}, which is not covered")
         return _tensor_ref(storage, offset, size, strides, dtype.name, hooks, metadata)
 
 
 class _RebuildParameter(metaclass=Sealed):
-    def __new__(cls, data, requires_grad, hooks):  # type: ignore[misc]
+    def __new__(cls, data, requires_grad, hooks):  # type: ignore[no-untyped-def]
         if not isinstance(data, TensorRef) or hooks:
             raise ValueError("a parameter around something that is not a tensor")
         return data
@@ -79,7 +79,7 @@ class _PlainTensor(metaclass=Sealed):
 class _RebuildFromType(metaclass=Sealed):
     """A tensor with attributes: FSDP1 hangs its marks on those of a full state dict. They are left out."""
 
-    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[misc]
+    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[no-untyped-def]
         if kind is not _PlainTensor or rebuild not in (_RebuildV2, _RebuildV3):
             raise UnsupportedError("a tensor of a class of its own, which is not covered")
         return rebuild(*arguments)
@@ -124,7 +124,7 @@ def _storage(pid: Any) -> Storage:
     return Storage(storage_type.dtype, key, num_elements)
 
 
-def _tensor_ref(storage, offset, size, strides, dtype, hooks, metadata) -> TensorRef:
+def _tensor_ref(storage: Any, offset: Any, size: Any, strides: Any, dtype: str, hooks: Any, metadata: Any) -> TensorRef:
     if not isinstance(storage, Storage) or hooks or metadata:
         raise ValueError("a tensor with hooks or metadata")
     shape, strides = tuple(size), tuple(strides)

@@ -26,6 +26,7 @@ from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
+from converters.view import View
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next
@@ -159,8 +160,8 @@ def copy_tensors(
             slot = target.slots[piece.slot]
             with files.use(slot.file) as descriptor:
                 begin_writeback(descriptor, slot.byte_offset + piece.offset, piece.length)
-        unit.digest = digest and digest.partial
-        unit.source_digest = source_digest and source_digest.partial
+        unit.digest = digest.partial if digest else None
+        unit.source_digest = source_digest.partial if source_digest else None
         return unit
 
     sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
@@ -249,9 +250,9 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
     """Most bytes of a block. Rows that a view gathers from all over each other (a head's) stay together in one."""
     rows = 1
-    while (inner := getattr(source, "source", None)) is not None and hasattr(source, "row_orders"):
+    while isinstance(source, View):
         rows = max(rows, len(source.row_orders.get(fqn, ".")))
-        source, fqn = inner, source.ledger.used[fqn]
+        fqn, source = source.ledger.used[fqn], source.source
     head_bytes = rows * row_bytes
     if rows == 1 or not 0 < head_bytes <= MOST_BYTES:
         return BLOCK_BYTES
@@ -263,7 +264,7 @@ def _write(
 ) -> _Piece:
     """Write the `common` part of a box to a slot; its piece, joined with the one `after` which it comes."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
-    data = memoryview(part.reshape(-1).view(np.uint8))
+    data = part.reshape(-1).view(np.uint8).data
     element = 0  # of the slot; whole rows (or parts of one row) lie in it one after the other
     for offset, base, size in zip(common.offsets, slot.box.offsets, slot.box.sizes, strict=True):
         element = element * size + offset - base
@@ -340,7 +341,7 @@ def begin_writeback(descriptor: int, offset: int, length: int) -> None:
 
 
 @cache
-def _sync_file_range():
+def _sync_file_range() -> Any:
     try:
         call = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError):  # not Linux

@@ -34,7 +34,7 @@ class TensorDigest:
         if array.size == 0:
             return
         numbers = rows if rows is not None else self.row_numbers(box)
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         width = len(data) // len(numbers)
         if width != self._row_elements * itemsize(self.dtype):
             self._update_parts(box, numbers, data, width)
@@ -55,7 +55,8 @@ class TensorDigest:
             return range(offsets[0], offsets[0] + sizes[0]) if dims else range(1)
         strides = [prod(dims[d + 1 :]) for d in range(len(dims))]
         index = np.indices(sizes).reshape(len(sizes), -1)
-        return np.array(strides) @ (index + np.array(offsets)[:, None])
+        numbers: Sequence[int] = np.array(strides) @ (index + np.array(offsets)[:, None])
+        return numbers
 
     @property
     def partial(self) -> int:
@@ -76,7 +77,7 @@ class TensorDigest:
         # A row too long for a block arrives in parts; the hash of each row stays open until its end was seen.
         start, count = box.offsets[-1], box.sizes[-1]
         for position, number in enumerate(_plain(numbers)):
-            state, seen = self._open.pop(number, None) or (xxh3_128(seed=number), 0)
+            state, seen = self._open.pop(number) if number in self._open else (xxh3_128(seed=number), 0)
             if seen != start:
                 raise ValueError(f"row {number}: elements from {start} on, but {seen} were seen; digest whole rows")
             state.update(data[position * width : (position + 1) * width])

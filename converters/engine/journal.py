@@ -143,4 +143,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     text = line[9:-1]
     if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(text):
         return None
-    return json.loads(text)
+    record: dict[str, Any] = json.loads(text)
+    return record

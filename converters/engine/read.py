@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -19,7 +20,13 @@ from converters.errors import CheckpointError
 BLOCK_BYTES = 8 << 20
 _LONG_RUN_BYTES = 32 << 10  # from here on a read per run costs less than reading the gaps along with them
 _MAX_AMPLIFICATION = 16  # gaps of short runs are read along up to this factor
-_RAW = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+_RAW: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
 
 
 class CatalogReader:
@@ -71,7 +78,8 @@ class CatalogReader:
                 covered += common.num_elements
         if covered != out.size:
             raise CheckpointError(f"{fqn}: chunks give {covered:,} of the {out.size:,} elements of {box}")
-        return out.view(numpy_dtype(entry.dtype))
+        values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
+        return values
 
     def located(self, fqn: str, chunk: Chunk) -> Chunk:
         """The chunk with its byte offset, strides and CRC known; opens its DCP item the first time."""
@@ -80,6 +88,7 @@ class CatalogReader:
         known = self._located.get((fqn, chunk.box.offsets))
         if known is not None:
             return known
+        assert chunk.item is not None  # as of every chunk that is not located
         start, length = chunk.item
         what = f"{self.catalog.root / chunk.file}: {fqn} at {list(chunk.box.offsets)}"
         with self._files.use(chunk.file) as descriptor:
@@ -129,7 +138,7 @@ class CatalogReader:
         problems = []
         for chunk in (*self.catalog.tensors[fqn].chunks, *self.catalog.copies.get(fqn, ())):
             chunk = self.located(fqn, chunk)
-            if chunk.crc32 is None:
+            if chunk.crc32 is None or chunk.record is None:
                 continue
             offset, length = chunk.record
             crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
@@ -176,7 +185,7 @@ def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np
 def _read_run(descriptor: int, start: int, out: np.ndarray, what: str) -> None:
     """Fill `out` from bytes that follow each other in the file, through a buffer where `out` is not contiguous."""
     if out.flags.c_contiguous:
-        _read_into(descriptor, start, memoryview(out.reshape(-1).view(np.uint8)), what)
+        _read_into(descriptor, start, out.reshape(-1).view(np.uint8).data, what)
         return
     if out.nbytes > BLOCK_BYTES and out.shape[0] > 1:
         row_bytes = prod(out.shape[1:]) * out.itemsize

@@ -14,13 +14,14 @@ TRANSLATED = "becomes a number of ModelArgs"
 NO_EFFECT = "changes no logits"
 
 # The fields of transformers 5.23's classes, all of them: a test compares this with the classes
-_BASE_FIELDS = {
+_Fields = dict[str, str | tuple[Any, ...]]  # field → what becomes of it
+_BASE_FIELDS: _Fields = {
     **dict.fromkeys(("transformers_version", "architectures"), TRANSLATED),
     **dict.fromkeys(("output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"), NO_EFFECT),
     **dict.fromkeys(("id2label", "label2id", "problem_type"), NO_EFFECT),  # of classifiers
     "is_encoder_decoder": (False, None),
 }
-_DECODER_FIELDS = {
+_DECODER_FIELDS: _Fields = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), TRANSLATED),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), TRANSLATED),
     **dict.fromkeys(("max_position_embeddings", "rms_norm_eps", "rope_parameters"), TRANSLATED),
@@ -29,14 +30,14 @@ _DECODER_FIELDS = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), NO_EFFECT),
     "hidden_act": ("silu", "swish"),  # two names of one function
 }
-LLAMA_FIELDS = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
-QWEN3_FIELDS = (
+LLAMA_FIELDS: _Fields = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
+QWEN3_FIELDS: _Fields = (
     _BASE_FIELDS
     | _DECODER_FIELDS
     | dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED)
 )
 # No fields of these classes, but transformers' shared code looks for them in every config and computes otherwise
-_SHARED = {
+_SHARED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
@@ -62,7 +63,7 @@ class ConfigClass:
     num_kv_heads: int | None = None  # None: as many as heads
     args_type: type[ModelArgs] = ModelArgs  # what else it has keeps its default: a property of the class, not of a file
     biases: tuple[str, ...] = ()  # which of attention_bias and mlp_bias the family's parameters follow
-    fields: Mapping[str, str | tuple] = field(default_factory=lambda: LLAMA_FIELDS)
+    fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: LLAMA_FIELDS)
 
 
 LLAMA = ConfigClass(

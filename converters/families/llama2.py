@@ -1,5 +1,7 @@
 """Llama 2: flavors, and what tells it from Llama 3. Parameters and names are those of llama.py."""
 
+from typing import Any
+
 from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
@@ -19,9 +21,9 @@ def is_llama2(args: ModelArgs) -> bool:
     return not is_llama31 and (told_by_theta or args.vocab_size in SENTENCEPIECE_VOCABULARIES)
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
-    rest = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **rest)
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:
+    numbers: dict[str, Any] = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
+    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
 
 
 FLAVORS = {

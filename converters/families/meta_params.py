@@ -76,15 +76,17 @@ def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
     """
     params = _numbers(args)
     scaling = args.rope_scaling
-    is_llama31 = isinstance(scaling, RopeScaling)
-    sayable = RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor) if is_llama31 else None
-    if scaling != sayable:
+    is_expressible = scaling is None or (
+        isinstance(scaling, RopeScaling)
+        and scaling == RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor)
+    )
+    if not is_expressible:
         raise UnsupportedError(
-            f"params.json cannot say {scaling}",
+            f"params.json cannot express {scaling}",
             hint="Meta's code takes low_freq_factor 1 and original_max_position_embeddings 8192",
         )
     params |= {"rope_theta": args.rope_theta, "use_scaled_rope": scaling is not None}
-    if scaling is not None:
+    if isinstance(scaling, RopeScaling):
         # Keys of Meta's later releases; its Llama 3 code ignores them, readers that know better do not
         params["rope_scaling_factor"] = scaling.factor
         params["rope_high_freq_factor"] = scaling.high_freq_factor
@@ -99,17 +101,17 @@ def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
     """
     params = _numbers(args)
     if args.rope_scaling is not None:
-        raise UnsupportedError(f"params.json of Llama 2 cannot say {args.rope_scaling}")
+        raise UnsupportedError(f"params.json of Llama 2 cannot express {args.rope_scaling}")
     understood = args.rope_theta == LLAMA2_THETA and args.vocab_size < _TIKTOKEN_VOCABULARY
     return params if understood else params | {"rope_theta": args.rope_theta}
 
 
 def _numbers(args: ModelArgs) -> dict[str, Any]:
     if args.attention_bias or args.mlp_bias:
-        raise UnsupportedError("params.json cannot say that linear layers have biases: Meta's code has none")
+        raise UnsupportedError("params.json cannot express that linear layers have biases: Meta's code has none")
     if args.head_dim * args.num_heads != args.dim:
         raise UnsupportedError(
-            f"params.json cannot say head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",
+            f"params.json cannot express head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",
             hint="Meta's code takes dim / n_heads",
         )
     return {

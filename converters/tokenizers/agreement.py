@@ -50,7 +50,7 @@ def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = No
     if described is None or model is None:
         return ""
     found = compare_tokenizers(described, model)
-    problems = found.problems
+    problems: Sequence[str] = found.problems
     if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
         problems = other_specials(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
     return "; ".join(problems[:3])
@@ -127,7 +127,7 @@ def _against_pieces(content: Mapping[str, Any], model: SentencePiece) -> list[st
     problems = []
     cutter, normalizer = content.get("pre_tokenizer"), content.get("normalizer")
     is_metaspace = normalizer is None and (cutter or {}).get("type") == "Metaspace"
-    metaspace_prepends = is_metaspace and cutter.get("prepend_scheme", "always") in ("always", "first")
+    metaspace_prepends = is_metaspace and (cutter or {}).get("prepend_scheme", "always") in ("always", "first")
     if not model.plain or not ((normalizer == _PREPENDS and cutter is None) or metaspace_prepends):
         problems.append("it normalizes or cuts text another way")
     if not described.get("byte_fallback"):

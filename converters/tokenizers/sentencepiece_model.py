@@ -32,7 +32,7 @@ class SentencePiece:
 def read_sentencepiece(path: Path) -> SentencePiece | None:
     """The content of a SentencePiece file; None where the file is anything else."""
     from google.protobuf.message import DecodeError
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     model = ModelProto()
     try:

@@ -111,7 +111,7 @@ def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
             ),
         ]
     )
-    content = json.loads(tokenizer.to_str())
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
     for place, token in enumerate(content["added_tokens"]):  # counted from 0, for it knows of no other tokens
         token["id"] = first_id + place
     return content

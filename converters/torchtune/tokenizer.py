@@ -65,13 +65,16 @@ class Tokenizer:
 def find_tokenizer(info: ModelInfo) -> Tokenizer:
     """Raises CheckpointError or UnsupportedError where torchtune can open none that the checkpoint has."""
     path, in_json = info.assets.get(TIKTOKEN_MODEL), info.assets.get(TOKENIZER_JSON)
-    if path is None and in_json is None:
+    if path is not None:
+        if not looks_like_tiktoken(path):
+            return Tokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
+        ranks: Mapping[bytes, int] = read_ranks(path)
+    elif in_json is not None:
+        ranks = _ranks_of(in_json)
+    else:
         raise CheckpointError(
             "the checkpoint has no tokenizer, and torchtune fine-tunes on text", hint=_WITHOUT, tries=_TRIES
         )
-    if path is not None and not looks_like_tiktoken(path):
-        return Tokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
-    ranks = _ranks_of(in_json) if path is None else read_ranks(path)
     special_tokens = None
     if len(ranks) != _RELEASED[0] or info.args.vocab_size < _RELEASED[1]:
         special_tokens = _special_tokens(info, len(ranks))

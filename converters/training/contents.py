@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.engine.read import CatalogReader
@@ -22,7 +23,7 @@ class Contents:
     parameters: Sequence[Parameter]
     moments: Mapping[str, Sequence[str]]  # parameter → states of its shape
     blobs: Mapping[str, bytes]  # finished items
-    paths: Mapping[str, tuple]  # keys in the nested state dict
+    paths: Mapping[str, tuple[Any, ...]]  # keys in the nested state dict
     dropped: Mapping[str, str]
     missing: tuple[str, ...]
     unknown: Sequence[str]
@@ -60,7 +61,7 @@ def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, st
     )
 
 
-def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple:
+def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:
     """Where an entry lies in the nested state dict: as it did, or as the trainer nests what is translated."""
     if spelling.names.are_native or sections.get(name, MODEL) not in (MODEL, OPTIMIZER):
         return catalog.path_of(name)

@@ -173,12 +173,12 @@ def _plan_groups(
         for name in entries:
             _keep(plan, reader, name)
         return []
-    problems = []
+    problems: list[str] = []
     members = _group_members(reader, names, entries, problems.append)
     for name in entries:
         rest = name.removeprefix(GROUPS)
         number, _, key = rest.partition(".")
-        owners = members.get(number, ())
+        owners: Sequence[str] = members.get(number, ())
         if not number.isdecimal():
             owner, key = _owner(rest, names.native)
             owners = (owner,)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -56,7 +57,7 @@ def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
     return {name: MODEL if name in weights else catalog.section_of(name) for name in names}
 
 
-def _optimizer_place(path: tuple) -> tuple:
+def _optimizer_place(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """The keys that lead to the optimizer, where `path` leads into one."""
     for depth, key in enumerate(path[:-1]):
         inner = str(path[depth + 1])
@@ -65,7 +66,7 @@ def _optimizer_place(path: tuple) -> tuple:
     return ()
 
 
-def _moved(path: tuple, place: tuple) -> tuple:
+def _moved(path: tuple[Any, ...], place: tuple[Any, ...]) -> tuple[Any, ...]:
     outer = len(place) - 1
     if path[:outer] != place[:outer]:
         return path

@@ -1,6 +1,6 @@
 """How a training checkpoint spells its parameters, in the weights and in the optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,9 @@ def read_spelling(
     nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in used.values()}
     native: dict[str, str] = {}
     # As the weights are called; without the key they lie under; and without the `model.` that torchtitan once put there
-    for prefix_of in (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model."):
+    prefixes: tuple[Callable[[str], str], ...]
+    prefixes = (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model.")
+    for prefix_of in prefixes:
         for fqn, name in (used | tied).items():
             for spelled in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
                 native.setdefault(spelled.removeprefix(prefix_of(name)), fqn)
