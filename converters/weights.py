@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog
+import numpy as np
+
+from converters.catalog import Box, Catalog, TensorInfo
 from converters.compare import BLOCK_BYTES
 from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
@@ -32,6 +34,15 @@ class NativeWeights:
     naming: str  # how the checkpoint spells its weights
     left_out: Mapping[str, int]  # what else the checkpoint holds: section or key → entries
     reader: CatalogReader
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every weight by native name, in model order."""
+        return self.source.tensors
+
+    def read(self, fqn: str, box: Box | None = None) -> np.ndarray[Any, Any]:
+        """The values of a weight, or of a box of it, in its own dtype (see converters.dtypes for bfloat16)."""
+        return self.source.read(fqn, box or Box.whole(self.tensors[fqn].shape))
 
     def __enter__(self) -> "NativeWeights":
         return self

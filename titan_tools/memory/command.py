@@ -103,7 +103,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
 
 def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
     """What a GPU type has no kernels for."""
-    if gpu is None or not is_float8(config) or config.float8.emulate:
+    if gpu is None or not is_float8(config.model) or config.float8.emulate:
         return []
     major, minor = capability_needed(config.float8)
     if gpu.sm >= 10 * major + minor:

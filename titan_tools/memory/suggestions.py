@@ -17,8 +17,8 @@ from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from trainer.config.sections import Config
+from trainer.job import layout_problems, resolve, samples_per_step
 from trainer.loss.registry import CHUNKED
-from trainer.parallel_dims import layout_problems, resolve, samples_per_step
 
 MOST = 5
 _MOST_TP = 8  # GPUs of a node, beyond which tensor parallelism is slow

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -253,14 +252,3 @@ def test_one_file_of_a_series_names_the_folder(titan, folder, tmp_path):
         code, out, err = titan("convert", "hf-to-dcp", part, tmp_path / "dcp")
         assert (code, out) == (2, "") and "a part of a checkpoint" in err and err.endswith(f"try: {tmp_path}\n")
     assert titan("convert", "hf-to-dcp", part, tmp_path / "dcp", "--allow-missing")[0] == 0  # who wants it gets it
-
-
-def test_the_readme_tells_every_command_and_option():
-    readme = (Path(cli.__file__).parents[1] / "README.md").read_text()
-    section = readme[readme.index("## Converting\n") : readme.index("## On disk\n")]
-    group = next(group for group in cli.app.registered_groups if group.name == "convert")
-    for command in group.typer_instance.registered_commands:
-        assert f"`{command.name}" in section
-        page = CliRunner().invoke(cli.app, ["convert", command.name, "--help"]).output
-        options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", page, re.M)) - {"--help", "--to"}  # --to is in the table
-        assert options and {option for option in options if f"`{option}" not in section} == set()
