@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
+from converters.needs import Needs
 from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
 from titan_tools.console import count, non_finite
