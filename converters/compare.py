@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 20  # elements that are widened at a time: float64 and what is c
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class Deviation:
     """How far two tensors of one shape are apart. `num_different` is 0 where only bits or dtypes differ."""
 
     num_different: int
@@ -47,7 +47,7 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
     return None
 
 
-def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Gap | None:
+def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
     """The gap between two tensors of one shape; None where dtype and every bit agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
     sums = _Sums()
@@ -69,11 +69,11 @@ def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[
     if same:
         return None
     if not sums.num_different:
-        return Gap(0, None, 0.0, 0.0, "")
+        return Deviation(0, None, 0.0, 0.0, "")
     squares_a = sums.squares_a + sum(_squares(a.read(name, box)) for box in equal_boxes)
     relative = (sums.squares_gap / squares_a) ** 0.5 if squares_a else inf
     narrower = "B" if rounded.get("B") else "A" if rounded.get("A") else ""
-    return Gap(sums.num_different, sums.first, sums.max_abs, relative, narrower)
+    return Deviation(sums.num_different, sums.first, sums.max_abs, relative, narrower)
 
 
 class _Sums:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
-from converters.compare import Gap, first_differing_block, measure_gap
+from converters.compare import Deviation, first_differing_block, measure_gap
 from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
@@ -96,7 +96,7 @@ def diff(
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
         pairs = [(one.weights, other.weights, one.info or other.info)]
         if both:
-            pairs.append((_Part(one.sections, both), _Part(other.sections, both), None))
+            pairs.append((_SectionsOf(one.sections, both), _SectionsOf(other.sections, both), None))
         total = sum(_common_bytes(x, y) for x, y, _ in pairs)
         num_equal = 0
         with progress(total, "comparing") as advance:
@@ -146,7 +146,7 @@ def _lacking(side: _Side) -> Set[str]:
 
 
 @dataclass(slots=True)
-class _Part:
+class _SectionsOf:
     """The tensors of a source that lie in some sections."""
 
     source: CatalogReader
@@ -202,7 +202,7 @@ def _compare_sources(
     return differences, equal
 
 
-def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo | None) -> Difference:
+def _tell(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info: ModelInfo | None) -> Difference:
     x, y = a.tensors[name], b.tensors[name]
     total = Box.whole(x.shape).num_elements
     dtypes = [f"{x.dtype} in A, {y.dtype} in B"] if x.dtype != y.dtype else []

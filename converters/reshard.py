@@ -35,10 +35,10 @@ from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
-from converters.training.contents import Contents, collect
+from converters.training.contents import ReshardedContents, collect
 from converters.training.sections import (
     MODEL,
-    Training,
+    TrainingCheckpoint,
     find_sections,
     tell_loader_state,
     tell_rng_state,
@@ -230,14 +230,14 @@ def _only(catalog: Catalog, names: set[str]) -> Catalog:
     )
 
 
-def _stored(source: View, training: Training) -> dict[str, str]:
+def _stored(source: View, training: TrainingCheckpoint) -> dict[str, str]:
     """Name to write → the name in the source's manifest."""
     return {n: training.own_name(held) for n, held in source.ledger.used.items() if held in training.catalog.tensors}
 
 
 def _cut(
     tensors: Mapping[str, TensorInfo],
-    contents: Contents,
+    contents: ReshardedContents,
     *,
     mesh: MeshShape | None,
     num_files: int | None,

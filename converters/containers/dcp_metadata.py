@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorInfo
-from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, Place
+from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, StorageLocation
 from converters.containers.paths import checked_file_name
 from converters.containers.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
 from converters.containers.tensor_pickle import UNCOVERED_DTYPES, DTypeName
@@ -40,7 +40,7 @@ class _ChunkBox(_Record):
     __slots__ = ()
 
 
-class _Properties(_Record):
+class _TensorProperties(_Record):
     __slots__ = ()
 
 
@@ -70,13 +70,13 @@ _STUBS: Stubs = {
     (METADATA_MODULE, "TensorStorageMetadata"): _Tensor,
     (METADATA_MODULE, "BytesStorageMetadata"): _Bytes,
     (METADATA_MODULE, "ChunkStorageMetadata"): _ChunkBox,
-    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "TensorProperties"): _TensorProperties,
     (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _Ignored,
     (METADATA_MODULE, "StorageMeta"): _Ignored,
     (METADATA_MODULE, "MetadataIndex"): _Index,
     (FILESYSTEM_MODULE, "_StorageInfo"): _StorageInfo,
     # torch before 2.2 and OLMo-core: the same records under other names
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _TensorProperties,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
     **{
         (f"torch.distributed._shard.checkpoint.{module}", name): stub
@@ -215,7 +215,7 @@ def _integers(values: Any) -> tuple[int, ...]:
     return checked
 
 
-def _dtype(properties: _Properties, fqn: str) -> str:
+def _dtype(properties: _TensorProperties, fqn: str) -> str:
     """The element type, or what stands against reading the tensor: then it is no name of ours."""
     dtype, layout = properties.state[0], properties.state[1]
     if not isinstance(dtype, DTypeName):
@@ -227,19 +227,21 @@ def _dtype(properties: _Properties, fqn: str) -> str:
 
 def dump_metadata(catalog: Catalog) -> bytes:
     """The `.metadata` of a catalog whose chunks all carry `item`: protocol 4, version 1.0.0, no Path in it."""
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[StorageLocation]] = {}
     for entry in catalog.tensors.values():
         assert all(c.item is not None for c in entry.chunks), f"{entry.fqn}: a chunk without its item has no place"
-        places[entry.fqn] = [Place(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item]
+        places[entry.fqn] = [
+            StorageLocation(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item
+        ]
     for blob in catalog.blobs.values():
-        places[blob.fqn] = [Place(None, blob.file, blob.byte_offset, blob.length)]
+        places[blob.fqn] = [StorageLocation(None, blob.file, blob.byte_offset, blob.length)]
     tensors = {fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
     return dump_places(tensors, places, planner_data=catalog.planner_data)
 
 
 def dump_places(
     tensors: Mapping[str, TensorInfo],
-    places: Mapping[str, Sequence[Place]],
+    places: Mapping[str, Sequence[StorageLocation]],
     *,
     planner_data: Mapping[str, tuple[Any, ...]],
 ) -> bytes:

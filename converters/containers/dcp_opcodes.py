@@ -12,7 +12,7 @@ FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
 _END_RECORD = b"ub"
 
 
-class Place(NamedTuple):
+class StorageLocation(NamedTuple):
     """Where the item of a box lies: file, first byte, length. A plain value has no box."""
 
     box: Box | None
@@ -119,7 +119,7 @@ class MetadataEmitter:
         inner = b"".join([self.integer(part) if type(part) is int else self.text(str(part)) for part in parts])
         return b"(" + inner + b"t"
 
-    def places(self, fqn: str, places: Iterable[Place]) -> bytes:
+    def places(self, fqn: str, places: Iterable[StorageLocation]) -> bytes:
         """MetadataIndex and _StorageInfo of each: half a million of them, so what they share is joined beforehand."""
         text, size, integer = self.text, self.size, self.integer
         parts: list[bytes] = []

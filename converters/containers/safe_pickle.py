@@ -37,7 +37,7 @@ class Sealed(type):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedClass:
     """In place of a stand-in: harmless, well known, and not covered. `what` says what it would have been."""
 
     what: str
@@ -84,7 +84,7 @@ class _Reader(pickle.Unpickler):
                 hint="a pickle that names anything but tensors and plain values could run code; nothing of it was run "
                 "(of a whole model or optimizer, save the state_dict())",
             )
-        if isinstance(stub, Refused):
+        if isinstance(stub, RefusedClass):
             raise UnsupportedError(
                 f"{self._what}: holds {stub.what}, which is not covered",
                 hint="make plain tensors of it (.dequantize(), .to_dense(), .full_tensor()) and save them again",

@@ -8,7 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
-from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
+from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
 from converters.dtypes import DTYPES, itemsize
 from converters.errors import UnsupportedError, list_offenders
 from converters.manifest import FileSum
@@ -48,10 +48,10 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
         file_bytes[HF_INDEX] = len(index)
 
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        segments = {file: [Segment(0, len(header), crc32(header))] for file, header in headers.items()}
+        segments = {file: [ChecksummedRange(0, len(header), crc32(header))] for file, header in headers.items()}
         for slot, crc in zip(slots, crcs, strict=True):
             length = slot.box.num_elements * itemsize(slot.dtype)
-            segments[slot.file].append(Segment(slot.byte_offset, length, crc))
+            segments[slot.file].append(ChecksummedRange(slot.byte_offset, length, crc))
         for file, header in headers.items():
             write_at(folder / file, [(0, header)])
         sums = {file: joined(parts) for file, parts in segments.items()}

@@ -25,7 +25,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ChecksummedRange:
     """Bytes of a file with their CRC32, in file order; a file's own CRC32 is joined from them."""
 
     byte_offset: int
@@ -53,7 +53,7 @@ class Target:
         return sum(self.file_bytes.values())
 
 
-def joined(segments: Iterable[Segment]) -> FileSum:
+def joined(segments: Iterable[ChecksummedRange]) -> FileSum:
     """Size and CRC32 of a file from its segments. They must follow each other without a gap."""
     size = crc = 0
     for segment in sorted(segments, key=lambda s: (s.byte_offset, s.length)):  # an empty one before what follows it

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from converters.catalog import TensorInfo
-from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, Refused, Sealed, Stubs, safe_load
+from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, RefusedClass, Sealed, Stubs, safe_load
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
 from converters.errors import CheckpointError, UnsupportedError
 
@@ -95,7 +95,7 @@ TENSOR_STUBS: Stubs = {
     **{("torch", storage): StorageType(name) for storage, name in BY_TORCH_STORAGE.items()},
     **{("torch", name): DTypeName(name) for name in (*DTYPES, *UNCOVERED_DTYPES)},
     **{
-        ("torch._utils", name): Refused(f"a {kind} tensor")
+        ("torch._utils", name): RefusedClass(f"a {kind} tensor")
         for name, kind in (
             ("_rebuild_sparse_tensor", "sparse"),
             ("_rebuild_nested_tensor", "nested"),
@@ -107,7 +107,7 @@ TENSOR_STUBS: Stubs = {
     },
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
-    ("torch.distributed.tensor", "DTensor"): Refused("a DTensor, of which one file has one rank's part"),
+    ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which one file has one rank's part"),
 }
 
 

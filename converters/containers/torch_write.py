@@ -8,7 +8,7 @@ from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
-from converters.containers.target import Segment, Slot, Target, joined, write_at
+from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
 from converters.dtypes import itemsize
 from converters.manifest import FileSum
@@ -41,8 +41,8 @@ def plan_torch(
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
         written = pieces(crcs)
         write_at(folder / file, written)
-        segments = [Segment(offset, len(data), crc32(data)) for offset, data in written]
-        segments += [Segment(s.byte_offset, n, crc) for s, n, crc in zip(slots, sizes, crcs, strict=True)]
+        segments = [ChecksummedRange(offset, len(data), crc32(data)) for offset, data in written]
+        segments += [ChecksummedRange(s.byte_offset, n, crc) for s, n, crc in zip(slots, sizes, crcs, strict=True)]
         return {file: joined(segments)}
 
     *before_data, (last_offset, last) = pieces([0] * len(owners))

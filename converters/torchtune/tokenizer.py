@@ -35,7 +35,7 @@ _RELEASED = (128000, 128256)  # ranks and vocabulary of Meta's releases, whose i
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizer:
+class TorchtuneTokenizer:
     """What a recipe says of the tokenizer, and the file of special tokens that has to be written for it, if any."""
 
     component: str
@@ -62,12 +62,12 @@ class Tokenizer:
         return written
 
 
-def find_tokenizer(info: ModelInfo) -> Tokenizer:
+def find_tokenizer(info: ModelInfo) -> TorchtuneTokenizer:
     """Raises CheckpointError or UnsupportedError where torchtune can open none that the checkpoint has."""
     path, in_json = info.assets.get(TIKTOKEN_MODEL), info.assets.get(TOKENIZER_JSON)
     if path is not None:
         if not looks_like_tiktoken(path):
-            return Tokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
+            return TorchtuneTokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
         ranks: Mapping[bytes, int] = read_ranks(path)
     elif in_json is not None:
         ranks = _ranks_of(in_json)
@@ -78,7 +78,7 @@ def find_tokenizer(info: ModelInfo) -> Tokenizer:
     special_tokens = None
     if len(ranks) != _RELEASED[0] or info.args.vocab_size < _RELEASED[1]:
         special_tokens = _special_tokens(info, len(ranks))
-    return Tokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
+    return TorchtuneTokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
 
 
 def _ranks_of(tokenizer_json: Path) -> Mapping[bytes, int]:

@@ -16,7 +16,7 @@ from converters.view import Ledger, View
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ReshardedContents:
     """What will be written: every name of it, and where it comes from."""
 
     source: View
@@ -29,7 +29,9 @@ class Contents:
     unknown: Sequence[str]
 
 
-def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool) -> Contents:
+def collect(
+    reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool
+) -> ReshardedContents:
     """Gather what the sections of `reader` become. Raises CheckpointError where the optimizer does not fit."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
@@ -49,7 +51,7 @@ def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, st
     view = View(source, {n: source.tensors[held] for n, held in used.items()}, row_orders, Ledger(used))
     read = cache(reader.read_blob)  # a group's settings go to each of its parameters
     paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*used, *copied, *items)}
-    return Contents(
+    return ReshardedContents(
         source=view,
         parameters=names.parameters,
         moments=optimizer.moments,

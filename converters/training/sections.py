@@ -15,7 +15,7 @@ _OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizer_state_dict", "optimizer_state"
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingCheckpoint:
     """A training checkpoint whose optimizer lies at `optimizer.`; `stored`: name here → the checkpoint's own name."""
 
     catalog: Catalog
@@ -25,7 +25,7 @@ class Training:
         return self.stored.get(name, name)
 
 
-def with_titan_sections(catalog: Catalog) -> Training:
+def with_titan_sections(catalog: Catalog) -> TrainingCheckpoint:
     """`app.optim.state…` becomes `optimizer.state…`, and what lies beside it in `app` moves up as well."""
     names = [*catalog.tensors, *catalog.blobs]
     places = {place for name in names if (place := _optimizer_place(catalog.path_of(name)))}
@@ -34,7 +34,7 @@ def with_titan_sections(catalog: Catalog) -> Training:
         raise UnsupportedError(f"{catalog.root} holds several optimizers:{list_offenders(found)}")
     place = next(iter(places), (OPTIMIZER,))
     if place == (OPTIMIZER,):
-        return Training(catalog, {})
+        return TrainingCheckpoint(catalog, {})
     paths = {name: _moved(catalog.path_of(name), place) for name in names}
     new = {name: ".".join(map(str, path)) for name, path in paths.items()}
     if len(set(new.values())) < len(new):
@@ -47,7 +47,7 @@ def with_titan_sections(catalog: Catalog) -> Training:
         planner_data={new[n]: path for n, path in paths.items()},
         stored={new[n]: own for n, own in catalog.stored.items() if n in new},
     )
-    return Training(moved, {moved: name for name, moved in new.items() if moved != name})
+    return TrainingCheckpoint(moved, {moved: name for name, moved in new.items() if moved != name})
 
 
 def find_sections(catalog: Catalog, weights: Iterable[str]) -> dict[str, str]:
