@@ -18,7 +18,7 @@ from converters.errors import CheckpointError, list_offenders
 from converters.manifest import TensorSum, write_manifest
 from converters.needs import require_room
 from converters.source_check import Vouched
-from converters.unfinished import GO_ON, making
+from converters.staging import GO_ON, making
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
 

@@ -9,7 +9,7 @@ from converters.containers.target import Target
 from converters.engine.copy import UNIT_BYTES
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.sizes import MIB
-from converters.unfinished import bytes_left_behind
+from converters.staging import bytes_left_behind
 
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
 # A disk that writes slower than that sets the pace instead.

@@ -7,9 +7,9 @@ from pathlib import Path
 from converters.containers.safetensors import is_of_series
 from converters.containers.torch_folder import open_file
 from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
-from converters.folder import FOREIGN, HF_ENTRIES
 from converters.model_info import says_model
 from converters.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
+from converters.weight_files import FOREIGN, HF_ENTRIES
 
 
 def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[str]) -> TitanError:

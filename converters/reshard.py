@@ -36,6 +36,7 @@ from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.training.contents import ReshardedContents, collect
+from converters.training.parameter_names import read_spelling
 from converters.training.sections import (
     MODEL,
     TrainingCheckpoint,
@@ -44,7 +45,6 @@ from converters.training.sections import (
     tell_rng_state,
     with_titan_sections,
 )
-from converters.training.spelling import read_spelling
 from converters.view import View
 
 # Tensors that every rank needs whole (step counters, RNG states) lie together, not in some rank's large file

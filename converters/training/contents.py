@@ -10,8 +10,8 @@ from converters.engine.read import CatalogReader
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
+from converters.training.parameter_names import Spelling
 from converters.training.sections import MODEL
-from converters.training.spelling import Spelling
 from converters.view import Ledger, View
 
 
