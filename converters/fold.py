@@ -1,4 +1,4 @@
-"""Many tensors that differ in numbers only as one line: `layers.{0..31}.attention.wq.weight`, experts likewise."""
+"""Fold tensors whose names differ only in numbers into one line: `layers.{0..31}.attention.wq.weight`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a name part that is a number
-_DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # not those of `{0..31}`, nor one in front of numbers
+_DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # except within `{0..31}` and before numbers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """Tensors that differ in numbers of their names only. `num_bytes` and `num_chunks` are of all of them together."""
+    """Tensors whose names differ only in numbers. `num_bytes` and `num_chunks` are sums."""
 
     name: str  # layers.{0..31}.attention.wq.weight
     section: str
@@ -24,7 +24,7 @@ class TensorLine:
 
 
 def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
-    """Lines of one tensor each, folded where dtype, shape and all but the numbers agree; in order of appearance.
+    """Fold lines of one tensor each where dtype, shape and all but the numbers agree; in order of appearance.
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
@@ -45,7 +45,7 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 
 
 def fold_texts(texts: Iterable[str]) -> list[str]:
-    """Texts that name a tensor each, those that differ in the numbers of names only as one; in order of appearance."""
+    """Fold texts that each name a tensor and differ only in the numbers of names; in order of appearance."""
     return [line.name for line in fold_lines(TensorLine(text, "", "", (), 1, 0, 0) for text in texts)]
 
 
@@ -75,7 +75,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """A row of the tree of names: a tensor line, or a part of names with the sums of what lies below."""
+    """A row of the tree of names: a tensor line, or a part of names with the sums of its children."""
 
     depth: int
     name: str
@@ -86,7 +86,7 @@ class TreeRow:
 
 
 def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
-    """Lines as a tree of their names' parts. A part with one child only shares a row with it (`wq.weight`)."""
+    """The lines as a tree of the parts of their names. A part with a single child shares its row (`wq.weight`)."""
     root: dict[Any, Any] = {}
     for line in lines:
         node = root

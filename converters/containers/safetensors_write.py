@@ -1,4 +1,4 @@
-"""Plan a safetensors output: one file, or `model-0000i-of-0000n` with an index, as transformers expects them."""
+"""Plan a safetensors output: one file, or `model-0000i-of-0000n` with an index, as transformers expects."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from converters.errors import UnsupportedError, list_offenders
 from converters.manifest import FileSum
 from converters.names import HF_INDEX, HF_SINGLE
 
-DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers cuts at
+DEFAULT_SHARD_BYTES = 5_000_000_000  # the default of transformers
 
 
 def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Target:
@@ -63,7 +63,7 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
 
 
 def _lay_out(file: str, fqns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[Slot], int]:
-    # Wide types first: then every tensor is aligned to its own element size, whatever sizes stand in front of it.
+    # Wide types first: then every tensor is aligned to its own element size, whatever precedes it.
     ordered = sorted(fqns, key=lambda fqn: -itemsize(tensors[fqn].dtype))
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0

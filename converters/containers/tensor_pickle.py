@@ -1,4 +1,4 @@
-"""What torch pickles for a tensor: read it as a reference into a storage, and write it, both without torch."""
+"""Read and write torch's pickles of tensors without torch; a tensor is read as a reference into a storage."""
 
 import struct
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, RefusedCla
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
 from converters.errors import CheckpointError, UnsupportedError
 
-# torch's element types that are no plain numbers of whole bytes, or that nothing here can convert
+# torch's element types that are not plain numbers of whole bytes, or that cannot be converted
 UNCOVERED_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
@@ -21,14 +21,14 @@ UNCOVERED_DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A typed storage class of torch, by our dtype name; "" is UntypedStorage, which counts in bytes."""
+    """A typed storage class of torch, by dtype name; "" is UntypedStorage, which counts in bytes."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeName:
-    """A torch dtype as a pickle names it."""
+    """A torch dtype in a pickle."""
 
     name: str
 
@@ -73,15 +73,15 @@ class _RebuildParameter(metaclass=Sealed):
 
 
 class _PlainTensor(metaclass=Sealed):
-    """Stands in for torch.Tensor where a pickle names it as the class of a tensor."""
+    """Stub of torch.Tensor as the class of a tensor."""
 
 
 class _RebuildFromType(metaclass=Sealed):
-    """A tensor with attributes: FSDP1 hangs its marks on those of a full state dict. They are left out."""
+    """A tensor with attributes: FSDP1 adds them to those of a full state dict. They are left out."""
 
     def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[no-untyped-def]
         if kind is not _PlainTensor or rebuild not in (_RebuildV2, _RebuildV3):
-            raise UnsupportedError("a tensor of a class of its own, which is not covered")
+            raise UnsupportedError("a tensor of a custom class, which is not covered")
         return rebuild(*arguments)
 
 
@@ -107,7 +107,7 @@ TENSOR_STUBS: Stubs = {
     },
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
-    ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which one file has one rank's part"),
+    ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which a file has only one rank's part"),
 }
 
 

@@ -18,11 +18,11 @@ from converters.names import META_SHARD
 def plan_torch(
     tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[str, str] | None = None, root: str = "archive"
 ) -> Target:
-    """A Target with the tensors in their order in one file; data starts at multiples of 64, so it can be mapped.
+    """A Target with the tensors in their order in one file; data is aligned to 64 bytes, for memory mapping.
 
-    `shared`: name → the tensor whose data it is too. That is written once, as torch.save does for tied weights, and
-    torch.load gives two tensors over one storage. `root`: the folder inside the zip, which torch.save names after the
-    file it was first saved to.
+    `shared`: name → the tensor that it shares its data with (tied weights). The data is written once, as torch.save
+    does, and torch.load returns two tensors over one storage. `root`: the folder inside the
+    zip, which torch.save names after the file it was first saved to.
     """
     shared = shared or {}
     owners = [fqn for fqn in tensors if fqn not in shared]
@@ -62,8 +62,8 @@ def plan_meta(
 ) -> Target:
     """A Target of `num_shards` files. `dims`: the dim that is cut into equal parts; None: whole in every file.
 
-    `shared` is plan_torch's, and is so within each file. The zip's folder has the file's name, as torch.save gives it:
-    a reader can tell shards that changed places.
+    `shared` applies within each file, as in plan_torch. The zip's folder has the file's name, as with torch.save: a
+    reader can detect renamed shards.
     """
     parts: list[Target] = []
     slots: list[Slot] = []
