@@ -40,9 +40,9 @@ from converters.training.parameter_names import read_spelling
 from converters.training.sections import (
     MODEL,
     TrainingCheckpoint,
+    describe_loader_state,
+    describe_rng_state,
     find_sections,
-    tell_loader_state,
-    tell_rng_state,
     with_titan_sections,
 )
 from converters.view import View
@@ -127,7 +127,7 @@ def reshard(
     if mesh is not None:
         check_mesh(mesh, spelling.info.args)
     kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
-    loader_state = tell_loader_state([*kept.tensors, *kept.blobs], mesh)
+    loader_state = describe_loader_state([*kept.tensors, *kept.blobs], mesh)
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
         vouched = vouched_for(training.catalog, _stored(contents.source, training))
@@ -173,7 +173,7 @@ def reshard(
         if spelling.names.are_native
         else f"names: {spelling.naming} in the source; now as `titan train` writes them",
         loader_state,
-        tell_rng_state(names, mesh),
+        describe_rng_state(names, mesh),
         _describe_unknown(contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, vouched),

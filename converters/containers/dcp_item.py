@@ -1,7 +1,8 @@
 """One item of a `.distcp` file: a torch.save zip with one chunk or one plain value, read and written without torch.
 
 Writing needs only the item's head and tail around the raw data. The trainer's StorageWriter uses the same three
-functions for tensors in memory: `item_layout` to place, `item_shell` once the data's CRC32 is known, `blob_item` for values.
+functions for tensors in memory: `item_layout` for the sizes, `item_shell` once the data's CRC32 is known, and
+`blob_item` for values.
 """
 
 import pickle

@@ -1,4 +1,4 @@
-"""What a resharded checkpoint will hold: every name, where its values come from, and its place in the state dict."""
+"""Plan the contents of a resharded checkpoint: names, the source of values, and keys in the state dict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from converters.view import Ledger, View
 
 @dataclass(frozen=True, slots=True)
 class ReshardedContents:
-    """What will be written: every name of it, and where it comes from."""
+    """What is written: all names, and where their values come from."""
 
     source: View
     parameters: Sequence[Parameter]
@@ -32,13 +32,13 @@ class ReshardedContents:
 def collect(
     reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool
 ) -> ReshardedContents:
-    """Gather what the sections of `reader` become. Raises CheckpointError where the optimizer does not fit."""
+    """Plan all sections of `reader`. Raises CheckpointError where the optimizer does not match the model."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
     used = {fqn: name for fqn, name in spelling.weights.items() if name in reader.tensors}
     row_orders = {fqn: order for fqn, order in names.row_orders.items() if fqn in used} | optimizer.row_orders
     used |= optimizer.tensors | {name: name for name in optimizer.numbers}
-    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: where their bytes lie; or made here
+    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: entries that are copied, and new items
     others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
     for name in others:
         if name in reader.catalog.blobs:
@@ -64,7 +64,7 @@ def collect(
 
 
 def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:
-    """Where an entry lies in the nested state dict: as it did, or as the trainer nests what is translated."""
+    """The keys of an entry in the nested state dict: unchanged, or the trainer's for translated entries."""
     if spelling.names.are_native or sections.get(name, MODEL) not in (MODEL, OPTIMIZER):
         return catalog.path_of(name)
     head, _, rest = name.partition(".")
