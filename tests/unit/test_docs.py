@@ -143,6 +143,13 @@ def test_the_cli_reference_has_every_command_and_option():
         assert " ".join(command.help.split("\n\n")[0].split())[:40] in " ".join(part.replace("&lt;", "<").split())
 
 
+def test_extensions_import_only_the_public_api():
+    text = (ROOT / "docs" / "extend.md").read_text()
+    python = "\n".join(re.findall(r"```python.*?\n(.*?)```", text, re.S))
+    modules = set(re.findall(r"^\s*(?:from|import) ((?:converters|trainer|titan_tools)[\w.]*)", python, re.M))
+    assert modules and modules <= {"converters.api", "trainer.api", "titan_tools.api"}
+
+
 def test_the_site_builds_without_warnings(tmp_path, monkeypatch):
     from mkdocs.commands.build import build
     from mkdocs.config import load_config as load_site
