@@ -17,7 +17,7 @@ from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
 from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
-from converters.manifest import read_manifest
+from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, says_model
 from converters.open import open_checkpoint
 from converters.view import View, foreign_view
@@ -119,7 +119,7 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
     for catalog, place in zip(catalogs, places, strict=True):
         if model_from or any(says):
             # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
-            partial = read_manifest(catalog.root) is not None
+            partial = manifest_of(catalog) is not None
             opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
             weights, info = opened.source, opened.info
         else:

@@ -14,7 +14,7 @@ from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
-from converters.manifest import read_manifest
+from converters.manifest import manifest_of
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, says_model
 from converters.names import OPTIMIZER
@@ -86,7 +86,7 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         lines=tuple(fold_lines(lines) if fold else lines),
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
-        has_manifest=read_manifest(catalog.root) is not None,
+        has_manifest=manifest_of(catalog) is not None,
         notes=tuple(catalog.notes),
         parts=parts,
     )

@@ -14,9 +14,8 @@ from converters.families.base import all_numbers
 from converters.families.registry import get_family
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
-from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, find_model_file, read_model_info
-from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
+from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
 
 _VERSION = "transformers_version"  # in a file of settings: differs with who saved it
 
@@ -73,7 +72,9 @@ def find_model_info(
         raise ConfigError(
             f"--model-from {place} contradicts what {catalog.root} says of itself:" + list_offenders(problems),
             hint=way_out,
-            tries=[f"titan verify {catalog.root} --accept, after a change"] if read_manifest(catalog.root) else [],
+            tries=[f"titan verify {catalog.root} --accept, after a change"]
+            if (catalog.root / MANIFEST).exists()
+            else [],
         )
     if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json says all of them
         own = replace(own, untranslated=given.untranslated)

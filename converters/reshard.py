@@ -32,12 +32,18 @@ from converters.manifest import list_files
 from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs
-from converters.open import open_checkpoint, require_there
+from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.training.contents import Contents, collect
-from converters.training.loader_state import tell_loader_state, tell_rng_state
-from converters.training.sections import MODEL, Training, find_sections, with_titan_sections
+from converters.training.sections import (
+    MODEL,
+    Training,
+    find_sections,
+    tell_loader_state,
+    tell_rng_state,
+    with_titan_sections,
+)
 from converters.training.spelling import read_spelling
 from converters.view import View
 
@@ -103,7 +109,7 @@ def reshard(
     weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
-    require_there(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
+    require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     check_places(src, dst, overwrite=overwrite)
     _check_choice(mesh, num_files, shard_bytes)
     catalog = open_checkpoint(src)

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo
-from converters.copies import require_equal_copies
+from converters.compare import BLOCK_BYTES
+from converters.containers.registry import CONTAINERS
+from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, Naming
 from converters.families.registry import get_family
+from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
 from converters.names import section_of
@@ -117,7 +120,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 def _nest(catalog: Catalog) -> tuple | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
-    if catalog.container not in ("dcp", "torch"):
+    if not CONTAINERS[catalog.container].keeps_sections:
         return None
     sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
     total = sum(sizes.values())
@@ -129,4 +132,23 @@ def _nest(catalog: Catalog) -> tuple | None:
 
 def _is_beside(catalog: Catalog, name: str) -> bool:
     """Whether a tensor lies in a section such as the optimizer: by its name, as DCP flattens state dicts."""
-    return catalog.container in ("dcp", "torch") and section_of(name) != "model"
+    return CONTAINERS[catalog.container].keeps_sections and section_of(name) != "model"
+
+
+def require_equal_copies(reader: CatalogReader) -> None:
+    """Raise CheckpointError with every copy whose bits are not those of its tensor. Reads both, block by block."""
+    problems = []
+    for fqn, copies in reader.catalog.copies.items():
+        entry = reader.catalog.tensors[fqn]
+        for chunk in copies:
+            alone = Catalog(reader.catalog.root, reader.catalog.container, {fqn: replace(entry, chunks=(chunk,))})
+            with CatalogReader(alone) as copy:
+                blocks = row_blocks(chunk.box, itemsize(entry.dtype), BLOCK_BYTES)
+                if any(reader.read(fqn, box).tobytes() != copy.read(fqn, box).tobytes() for box in blocks):
+                    problems.append(f"{fqn}: {chunk.file}")
+    if problems:
+        raise CheckpointError(
+            f"{reader.catalog.root}: shards hold other values of what they all must hold alike:"
+            + list_offenders(problems),
+            hint="each is compared with the first shard that has it; one is damaged, or of another model",
+        )

@@ -5,6 +5,7 @@ import re
 import select
 
 from converters.errors import TitanError
+from converters.sizes import GIB
 
 PIPE_CLOSED = 141  # what a shell reports for a program that SIGPIPE ended; 1 would mean a failed check
 _ABOUT_THE_MACHINE = {
@@ -13,7 +14,6 @@ _ABOUT_THE_MACHINE = {
 }  # fmt: skip
 # Messages of torch, CUDA, cuBLAS and NCCL for out of memory that come as a plain RuntimeError
 _ABOUT_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-_GIB = 1024**3
 
 
 def as_machine_error(error: OSError) -> TitanError | None:
@@ -31,7 +31,7 @@ def as_memory_error(error: BaseException) -> TitanError | None:
         return None
     hint = "a limit of this machine, container or shell"
     if requested := re.search(r"tried to allocate (\d+) bytes", str(error)):  # torch on a CPU
-        hint = f"an allocation of {int(requested[1]) / _GIB:.2f} GiB was refused: {hint}"
+        hint = f"an allocation of {int(requested[1]) / GIB:.2f} GiB was refused: {hint}"
     elif isinstance(error, RuntimeError) and str(error):  # CUDA's message names the GPU and its memory
         hint = f"{str(error).splitlines()[0]:.250}"
     return TitanError("out of memory", hint=hint)

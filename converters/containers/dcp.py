@@ -3,9 +3,12 @@
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.containers.base import Container, FolderFiles
 from converters.containers.dcp_metadata import DcpEntries, parse_metadata
 from converters.containers.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
 from converters.containers.paths import checked_file_size
+from converters.containers.sniff import refuse_strange_files
+from converters.cover import require_cover
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.names import DCP_METADATA
 
@@ -67,3 +70,19 @@ def _refuse_safetensors_inside(path: Path, file: str) -> None:
             hint="it was saved with SerializationFormat.SAFETENSORS; save it again without, or with "
             "HuggingFaceStorageWriter",
         )
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    refuse_strange_files(files.path, files.dcp_metadata, pickles=True)
+    return require_cover(read_catalog(files.path))
+
+
+DCP = Container(
+    name="dcp",
+    called="a DCP checkpoint",
+    title="DCP",
+    suffixes=(".distcp",),
+    find=lambda files: f"DCP ({files.dcp_metadata[0]})" if files.dcp_metadata else "",
+    open_folder=_open_folder,
+    keeps_sections=True,
+)

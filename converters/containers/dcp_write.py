@@ -12,8 +12,7 @@ from converters.containers.dcp_item import item_layout, item_shell
 from converters.containers.dcp_metadata import dump_places
 from converters.containers.dcp_opcodes import Place
 from converters.containers.paths import checked_file_name
-from converters.containers.target import Segment, Slot, Target, joined
-from converters.containers.write_at import write_at, write_file
+from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import FileSum

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
 from converters.containers import torch_file
+from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.sniff import refuse_strange_files
 from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.families.base import ModelArgs, Parameter
 from converters.families.registry import read_meta_params
@@ -257,3 +259,18 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
             doubles.append(f"{file}: holds what {other} holds")
     if doubles:
         raise CheckpointError(f"{path}: a shard is there twice:" + list_offenders(doubles))
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    refuse_strange_files(files.path, files.meta)
+    return read_catalog(files.path)
+
+
+META = Container(
+    name="meta",
+    called="an original Meta release",
+    title="Meta's original format",
+    suffixes=(),  # those of torch files
+    find=lambda files: name_some(files.meta),
+    open_folder=_open_folder,
+)

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.paths import checked_file_name, checked_file_size
+from converters.containers.sniff import refuse_strange_files
 from converters.containers.tensor_pickle import row_major
+from converters.cover import require_cover
 from converters.dtypes import BY_SAFETENSORS, itemsize
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.json_file import parse_json, read_json
@@ -244,3 +247,31 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse it, and so must we
         raise CheckpointError(f"{path}: the safetensors header is no JSON object")
     return parse_json(raw, what=str(path)), 8 + length
+
+
+def _find(files: FolderFiles) -> str:
+    if files.entry:
+        return files.entry if _is_entry(files.entry) else ""
+    return name_some(files.safetensors)
+
+
+def _is_entry(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    one_file = files.entry.endswith(".safetensors")
+    refuse_strange_files(files.path, [files.entry] if one_file else files.safetensors)
+    return require_cover(read_catalog(files.path, files.entry))
+
+
+SAFETENSORS = Container(
+    name="safetensors",
+    called="a Hugging Face checkpoint (safetensors)",
+    title="safetensors",
+    suffixes=(".safetensors",),
+    find=_find,
+    open_folder=_open_folder,
+    has_checksums=False,
+    is_for_transformers=True,
+)

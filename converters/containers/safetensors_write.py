@@ -8,8 +8,7 @@ from pathlib import Path
 from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
-from converters.containers.target import Segment, Slot, Target, joined
-from converters.containers.write_at import write_at, write_file
+from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
 from converters.dtypes import DTYPES, itemsize
 from converters.errors import UnsupportedError, list_offenders
 from converters.manifest import FileSum

@@ -1,17 +1,18 @@
-"""Plan a torch file: a flat dict of tensors in one zip, as torch.save writes it. torch is not imported."""
+"""Plan torch files as torch.save writes them, without torch: one dict of tensors, or the shards of a Meta release."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
-from converters.containers.target import Segment, Slot, Target, joined
+from converters.containers.target import Segment, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
-from converters.containers.write_at import write_at
 from converters.dtypes import itemsize
 from converters.manifest import FileSum
+from converters.names import META_SHARD
 
 
 def plan_torch(
@@ -50,3 +51,45 @@ def plan_torch(
         for fqn, (offset, data) in zip(owners, before_data, strict=True)
     ]
     return Target(dict(tensors), slots, {file: last_offset + len(last)}, finish)
+
+
+def plan_meta(
+    tensors: Mapping[str, TensorInfo],
+    *,
+    num_shards: int,
+    dims: Mapping[str, int | None],
+    shared: Mapping[str, str],
+) -> Target:
+    """A Target of `num_shards` files. `dims`: the dim that is cut into equal parts; None: whole in every file.
+
+    `shared` is plan_torch's, and is so within each file. The zip's folder has the file's name, as torch.save gives it:
+    a reader can tell shards that changed places.
+    """
+    parts: list[Target] = []
+    slots: list[Slot] = []
+    for index in range(num_shards):
+        boxes = {name: _part(info.shape, dims[name], num_shards, index) for name, info in tensors.items()}
+        held = {name: TensorInfo(info.dtype, boxes[name].sizes) for name, info in tensors.items()}
+        file = META_SHARD.format(index=index)
+        part = plan_torch(held, file=file, shared=shared, root=Path(file).stem)
+        parts.append(part)
+        slots += [replace(slot, box=boxes[slot.fqn]) for slot in part.slots]
+
+    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
+        files: dict[str, FileSum] = {}
+        start = 0
+        for part in parts:
+            files |= part.finish(folder, crcs[start : start + len(part.slots)])
+            start += len(part.slots)
+        return files
+
+    return Target(dict(tensors), slots, {f: n for part in parts for f, n in part.file_bytes.items()}, finish)
+
+
+def _part(shape: tuple[int, ...], dim: int | None, num_shards: int, index: int) -> Box:
+    if dim is None:
+        return Box.whole(shape)
+    size, rest = divmod(shape[dim], num_shards)
+    assert not rest, f"{shape[dim]} cannot be cut into {num_shards} equal parts"
+    offsets = tuple(index * size if d == dim else 0 for d in range(len(shape)))
+    return Box(offsets, tuple(size if d == dim else n for d, n in enumerate(shape)))

@@ -31,7 +31,7 @@ class CatalogReader:
             fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()
         }
         self._files = OpenFiles(catalog.root)
-        self._files.watch({chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks})
+        self._files.watch(catalog.tensor_files)
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 

@@ -3,21 +3,21 @@
 torchtune opens a single one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from converters.assets import write_assets, write_tokenizer_for_meta
-from converters.containers.meta_write import plan_meta
-from converters.containers.target import Target
 from converters.errors import ConfigError, UnsupportedError
-from converters.families.base import Family, ModelArgs, Naming
-from converters.formats.base import Contents, Output, OutputOptions
-from converters.layout import uneven_over_tp
-from converters.model_info import meta_params, write_meta_params, write_model_info
-from converters.names import META_PARAMS, MODEL_INFO
+from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
-NUM_SHARDS = (1, 2, 4, 8, 16)  # what Meta has released
+if TYPE_CHECKING:
+    from converters.containers.target import Target
+    from converters.families.base import Family, ModelArgs, Naming
+
+NUM_SHARDS = (1, 2, 4, 8, 16)  # that Meta has released
 
 
 def _naming(family: Family, options: OutputOptions) -> Naming:
@@ -27,8 +27,11 @@ def _naming(family: Family, options: OutputOptions) -> Naming:
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
+    from converters.containers.torch_write import plan_meta
+    from converters.model_info import meta_params
+
     family, args = contents.family, contents.info.args
-    meta_params(contents.info)  # raises now where params.json cannot say it, not after the copy
+    meta_params(contents.info)  # raises before the copy where params.json cannot describe the model
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
     dims = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))} | family.meta_shard_dims
@@ -39,6 +42,8 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
 
 def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
     """Raise ConfigError where Meta's code could not run such shards: each has whole heads and an equal part of all."""
+    from converters.layout import uneven_over_tp
+
     possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]
     hint = f"possible for this model: {', '.join(possible)}"
     if num_shards not in NUM_SHARDS:
@@ -48,25 +53,46 @@ def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
 
 
 def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    from converters.assets import write_assets, write_tokenizer_for_meta
+    from converters.model_info import write_meta_params, write_model_info
+    from converters.names import META_PARAMS, MODEL_INFO
+
     info = contents.info
     written = write_assets(folder, info.assets, info.generation)
     written += write_tokenizer_for_meta(folder, info.assets, vocab_size=info.args.vocab_size)
     write_meta_params(folder, info)
-    write_model_info(folder, info)  # params.json cannot say the context length, nor that the output is tied
+    write_model_info(folder, info)  # params.json has no context length and does not say that the output is tied
     return [META_PARAMS, MODEL_INFO, *written]
 
 
 def second_names(used: Mapping[str, str]) -> dict[str, str]:
-    """Target names whose source an earlier target name has too, with that name: the output of a tied model."""
+    """Target name → earlier target name of the same source: the output of a tied model."""
     first: dict[str, str] = {}
     return {name: first[source] for name, source in used.items() if first.setdefault(source, name) != name}
 
 
-META = Output(
+META = Format(
     name="meta",
     called="an original Meta release",
-    takes=frozenset({"num_shards"}),
+    containers=("meta",),
+    takes=("num_shards",),
     naming=_naming,
     plan=_plan,
     write_small_files=_write_small_files,
+    to_dcp=CommandHelp(
+        "Meta's original release to DCP.",
+        "Meta's original release (consolidated.NN.pth, params.json, tokenizer.model) to DCP.",
+        (
+            "meta-to-dcp Llama3.2-1B/original llama-1b-dcp",
+            "meta-to-dcp Llama3.1-70B llama-70b-dcp --for-mesh dp_shard=8 --dry-run",
+        ),
+    ),
+    from_dcp=CommandHelp(
+        "DCP to Meta's original format.",
+        "DCP to Meta's original format (consolidated.NN.pth, params.json); torchtune opens one of a single shard.",
+        (
+            "dcp-to-meta outputs/checkpoint/step-1000 my-model",
+            "dcp-to-meta llama-70b-dcp my-model --num-shards 8 --dtype bfloat16",
+        ),
+    ),
 )

@@ -17,13 +17,13 @@ from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights
+from trainer.job import resolve, resolve_job
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import make_meshes
 from trainer.models import registry as trained_families
 from trainer.models.initialization import Normal
 from trainer.models.registry import get_trainer_family
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import resolve
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
@@ -86,9 +86,8 @@ class Layout:
 
 def build_model(layout: Layout, flavor: str) -> TrainModel:
     """The model of a layout, initialised."""
-    dims = resolve(layout.config(flavor).parallelism, layout.world_size)
-    meshes = make_meshes(dims, "cpu")
-    model = build(layout.config(flavor), args_of(flavor), dims, meshes, torch.device("cpu"))
+    job = resolve_job(layout.config(flavor), layout.world_size, args=args_of(flavor))
+    model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
     model.initialize(SEED)
     return model
 

@@ -62,17 +62,15 @@ def check(
       titan config check debug
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
-    from converters.families.registry import get_family
     from titan_tools.console import note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread
     from trainer.inputs import check_inputs
-    from trainer.parallel_dims import fit_layout, required_world_size
+    from trainer.job import resolve_job
 
     loaded = load_config(config, context.args)
-    args = get_family(loaded.model.name).flavors[loaded.model.flavor]
-    dims = fit_layout(loaded, args, world_size or required_world_size(loaded.parallelism))
-    open_points = check_inputs(loaded)
+    job = resolve_job(loaded, world_size)
+    dims, open_points = job.dims, check_inputs(job)
     if as_json:
         found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
         print_json(found | {"not_checked": open_points})

@@ -56,7 +56,7 @@ def download(
       titan download Qwen/Qwen3-0.6B qwen3-0.6b --revision main
       titan download meta-llama/Llama-3.1-8B --original --exclude '*.safetensors' --dry-run
     """
-    from converters.sizes import tell_bytes
+    from converters.sizes import format_bytes
     from titan_tools.console import count, note, print_json, progress, table
     from titan_tools.hub.download import FileSelection
     from titan_tools.hub.download import download as fetch
@@ -77,8 +77,8 @@ def download(
     for folder in report.stale:
         note(f"{folder} is an unfinished download of another commit; remove it if it is not needed")
     fetched = report.num_fetched_bytes
-    here = "" if fetched == report.num_bytes else f", {tell_bytes(report.num_bytes - fetched)} already downloaded"
-    what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {tell_bytes(report.num_bytes)}"
+    here = "" if fetched == report.num_bytes else f", {format_bytes(report.num_bytes - fetched)} already downloaded"
+    what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {format_bytes(report.num_bytes)}"
     if dry_run:
         table(("file", "bytes", "here"), [(f.name, f.num_bytes, f.num_bytes_here) for f in report.files])
         note(f"{what}{here}; nothing was downloaded")

@@ -1,6 +1,5 @@
 """Download one file over HTTP into a partial file: resume, retry, and verify the hub's checksum."""
 
-import fcntl
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 
 from converters.errors import CheckpointError
+from converters.file_lock import lock_file
 from titan_tools.hub.errors import RESUME
 
 PAUSES_SECS = (1, 2, 4, 8)  # after consecutive failures; a received byte resets the count
@@ -89,11 +89,9 @@ def _append(
 
 def _lock(file: BinaryIO, part: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file.fileno())
     except BlockingIOError:
         raise CheckpointError(f"{part}: another process is downloading this file") from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def check_sum(part: Path, etag: str, *, name: str) -> None:

@@ -120,6 +120,15 @@ def test_files_of_a_mesh_hold_every_element_once(flavor, mesh):
         assert covers(parameter.shape, boxes)
 
 
+def test_what_several_ranks_hold_is_in_the_file_of_the_lowest():
+    parameters, mesh = LLAMA3.parameters(FLAVORS["debug_gqa"]), MeshShape(dp_replicate=2, dp_shard=2, tp=2)
+    files = boxes_for_mesh(parameters, mesh, itemsizes={p.fqn: 2 for p in parameters})
+    for parameter in parameters:
+        lowest = {local_box(parameter, mesh, rank): rank for rank in reversed(range(mesh.world_size))}
+        found = {box: file for file, boxes in files.items() for fqn, box in boxes if fqn == parameter.fqn}
+        assert found == {box: f"__{rank}_0.distcp" for box, rank in lowest.items()}
+
+
 @pytest.mark.parametrize("mesh", [MeshShape(dp_shard=131072), MeshShape(dp_shard=16384, tp=8)], ids=str)
 def test_a_mesh_that_leaves_dust_is_refused(mesh):
     parameters = LLAMA3.parameters(FLAVORS["8B"])

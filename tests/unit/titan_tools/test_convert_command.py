@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from converters.engine.copy import DEFAULT_WORKERS
+from converters.formats.registry import FORMATS
 from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 from titan_tools import cli
@@ -52,7 +53,7 @@ def test_every_command_there_and_back(titan, tmp_path):
         assert is_same(titan, "hf", tmp_path / f"{kind}-dcp")
 
 
-@pytest.mark.parametrize("to", [to.value for to in convert_options.Format])
+@pytest.mark.parametrize("to", list(FORMATS))
 @pytest.mark.parametrize("source", ["hf", "meta", "torch"])
 def test_auto_takes_any_pair(titan, source, to, tmp_path):
     assert titan("convert", "auto", "hf", tmp_path / "src", "--to", source)[0] == 0
@@ -73,7 +74,7 @@ def test_options_of_one_format_are_refused_by_the_others(titan, folder, tmp_path
     chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 2
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     for option, formats in given.items():
-        for to in convert_options.Format:
+        for to in FORMATS:
             code, _, err = titan("convert", "auto", "hf", tmp_path / "out", "--to", to, option, "--dry-run")
             if to in formats:
                 assert code == 0, (option, to, err)

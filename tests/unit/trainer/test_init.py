@@ -18,6 +18,7 @@ from converters.model_info import ModelInfo
 from trainer import init
 from trainer.config.sections import Config, Model, Training
 from trainer.init import InitialWeights, initial_blocks, initial_values
+from trainer.job import resolve_job
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.seed import seed
 
@@ -62,7 +63,7 @@ def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100 * 128)
     monkeypatch.setattr(copy, "BLOCK_BYTES", 17 * 128 * 4)
     monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
-    seed(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64)), tmp_path / "seed")
+    seed(resolve_job(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64))), tmp_path / "seed")
     assert len(drawn) < 1.2 * len(set(drawn))
 
 

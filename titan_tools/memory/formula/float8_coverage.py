@@ -11,7 +11,7 @@ from trainer.parallel.float8 import is_float8, weight_shapes
 
 def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
     """Reasons, each with whether the config asks for that."""
-    if not is_float8(config):
+    if not is_float8(config.model):
         return {}
     settings, is_compiled = config.float8, compiles(config.compile, "model")
     return {

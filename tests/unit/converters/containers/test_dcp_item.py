@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from converters.containers.dcp_item import blob_item, item_layout, item_shell, read_blob_item, read_item
+from converters.containers.tensor_pickle import dump_tensor, load_tensors
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError
 from tests.unit.converters.samples import raw
@@ -82,6 +83,13 @@ def test_what_is_no_plain_tensor_is_refused(value, message):
     torch.save(value, out)
     with pytest.raises((CheckpointError, UnsupportedError), match=message):
         open_item(out.getvalue())
+
+
+@pytest.mark.parametrize("num_elements", [1, 3])
+def test_a_tensor_beyond_its_storage_is_refused(num_elements):
+    pickled = dump_tensor("float32", (4,)).replace(b"J\x04\0\0\0", b"J%c\0\0\0" % num_elements, 1)
+    with pytest.raises(CheckpointError, match=f"over a storage of {4 * num_elements} bytes"):
+        load_tensors(pickled, what="it")
 
 
 VALUES = [

@@ -62,6 +62,13 @@ def test_shards_are_named_and_indexed_as_transformers_does(tmp_path):
     assert len(safetensors.torch.load_file(tmp_path / "out/model-00001-of-00003.safetensors")) == 2
 
 
+def test_a_tensor_larger_than_a_shard_has_one_of_its_own():
+    target = plan_safetensors(infos({"large": torch.zeros(10), "small": torch.zeros(1)}), shard_bytes=8)
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert [slot.file for slot in target.slots] == files
+    assert list(target.file_bytes) == [*files, "model.safetensors.index.json"]
+
+
 def test_types_that_safetensors_lacks_are_refused_together():
     tensors = infos({"a": torch.zeros(2, dtype=torch.complex128), "b": torch.zeros(1, dtype=torch.complex128)})
     with pytest.raises(UnsupportedError, match=r"(?s)a: complex128.*b: complex128"):

@@ -15,7 +15,7 @@ from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
-from converters.training.loader_state import tell_loader_state
+from converters.training.sections import tell_loader_state
 from converters.verify import verify
 
 ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)

@@ -52,7 +52,7 @@ def layer_period(settings: ActivationCheckpoint) -> int:
 
 
 def _are_alike(config: Config, args: ModelArgs) -> bool:
-    left_out = config.float8.filter_fqns if is_float8(config) else ()
+    left_out = config.float8.filter_fqns if is_float8(config.model) else ()
     shapes: dict[int, list] = {}
     for parameter in get_family(config.model.name).parameters(args):
         if (layer := layer_of(parameter.fqn)) != NO_LAYER:

@@ -9,12 +9,11 @@ from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
 from trainer.config.sections import Config, Model, Parallelism, Training, Validation
-from trainer.parallel_dims import (
-    check_layout,
-    fit_layout,
+from trainer.job import (
     layout_problems,
     required_world_size,
     resolve,
+    resolve_job,
     sequence_divisor,
 )
 
@@ -56,7 +55,7 @@ def test_a_product_that_is_not_the_world_size():
     assert raised.value.tries == ("--nproc 6",)
     six = Config(parallelism=Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2))
     with pytest.raises(ConfigError) as checked:  # a check and a dry run have no --nproc
-        fit_layout(six, FLAVORS["debug_gqa"], 8)
+        resolve_job(six, 8)
     assert checked.value.tries == ("--world-size 6",)
     assert "data_parallel_shard_degree = 4 would fit" in raised.value.hint
     with pytest.raises(ConfigError) as raised:
@@ -66,7 +65,7 @@ def test_a_product_that_is_not_the_world_size():
 
 def test_a_layout_without_problems():
     assert problems({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, world_size=8) == []
-    check_layout(Config(), FLAVORS["debugmodel"], MeshShape(dp_shard=2))
+    assert resolve_job(Config(), 2).dims == MeshShape(dp_shard=2)
 
 
 def test_tensor_degree_names_what_it_does_not_divide_and_what_would():
@@ -147,7 +146,7 @@ def test_all_problems_at_once():
     degrees = Parallelism(tensor_parallel_degree=8, pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
     config = Config(model=Model(flavor="debug_gqa"), parallelism=degrees, training=Training(seq_len=60))
     with pytest.raises(ConfigError) as raised:
-        check_layout(config, GQA, resolve(degrees, 16))
+        resolve_job(config, 16)
     assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
 
 
