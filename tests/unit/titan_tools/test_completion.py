@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.clean_environment import _ROOT
-
-INSTALLED = {"bash": ".bash_completions/titan.sh", "zsh": ".zfunc/_titan", "fish": ".config/fish/completions/titan.fish"}
+ROOT = Path(__file__).resolve().parents[3]
+INSTALLED = {
+    "bash": ".bash_completions/titan.sh",
+    "zsh": ".zfunc/_titan",
+    "fish": ".config/fish/completions/titan.fish",
+}
 # What each script sets for the command line `titan verify --acc`
 REQUESTS = {
     "bash": {"COMP_WORDS": "titan verify --acc", "COMP_CWORD": "2"},
@@ -25,7 +28,11 @@ def environment(tmp_path):
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m titan_tools "$@"\n')
     program.chmod(0o755)
-    return os.environ | {"HOME": str(tmp_path), "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": _ROOT}
+    return os.environ | {
+        "HOME": str(tmp_path),
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def run(command: list[str], environment: dict[str, str], **options: str) -> str:
