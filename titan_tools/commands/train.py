@@ -49,7 +49,7 @@ def train(
     from titan_tools.memory.allocator_settings import choose_allocator
     from trainer.config.load import load_config
     from trainer.job import required_world_size, resolve_job
-    from trainer.watching.log_rank import shown_ranks
+    from trainer.observability.log import shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
     settings = load_config(config, context.args)

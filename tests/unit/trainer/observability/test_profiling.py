@@ -9,7 +9,7 @@ from converters.errors import ConfigError, UnsupportedError
 from trainer.build import check_hardware
 from trainer.config.sections import Config, Profiling
 from trainer.job import resolve_job
-from trainer.watching.profiling import profiled
+from trainer.observability.profiling import profiled
 
 
 def _steps(settings, folder, *, num_done, num_steps):

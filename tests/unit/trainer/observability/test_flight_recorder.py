@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from converters.errors import DataError
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
-from trainer.watching import flight_recorder
-from trainer.watching.flight_recorder import CollectiveFailure, FlightRecorder, failures_told
+from trainer.observability import flight_recorder
+from trainer.observability.flight_recorder import CollectiveFailure, FlightRecorder, failures_told
 
 
 @pytest.fixture
