@@ -1,9 +1,9 @@
-"""Where an output is made: `.tmp-<id>/<name>` beside its place, with a journal; locked, and found again after a kill.
+"""The staging folder of an output, `.tmp-<id>/<name>`, with a journal: locked, and found again after a kill.
 
-The journal lies beside the folder that becomes the output, not in it: it is there until the last rename is done, so
-that a kill at any moment can be gone on from, and it never ends up in a checkpoint. The id says the destination and
-the plan. So what a killed conversion left is found by the next one to the same place, which goes on from it (`resume`,
-same plan) or removes it.
+The journal is beside the folder that becomes the output, not in it: it exists until the last rename is done, so that a
+conversion can resume after a kill at any moment, and it never gets into a checkpoint. The id encodes the destination
+and the plan: the next conversion to the same place finds what a killed one left, and resumes it (`resume`, same plan)
+or removes it.
 """
 
 import os
@@ -22,29 +22,29 @@ from converters.engine.journal import Journal
 from converters.errors import CheckpointError
 from converters.names import JOURNAL, TEMPORARY_PREFIX
 
-GO_ON = "what is written is kept: run again with --resume to go on"
+RESUME_HINT = "what was written is kept: run again with --resume to continue"
 
 
 @dataclass(slots=True)
 class Unfinished:
-    """An output under way."""
+    """An output that is being written."""
 
     folder: Path  # becomes the output
     journal: Journal
-    remarks: tuple[str, ...]  # what became of earlier attempts
+    remarks: tuple[str, ...]  # on what earlier attempts left
 
 
 @contextmanager
-def making(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool) -> Iterator[Unfinished]:
-    """A folder that becomes `dst` when the block ends well.
+def staged_output(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool) -> Iterator[Unfinished]:
+    """A folder that becomes `dst` when the block succeeds.
 
-    When it does not, everything is removed; but with `resume`, what an interrupt or a full disk ended is kept. Raises
+    When it fails, everything is removed; with `resume`, it is kept after an interrupt or a full disk. Raises
     CheckpointError before any work where `dst` exists already or another process is making it.
     """
     check_destination(dst, overwrite=overwrite)
     made = None
     try:
-        with _signals_held():  # one between the claim and its name here would leave what nobody knows of
+        with _signals_held():  # one within the claim would leave a folder without an owner
             made = _claim(dst, fingerprint=fingerprint, resume=resume)
         yield made
         commit(made.folder, dst, overwrite=overwrite)
@@ -52,12 +52,12 @@ def making(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool)
     except BaseException as error:
         if made is None:
             raise
-        if not (resume and can_go_on(error)):
+        if not (resume and can_resume(error)):
             shutil.rmtree(made.folder.parent, ignore_errors=True)
             raise
         if isinstance(error, CheckpointError):
-            raise CheckpointError(error.message, hint=GO_ON) from error
-        error.add_note(GO_ON)
+            raise CheckpointError(error.message, hint=RESUME_HINT) from error
+        error.add_note(RESUME_HINT)
         raise
     finally:
         if made is not None:
@@ -66,7 +66,7 @@ def making(dst: Path, *, fingerprint: str | None, resume: bool, overwrite: bool)
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """Ctrl-C and SIGTERM to this thread arrive when the block has ended."""
+    """Delay Ctrl-C and SIGTERM to this thread until the block has ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
@@ -74,19 +74,19 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def can_go_on(error: BaseException) -> bool:
-    """Whether what ended a conversion says nothing against what it has written: an interrupt, a disk that is full."""
+def can_resume(error: BaseException) -> bool:
+    """Whether what was written is valid although the conversion ended: after an interrupt, or a full disk."""
     return not isinstance(error, Exception) or isinstance(error, OSError) or isinstance(error.__cause__, OSError)
 
 
 def bytes_left_behind(dst: Path) -> int:
-    """What earlier attempts at `dst` hold on the disk: the next one goes on from it or removes it."""
+    """Bytes on disk of earlier attempts at `dst`, which the next one resumes or removes."""
     roots = dst.absolute().parent.glob(f"{_prefix(dst)}*")
     return sum(path.lstat().st_blocks * 512 for root in roots for path in root.rglob("*"))
 
 
 def _prefix(dst: Path) -> str:
-    """How the names of all attempts at `dst` begin."""
+    """The prefix of the staging folders of all attempts at `dst`."""
     return f"{TEMPORARY_PREFIX}{xxh3_64_hexdigest(os.fsencode(dst.name))[:8]}-"
 
 
@@ -106,7 +106,7 @@ def _claim(dst: Path, *, fingerprint: str | None, resume: bool) -> Unfinished:
             folder.mkdir(exist_ok=True)
             return Unfinished(folder, journal, tuple(remarks))
         except BaseException as error:
-            if not resume and not isinstance(error, Exception):  # an interrupt at this moment, too, leaves nothing
+            if not resume and not isinstance(error, Exception):  # an interrupt leaves nothing, also here
                 shutil.rmtree(root, ignore_errors=True)
             journal.close()
             raise
@@ -122,13 +122,11 @@ def _open_journal(root: Path, dst: Path) -> Journal:
 
 
 def _busy(dst: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{dst}: another conversion is writing it at this moment", hint="wait for it, or give another folder"
-    )
+    return CheckpointError(f"{dst}: another conversion is writing it now", hint="wait for it, or give another folder")
 
 
 def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
-    """Remove what dead conversions to the same place left; raise where one of them lives."""
+    """Remove what killed conversions to the same place left. Raises CheckpointError where one is still running."""
     remarks = []
     for other in sorted(root.parent.glob(f"{prefix}*")):
         if other == root or other.is_symlink() or not other.is_dir():
@@ -136,10 +134,10 @@ def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
         try:
             journal = Journal(other / JOURNAL)
         except CheckpointError as error:
-            if not (root / dst.name).exists():  # ours has just been made
+            if not (root / dst.name).exists():  # it has just been created
                 shutil.rmtree(root, ignore_errors=True)
             raise _busy(dst) from error
-        except OSError:  # gone, or not ours to remove
+        except OSError:  # gone, or another user's
             continue
         shutil.rmtree(other, ignore_errors=True)
         journal.close()
@@ -148,7 +146,7 @@ def _clear_others(root: Path, dst: Path, prefix: str) -> list[str]:
 
 
 def _begin(root: Path, journal: Journal, header: dict[str, str | None]) -> list[str]:
-    """Empty the place of whatever an earlier attempt left, and start the journal."""
+    """Remove what an earlier attempt left, and start the journal."""
     left = [path for path in root.iterdir() if path.name != JOURNAL]
     for path in left:
         shutil.rmtree(path)

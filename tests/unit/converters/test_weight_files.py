@@ -190,7 +190,7 @@ def test_files_of_no_usual_name_are_not_chosen_between(tmp_path):
 @pytest.mark.parametrize(("name", "kind"), [("model.gguf", "GGUF"), ("tf_model.h5", "TensorFlow")])
 def test_weights_of_other_frameworks_alone(tmp_path, name, kind):
     put(tmp_path, name, 0)
-    with pytest.raises(UnsupportedError, match=f"its weights are {kind} files, which are not covered:\n  {name}"):
+    with pytest.raises(UnsupportedError, match=f"its weights are {kind} files, which are not supported:\n  {name}"):
         open_checkpoint(tmp_path)
 
 

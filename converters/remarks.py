@@ -1,4 +1,4 @@
-"""What a conversion says of everything that is not weights: dtype, tokenizer, other files, fields of config.json."""
+"""Remarks of a conversion about everything but the weights: dtype, tokenizer, other files, fields of config.json."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ def describe_dtypes(
     if to == "hf" and others:
         remarks.append(
             f"the weights are {first} and {', '.join(others)}; {HF_CONFIG} says dtype {first}, and transformers "
-            "converts all of them to that unless it is asked for another"
+            "converts all of them to that by default"
         )
     return remarks
 
@@ -47,14 +47,14 @@ def _floating(tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def describe_tokenizer(info: ModelInfo) -> str:
-    """What is wrong with the tokenizer that goes along: there is none, or it has more tokens than the model; or ""."""
+    """What is wrong with the tokenizer: there is none, or it has more tokens than the model; "" if nothing."""
     name = next((name for name in TOKENIZERS if name in info.assets), None)
     if name is None:
-        return f"no tokenizer goes along: the source has none of {', '.join(TOKENIZERS)} (--model-from can add one)"
+        return f"no tokenizer: the source has none of {', '.join(TOKENIZERS)} (--model-from can add one)"
     try:
         largest, rows = largest_token_id(info.assets), info.args.vocab_size
     except (CheckpointError, UnsupportedError) as error:
-        return f"{name} is carried along unread: {error.message}"
+        return f"{name} is copied unread: {error.message}"
     if largest is None or largest < rows:
         return ""
     return (
@@ -74,11 +74,11 @@ def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
         for path in sorted(place.iterdir())
         if not path.name.startswith(".")
         and path.name not in (*_READ, *holding, *(name.split("/")[0] for name in catalog.unread))
-        and path.suffix not in (".safetensors", ".distcp")  # weights, which the catalog's notes name
+        and path.suffix not in (".safetensors", ".distcp")  # weights: the catalog's notes name them
         and path.absolute() not in carried
         and not any(path.absolute() in each.parents for each in carried)
     ]
-    return f"files that are not carried along: {_list(left)}" if left else ""
+    return f"files that are not copied: {_list(left)}" if left else ""
 
 
 def describe_lone_file(info: ModelInfo) -> str:

@@ -1,6 +1,6 @@
-"""How a training checkpoint spells its parameters, in the weights and in the optimizer."""
+"""The names of a training checkpoint's parameters, in the weights and in the optimizer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,22 +19,22 @@ from converters.weights import model_part, native_weights
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What the model is and how a checkpoint spells it."""
+    """The model, and its names in a checkpoint."""
 
     info: ModelInfo
     naming: str
     weights: Mapping[str, str]  # native name → tensor; empty where the checkpoint holds none
     dropped: Mapping[str, str]  # tensor among the weights → reason
-    missing: tuple[str, ...]  # weights that may be
+    missing: tuple[str, ...]  # weights, if that is allowed
     names: ParameterNames
 
 
 def read_spelling(
     catalog: Catalog, *, renamed: bool, model_from: Path | str | None = None, allow_missing: bool = False
 ) -> Spelling:
-    """The spelling of a training checkpoint; the optimizer tells it where there are no weights.
+    """The names in a training checkpoint, from the optimizer if there are no weights.
 
-    `renamed`: its sections had other names than titan's. Raises CheckpointError with all weights that do not fit.
+    `renamed`: its sections had other names than titan's. Raises CheckpointError with all weights that do not match.
     """
     if not model_part(catalog).tensors:
         return _from_optimizer(catalog, renamed=renamed, model_from=model_from)
@@ -44,8 +44,10 @@ def read_spelling(
     tied = _second_names(view)
     nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in used.values()}
     native: dict[str, str] = {}
-    # As the weights are called; without the key they lie under; and without the `model.` that torchtitan once put there
-    for prefix_of in (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model."):
+    # The names of the weights; without the key of their dict; without the prefix `model.` of old versions of torchtitan
+    prefixes: tuple[Callable[[str], str], ...]
+    prefixes = (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model.")
+    for prefix_of in prefixes:
         for fqn, name in (used | tied).items():
             for spelled in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
                 native.setdefault(spelled.removeprefix(prefix_of(name)), fqn)
@@ -59,7 +61,9 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
     with CatalogReader(catalog) as reader:
         states = _States(reader)
         if not states.tensors:
-            raise CheckpointError(f"{catalog.root}: holds neither weights nor an optimizer, nothing that a mesh cuts")
+            raise CheckpointError(
+                f"{catalog.root}: holds neither weights nor an optimizer, so there is nothing to shard"
+            )
         naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.place))
         view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.place))
     native = {name: fqn for fqn, name in view.ledger.used.items()}
@@ -69,7 +73,7 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
 
 
 class _States:
-    """The first state of each parameter that has the looks of one, under the parameter's name: a TensorSource."""
+    """A TensorSource with the first parameter-shaped state of each parameter, under the parameter's name."""
 
     def __init__(self, reader: CatalogReader):
         self._reader = reader
@@ -84,7 +88,7 @@ class _States:
 
 
 def _second_names(view: View) -> dict[str, str]:
-    """The output of a tied model, where the checkpoint has it beside the embedding."""
+    """The output of a tied model, where the checkpoint has it in addition to the embedding."""
     names = [name for name, reason in view.ledger.dropped.items() if reason == TIED_REASON]
     return {OUTPUT: names[0]} if names else {}
 

@@ -21,9 +21,9 @@ _INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
 _SERIES = re.compile(r"(.*)-\d+(-of-\d+\..+)")
 ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
 ADAPTER_CONFIG = "adapter_config.json"
-_TORCHTUNE_ADAPTER = "adapter_model.pt"  # PEFT writes .safetensors or .bin, torchtune this one too
+_TORCHTUNE_ADAPTER = "adapter_model.pt"  # PEFT writes .safetensors or .bin, torchtune also this one
 _TORCHTUNE_LORA = re.compile(r".*\.(lora_[ab]\.weight|magnitude)")
-# The state of a run that fine-tuning leaves beside the weights (torchtune's, transformers', Accelerate's)
+# State of a fine-tuning run in the folder of the weights (torchtune, transformers, Accelerate)
 RUN_STATE = re.compile(
     r"(recipe_state|training_args|(optimizer|scheduler|scaler|sampler|rng_state)(_\d+)?)\.(pt|pth|bin)"
 )
@@ -32,11 +32,11 @@ RUN_STATE = re.compile(
 def find_hf_entry(folder: Path, names: Collection[str]) -> str:
     """The file that transformers 5 opens for a folder's weights; "" where the folder has none of its names.
 
-    That is what config.json names as `transformers_weights`, else the first of HF_ENTRIES: one file before an index,
+    It is `transformers_weights` of config.json, else the first of HF_ENTRIES: one file before an index,
     safetensors before torch files (modeling_utils._get_resolved_checkpoint_files).
     """
     named = None
-    with suppress(TitanError):  # whoever reads the model's numbers reports a config.json that is damaged
+    with suppress(TitanError):  # a damaged config.json is reported when the numbers are read
         named = read_json(folder / HF_CONFIG).get("transformers_weights")
     if named is not None:
         what = f"{folder / HF_CONFIG}: transformers_weights"
@@ -53,7 +53,7 @@ def find_hf_entry(folder: Path, names: Collection[str]) -> str:
 
 
 def is_meta_shard(name: str) -> bool:
-    """Whether a file has a name of Meta's shards, or nearly so."""
+    """Whether a file has a name like Meta's shards."""
     return Path(name).match("consolidated.*.pth")
 
 
@@ -89,7 +89,7 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
 
     Raises UnsupportedError where transformers would add one to the weights: with PEFT installed it does so wherever
     there is an adapter_config.json, and without the adapter's file it fails. torchtune's recipes save an adapter
-    beside weights that it is merged into already, so there the weights are taken as they are.
+    beside weights that it is merged into already, so those weights are read without it.
     """
     adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
     folder = catalog.root
@@ -105,7 +105,7 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     if ADAPTER_CONFIG not in names:
         return dict.fromkeys(adapters, f"a LoRA adapter without {ADAPTER_CONFIG}: transformers does not apply it")
     raise UnsupportedError(
-        f"{folder}: {ADAPTER_CONFIG} beside the weights: with PEFT, transformers adds the LoRA adapter "
+        f"{folder}: {ADAPTER_CONFIG} in the folder of the weights: with PEFT, transformers adds the LoRA adapter "
         f"({', '.join(adapters) or 'whose file is missing'}) to them, and titan does not",
         hint="merge it with PEFT (merge_and_unload, then save_pretrained into a new folder), or move the files "
         "adapter_* elsewhere to use the weights without it",
