@@ -17,9 +17,7 @@ from titan_tools.memory.command import estimate_from_command_line
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "memory_estimates.txt"
-ABOUT = "# Written by tests/unit/titan_tools/test_memory_estimate_golden.py: case | torch | numbers of --json, in GiB\n"
-    "# Written by tests/unit/titan_tools/test_memory_estimate_golden.py: case | torch | numbers of `--json`, in GiB\n"
-)
+ABOUT = "# Written by tests/unit/titan_tools/test_memory_estimate_golden.py: case | torch | numbers of --json\n"
 TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
 MICROBATCH, AC = "--parallelism.pipeline_parallel_microbatch_size", "--activation_checkpoint.mode"
