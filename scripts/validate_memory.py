@@ -5,7 +5,7 @@ Rows whose runs are not covered are told apart with the reason; rows that cannot
 
     python scripts/validate_memory.py ../shared/data/memory_published.csv --write docs/memory_validation.md
 
-How it works: titan_tools/memory/published.
+How it works: tests/published_memory.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from converters.errors import TitanError, UnsupportedError
-from titan_tools.memory.published.measure import estimate
-from titan_tools.memory.published.rows import Refusal, read_rows
-from titan_tools.memory.published.table import document, markdown, score
+from tests.published_memory.measure import estimate
+from tests.published_memory.rows import Refusal, read_rows
+from tests.published_memory.table import document, markdown, score
 
 
 def main() -> int:

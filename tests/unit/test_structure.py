@@ -40,7 +40,6 @@ MEMORY_BELOW = {
     "formula": {"constants", "layout", "parts", "schedules"},
     "trace": {"constants", "parts", "schedules"},
     "replay": {"trace"},
-    "published": {"formula", "trace", "replay", "constants", "verdict"},
 }
 TRACE_BELOW = {
     "kernels": set(),

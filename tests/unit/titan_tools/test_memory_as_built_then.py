@@ -16,13 +16,13 @@ from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
-from titan_tools.memory.published import modules_then as rebuilt
-from titan_tools.memory.published.as_built_then import as_built_then
-from titan_tools.memory.published.cells import Loss
-from titan_tools.memory.published.measure import _variants, estimate
-from titan_tools.memory.published.rows import read_rows
-from titan_tools.memory.published.table import markdown, score
-from titan_tools.memory.published.then import settings_of, then_of
+from tests.published_memory import modules_then as rebuilt
+from tests.published_memory.as_built_then import as_built_then
+from tests.published_memory.cells import Loss
+from tests.published_memory.measure import _variants, estimate
+from tests.published_memory.rows import read_rows
+from tests.published_memory.table import markdown, score
+from tests.published_memory.then import settings_of, then_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.expand.expand import expand_layers
 from titan_tools.memory.trace.expand.shallow import shallow_model

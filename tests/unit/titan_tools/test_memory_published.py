@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.published_memory.measure import estimate
+from tests.published_memory.rows import read_rows
+from tests.published_memory.table import MOST_WORST, document, score
+from tests.published_memory.then import then_of
 from titan_tools.memory.constants import ENGINES_AGREE
-from titan_tools.memory.published.measure import estimate
-from titan_tools.memory.published.rows import read_rows
-from titan_tools.memory.published.table import MOST_WORST, document, score
-from titan_tools.memory.published.then import then_of
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

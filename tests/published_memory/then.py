@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from converters.families.registry import get_family
-from titan_tools.memory.published.rows import Row
+from tests.published_memory.rows import Row
 
 # Dates of torchtitan's git log, unless another source is named.
 # #1625: tok_embeddings and [norm, output] in FSDP groups of their own, the last block resharded, fused AdamW by default

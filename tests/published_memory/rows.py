@@ -8,8 +8,8 @@ from math import prod
 from typing import TypeVar
 
 from converters.errors import ConfigError, TitanError, UnsupportedError
+from tests.published_memory import cells
 from titan_tools.memory.constants import Gpu
-from titan_tools.memory.published import cells
 from titan_tools.memory.replay.allocator import AllocatorName
 
 T = TypeVar("T")

@@ -7,13 +7,13 @@ from typing import get_args
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.registry import get_family
+from tests.published_memory.as_built_then import as_built_then
+from tests.published_memory.rows import Row
+from tests.published_memory.then import Then, settings_of, then_of
 from titan_tools.memory.constants import GIB, Gpu
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.run_shape import BuildTraits
-from titan_tools.memory.published.as_built_then import as_built_then
-from titan_tools.memory.published.rows import Row
-from titan_tools.memory.published.then import Then, settings_of, then_of
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import replay

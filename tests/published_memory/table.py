@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from titan_tools.memory.published.rows import Refusal
+from tests.published_memory.rows import Refusal
 from titan_tools.memory.verdict import DOES_NOT_FIT
 
 if TYPE_CHECKING:
-    from titan_tools.memory.published.measure import Estimate
+    from tests.published_memory.measure import Estimate
 
 MOST_MEDIAN, MOST_WORST = 0.01, 0.05  # of |error| over scored rows
 
@@ -91,7 +91,7 @@ pages.
 
 Each row's run is traced as `titan train` would run it, on fake tensors, except for what torchtitan built otherwise at
 the row's date, and replayed by the allocator that the run used. What is built otherwise is told from the row's columns
-alone, in one place (`titan_tools/memory/published/then.py`), and rebuilt in another (`as_built_then.py`): norms, FSDP
+alone, in one place (`tests/published_memory/then.py`), and rebuilt in another (`as_built_then.py`): norms, FSDP
 groups, rotation of q and k, repeated key and value heads, plain loss on whole logits (torch's loss parallel under TP),
 flash attention, optimizer states that the first step makes, an output layer that float8 leaves in bf16. Nothing is
 fitted to a row. Not rebuilt: what NCCL's recorded streams kept under tensor parallelism before torch 2.8 (such rows say

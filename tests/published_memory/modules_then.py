@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_tools.memory.published.then import Then
+from tests.published_memory.then import Then
 from trainer.data.batch import IGNORED
 from trainer.mesh import Meshes, local_part
 

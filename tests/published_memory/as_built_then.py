@@ -19,7 +19,7 @@ import trainer.models.llama3.model
 import trainer.models.qwen3.model
 import trainer.parallel.activation_checkpoint
 import trainer.parallel.tensor
-from titan_tools.memory.published.modules_then import (
+from tests.published_memory.modules_then import (
     LossOfLogits,
     composite_rms_norm,
     llama_attention,
@@ -28,7 +28,7 @@ from titan_tools.memory.published.modules_then import (
     qwen_attention,
     qwen_rope_cache,
 )
-from titan_tools.memory.published.then import Then
+from tests.published_memory.then import Then
 from titan_tools.memory.trace.record.recorder import Recorder
 from trainer.config.sections import Config, Optimizer
 from trainer.loss.install import install_loss
