@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from converters.errors import TitanError, UnsupportedError
 from tests.published_memory.measure import estimate
-from tests.published_memory.rows import Refusal, read_rows
+from tests.published_memory.rows import RejectedRow, read_rows
 from tests.published_memory.table import document, markdown, score
 
 
@@ -42,7 +42,7 @@ def main() -> int:
             said = f"{estimates[-1].high_gib:.2f} GiB"
         except Exception as error:  # the other rows are asked all the same; what is not covered is no failure of ours
             said = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
-            refused.append(Refusal(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
+            refused.append(RejectedRow(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
         print(f"{row.id}: {row.run}: {said}", file=sys.stderr, flush=True)
     print(markdown(estimates, refused), end="")
     if given.write:

@@ -7,21 +7,18 @@ from typing import get_args
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.registry import get_family
-from tests.published_memory.as_built_then import as_built_then
+from tests.published_memory.historical_build import historical_build
+from tests.published_memory.history import HistoricalBuild, build_of, settings_of
 from tests.published_memory.rows import Row
-from tests.published_memory.then import Then, settings_of, then_of
 from titan_tools.memory.constants import GIB, Gpu
+from titan_tools.memory.expand.ranks import TraceJob, kinds_of_ranks, trace_rank
 from titan_tools.memory.formula.closed_form import peak_instant
-from titan_tools.memory.formula.from_config import run_shape
-from titan_tools.memory.formula.run_shape import BuildTraits
+from titan_tools.memory.formula.run_shape import BuildTraits, run_shape
 from titan_tools.memory.replay.allocator import AllocatorName
-from titan_tools.memory.replay.peaks import Peak
-from titan_tools.memory.replay.replay import replay
+from titan_tools.memory.replay.replay import Peak, replay
 from titan_tools.memory.trace.coverage import trace_gaps
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels.kernels import gpu_kernels
-from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks
-from titan_tools.memory.trace.traced import trace_rank
+from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.verdict import judge
 from trainer.config.load import load_config
 from trainer.config.sections import Config
@@ -29,11 +26,11 @@ from trainer.parallel_dims import resolve
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class RowEstimate:
     """What is estimated for a row, in the row's metric. [low, high] where its flags are not known, else one number."""
 
     row: Row
-    then: Then
+    then: HistoricalBuild
     low_gib: float
     high_gib: float
     allocated_gib: float
@@ -48,9 +45,9 @@ class Estimate:
         return self.high_gib / self.row.gib - 1
 
 
-def estimate(row: Row) -> Estimate:
+def estimate(row: Row) -> RowEstimate:
     """Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows."""
-    then = then_of(row)
+    then = build_of(row)
     peaks, verdicts = [], []
     for variant in _variants(row):
         traces = _traces(settings_of(variant), row.world_size, row.gpu, then)
@@ -64,7 +61,7 @@ def estimate(row: Row) -> Estimate:
         ).verdict
         verdicts.append(verdict)
     found = [_in_metric(row, peak) / GIB for peak in peaks]
-    return Estimate(
+    return RowEstimate(
         row,
         then,
         low_gib=min(found),
@@ -98,7 +95,7 @@ def _in_metric(row: Row, peak: Peak) -> int:
 
 
 @lru_cache(maxsize=2)  # rows of one run follow each other
-def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) -> list[Trace]:
+def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: HistoricalBuild) -> list[Trace]:
     """One per kind of pipeline rank."""
     config = _config(settings)
     dims = resolve(config.parallelism, world_size)
@@ -108,8 +105,8 @@ def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: Then) ->
     if gaps := [gap.reason for gap in trace_gaps(config, dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     # Of pipeline ranks alike the first has the most microbatches under way.
-    job = Job(config, args, dims, kernels)
-    with as_built_then(then, tp=dims.tp):
+    job = TraceJob(config, args, dims, kernels)
+    with historical_build(then, tp=dims.tp):
         return [
             trace_rank(config, args, dims, rank=job.global_rank(pp_ranks[0]), kernels=kernels)
             for pp_ranks in kinds_of_ranks(job)
@@ -120,7 +117,7 @@ def _config(settings: tuple[str, ...]) -> Config:
     return load_config(settings[0], settings[1:])
 
 
-def _closed_form_gib(row: Row, then: Then) -> float | None:
+def _closed_form_gib(row: Row, then: HistoricalBuild) -> float | None:
     """Allocated at the peak, where torchtitan did nothing that it does not know of.
 
     It knows our loss on vocabulary shards, not torch's loss parallel; and keys and values that are kept as they are,

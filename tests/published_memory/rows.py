@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RejectedRow:
     """A row without an estimate, and why. `is_by_design`: its run is of a kind that the estimate refuses."""
 
     id: str
@@ -79,7 +79,7 @@ class Refusal:
     is_by_design: bool
 
 
-def read_rows(text: str) -> tuple[list[Row], list[Refusal]]:
+def read_rows(text: str) -> tuple[list[Row], list[RejectedRow]]:
     """The rows of a CSV file with the columns of shared/data/memory_published.csv, and those that cannot be read.
 
     Raises ConfigError for a file that has no rows of that kind.
@@ -96,7 +96,7 @@ def read_rows(text: str) -> tuple[list[Row], list[Refusal]]:
         except TitanError as error:
             is_scored = line.get("flags_known", "").lower() == "yes"
             is_by_design = isinstance(error, UnsupportedError)
-            refusals.append(Refusal(line["id"], line["model"], error.message, is_scored, is_by_design))
+            refusals.append(RejectedRow(line["id"], line["model"], error.message, is_scored, is_by_design))
     return rows, refusals
 
 

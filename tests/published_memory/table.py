@@ -1,21 +1,18 @@
-"""The comparison as a table, and whether it is good enough. Torch-free."""
+"""The comparison as a table, and whether it is good enough."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
-from tests.published_memory.rows import Refusal
+from tests.published_memory.measure import RowEstimate
+from tests.published_memory.rows import RejectedRow
 from titan_tools.memory.verdict import DOES_NOT_FIT
-
-if TYPE_CHECKING:
-    from tests.published_memory.measure import Estimate
 
 MOST_MEDIAN, MOST_WORST = 0.01, 0.05  # of |error| over scored rows
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class Accuracy:
     """Over the rows whose flags are known."""
 
     median: float
@@ -30,12 +27,12 @@ class Score:
         return self.median <= MOST_MEDIAN and self.worst <= MOST_WORST and not self.misjudged and not self.missing
 
 
-def score(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> Score:
+def score(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ()) -> Accuracy:
     """What is not covered by design does not count. No errors are no error."""
     errors = {e.row.id: abs(e.error) for e in estimates if e.error is not None}
     worst_id = max(errors, key=errors.__getitem__, default="")
     misjudged = [e.row.id for e in estimates if e.row.is_scored and (e.row.gib is None) != (e.verdict == DOES_NOT_FIT)]
-    return Score(
+    return Accuracy(
         median=median(errors.values() or [0.0]),
         worst=errors.get(worst_id, 0.0),
         worst_id=worst_id,
@@ -45,7 +42,7 @@ def score(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> S
     )
 
 
-def markdown(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> str:
+def markdown(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ()) -> str:
     """Scored rows, the others, those without an estimate, and the score."""
     made = score(estimates, refused)
     scored, others = ([e for e in estimates if e.row.is_scored == is_scored] for is_scored in (True, False))
@@ -75,7 +72,7 @@ def markdown(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -
     return "\n".join(lines) + "\n"
 
 
-def document(estimates: Sequence["Estimate"], refused: Sequence[Refusal] = ()) -> str:
+def document(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = ()) -> str:
     """docs/memory_validation.md."""
     return _HEAD + markdown(estimates, refused)
 
@@ -100,7 +97,7 @@ fitted to a row. Not rebuilt: what NCCL's recorded streams kept under tensor par
 """
 
 
-def _line(estimate: "Estimate") -> str:
+def _line(estimate: RowEstimate) -> str:
     row = estimate.row
     published = "out of memory" if row.gib is None else f"{row.gib:.2f}"
     found = f"{estimate.high_gib:.2f}"
@@ -113,5 +110,5 @@ def _line(estimate: "Estimate") -> str:
     metric = row.metric + (", step 1" if row.is_first_step else "")
     error = "" if estimate.error is None else f"{estimate.error:+.2%}"
     closed = "" if estimate.closed_gib is None else f"{estimate.closed_gib:.2f} ({estimate.allocated_gib:.2f} traced)"
-    cells = (row.id, row.date, row.run, "; ".join(estimate.then.told()), metric, published, found, error, closed)
+    cells = (row.id, row.date, row.run, "; ".join(estimate.then.describe()), metric, published, found, error, closed)
     return "| " + " | ".join(cells) + " |"
