@@ -16,7 +16,7 @@ from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
 from trainer import moments
 from trainer.config.sections import Config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from titan_tools.memory.expand.ranks import TraceJob, kinds_of_ranks, trace_rank
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

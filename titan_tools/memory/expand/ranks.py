@@ -16,7 +16,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.sections import Config
-from trainer.parallel_dims import samples_per_step
+from trainer.job import samples_per_step
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
 
 

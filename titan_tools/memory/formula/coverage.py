@@ -1,11 +1,13 @@
 """What the closed form says nothing of, with the reason: there the traced train step stands alone."""
 
+from dataclasses import replace
+
 from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.loss.registry import CHUNKED, PLAIN
 from trainer.parallel.compile import compiles
-from trainer.parallel.float8 import is_float8
+from trainer.parallel.float8 import is_float8, weight_shapes
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
 
@@ -51,13 +53,9 @@ def formula_gaps(config: Config, dims: MeshShape) -> list[str]:
     return [reason for reason, is_asked_for in reasons.items() if is_asked_for]
 
 
-_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
-_LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
-
-
 def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
     """Reasons, each with whether the config asks for that."""
-    if not is_float8(config):
+    if not is_float8(config.model):
         return {}
     settings, is_compiled = config.float8, compiles(config.compile, "model")
     return {
@@ -79,11 +77,12 @@ def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
 
 def _leaves_some(config: Config, dims: MeshShape) -> bool:
     """By name, by torchao's choice, or as their sizes on a rank are no multiples of 16."""
-    args = get_family(config.model.name).flavors[config.model.flavor]
-    heads, keys = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    sizes = (args.dim, args.ffn_hidden // dims.tp, heads // dims.tp, keys // dims.tp)
-    is_named = any(part in f"layers.0.{name}" for part in config.float8.filter_fqns for name in _LINEARS)
-    return is_named or "auto_filter_small_kn" in config.float8.filter_fqns or any(size % 16 for size in sizes)
+    family, filters = get_family(config.model.name), config.float8.filter_fqns
+    parameters = family.parameters(replace(family.flavors[config.model.flavor], num_layers=1))
+    shapes = weight_shapes([p for p in parameters if p.layer is not None], dims.tp)
+    is_named = any(part in module for part in filters for module in shapes)
+    is_uneven = any(size % 16 for shape in shapes.values() for size in shape)
+    return is_named or "auto_filter_small_kn" in filters or is_uneven
 
 
 def _keeps_whole_blocks(config: Config) -> bool:

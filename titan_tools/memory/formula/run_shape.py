@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from converters.dtypes import itemsize
-from converters.families.base import Family, ModelArgs
+from converters.families.base import Family, ModelArgs, Role
 from converters.families.registry import get_family
 from converters.layout import MeshShape
 from titan_tools.memory.layout import resolved_layout
@@ -84,6 +84,11 @@ class RunShape:
     traits: BuildTraits = BuildTraits()
 
     @property
+    def has_head_norms(self) -> bool:
+        """Whether every head of q and k is normalized before attention."""
+        return self.family.has_role(Role.HEAD_NORM, self.args)
+
+    @property
     def state_bytes(self) -> int:
         """Of both moments of one element of a parameter."""
         return 2 * (self.moment_bytes or self.param_bytes)
@@ -145,7 +150,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         optimizer=config.optimizer.implementation,
         reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
-        loss_parallel=is_loss_parallel(config, dims),
+        loss_parallel=is_loss_parallel(parallelism, dims),
         loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(config, microbatch),
         validation_seq_len=config.validation.seq_len,
@@ -156,7 +161,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
 
 
 def _float8(config: Config, *, is_tied: bool) -> Float8Products | None:
-    if not is_float8(config):
+    if not is_float8(config.model):
         return None
     is_named = any(part in "output" for part in config.float8.filter_fqns)
     return Float8Products(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from converters.sizes import GIB
 from titan_tools.memory.replay.replay import Peak, Replayed
 from titan_tools.memory.trace.events import StepPoint
 
@@ -97,7 +98,6 @@ def _bands(points: Sequence[StepPoint], ends: Any) -> list[Band]:
     return bands
 
 
-GIB = 1 << 30
 _LIMIT_IN_VIEW = 1.5  # a limit higher than this × reserved would squash the picture: it is named instead
 
 # Bottom to top: what stays through the step, what forward leaves for backward, what comes and goes

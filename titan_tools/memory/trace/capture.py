@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -28,10 +29,10 @@ from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.fake_ranks import fake_ranks
+from trainer.job import Job
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import samples_per_step
-from trainer.step import TrainStep
+from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 
 _WITHOUT_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -68,11 +69,10 @@ def capture(
         track_points(recorder),
         track_offload(recorder) if is_offloaded else nullcontext(),
     ):
-        meshes = make_meshes(dims, "cpu")
-        model = build(config, args, dims, meshes, torch.device("cpu"), memory=tensors)
+        job, meshes = Job.of(config, args, dims), make_meshes(dims, "cpu")
+        model = build(job, meshes, torch.device("cpu"), memory=tensors)
         track_modules(model.parts, recorder)
-        per_batch = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        _track_microbatches(model, recorder, per_batch=per_batch if dims.pp > 1 else 0)
+        observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:
             if size := cublas_bytes(kernels):
                 for _ in range(CUBLAS_HANDLES):
@@ -81,17 +81,23 @@ def capture(
             training = config.training
             with on_parameters_side():
                 optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-                step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+                step = TrainStep(
+                    model,
+                    meshes,
+                    max_norm=training.max_norm,
+                    local_batch_size=training.local_batch_size,
+                    observer=observer,
+                )
             model.follow(optimizer)
             _label_parameters(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
                     recorder.forget(state["step"])
-            recorder.reclassify(step._clip._shares, "optimizer", owner=_owner_of_all(model, recorder))
-            num_samples = samples_per_step(training, dims.batch) // dims.batch
+            recorder.reclassify(step.clip.shares, "optimizer", owner=_owner_of_all(model, recorder))
+            num_samples = job.samples_per_step // dims.batch
             for number in range(1, num_steps + 1):
-                _one_step(model, step, optimizer, config, recorder, number=number, num_samples=num_samples)
+                _one_step(step, optimizer, config, recorder, number=number, num_samples=num_samples)
             if config.validation.enable:
                 recorder.point = StepPoint(num_steps, "validation", microbatch=-1)
                 _validate(model, config)
@@ -133,7 +139,6 @@ def _silence_torch_logs() -> Iterator[None]:
 
 
 def _one_step(
-    model: TrainModel,
     step: TrainStep,
     optimizer: torch.optim.Optimizer,
     config: Config,
@@ -144,24 +149,8 @@ def _one_step(
 ) -> None:
     """As trainer/train.py: gradients, clipping, update."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
-    clip = step._clip
-
-    def clipped() -> torch.Tensor:
-        recorder.point = StepPoint(number, "clip", microbatch=-1)
-        _label_gradients(model, recorder)
-        norm = clip()
-        _label_gradients(
-            model, recorder
-        )  # clipping redistributes gradients that tensor parallelism left in another placement
-        return norm
-
-    step._clip = clipped
-    try:
-        step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
-    finally:
-        step._clip = clip
-    recorder.point = StepPoint(number, "optimizer", microbatch=-1)
-    optimizer.step()
+    step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
+    step.update(optimizer)
     recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
@@ -187,21 +176,31 @@ def _batch(num_samples: int, seq_len: int) -> Batch:
     return Batch(tokens, targets)
 
 
-def _track_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int) -> None:
-    """Number the batches that a step accumulates; a pipeline splits each into `per_batch` microbatches."""
-    once = model.forward_backward
-    seen = {"step": 0, "batches": 0}
+@dataclass(frozen=True, slots=True)
+class _PointObserver:
+    """Sets the recorder's point at each phase of a step. A pipeline splits a batch into `per_batch` microbatches."""
 
-    def forward_backward(batch: Batch, num_valid_tokens: float) -> torch.Tensor:
-        step = recorder.point.step
-        seen["batches"] = seen["batches"] + 1 if seen["step"] == step else 0
-        seen["step"] = step
-        recorder.first_microbatch = seen["batches"] * per_batch
-        stage, microbatch = (-1, -1) if per_batch else (0, seen["batches"])
-        recorder.point = StepPoint(step, "forward", stage, microbatch)
-        return once(batch, num_valid_tokens)
+    model: TrainModel
+    recorder: Recorder
+    per_batch: int
 
-    model.forward_backward = forward_backward
+    @contextmanager
+    def during(self, phase: Phase, number: int = 0) -> Iterator[None]:
+        recorder, step = self.recorder, self.recorder.point.step
+        match phase:
+            case "forward_backward":
+                recorder.first_microbatch = number * self.per_batch
+                stage, microbatch = (-1, -1) if self.per_batch else (0, number)
+                recorder.point = StepPoint(step, "forward", stage, microbatch)
+                yield
+            case "clip":
+                recorder.point = StepPoint(step, "clip", microbatch=-1)
+                _label_gradients(self.model, recorder)
+                yield
+                _label_gradients(self.model, recorder)  # clipping redistributes gradients with another placement
+            case "update":
+                recorder.point = StepPoint(step, "optimizer", microbatch=-1)
+                yield
 
 
 def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
