@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from converters.convert import convert
 from converters.families.llama3 import FLAVORS
+from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, write_hf_config
-from converters.outputs.base import OutputOptions
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
 

@@ -8,6 +8,7 @@ from tests.dist import runs
 from tests.dist.layouts import CASES, FSDP_TP_PP, GQA, MAIN, MICROBATCH, ONE_RANK, SLOW_CASES, TIED
 from tests.dist.training import Layout, compare, make_reference, train
 from trainer.config.sections import Config
+from trainer.job import resolve_job
 from trainer.seed import seed
 
 STEPS = 30  # in the slow set
@@ -120,7 +121,7 @@ def from_seed(pools, tmp_path_factory):
     def run(name: str, flavor: str) -> dict[int, float]:
         checkpoint = folder / flavor / "seed"
         if not checkpoint.exists():
-            seed(config("fsdp 2 tp 2 pp 2", flavor, debug={"seed": 5}), checkpoint)
+            seed(resolve_job(config("fsdp 2 tp 2 pp 2", flavor, debug={"seed": 5})), checkpoint)
         if (name, flavor) not in told:
             # the run's own seed, 0, gives other weights: they show if nothing was loaded
             settings = config(name, flavor, checkpoint={"initial_load_path": str(checkpoint), "enable": False})

@@ -15,6 +15,7 @@ from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.manifest import check_files, read_manifest
 from converters.names import RUN_LOCK
 from tests.dist import runs
+from trainer.job import resolve_job
 from trainer.seed import seed
 
 FSDP2 = runs.FSDP2  # accumulates twice
@@ -191,7 +192,7 @@ def test_initial_weights_may_lie_in_another_format(pools, data, whole_runs, tmp_
 
 
 def test_a_seed_checkpoint_begins_the_run_that_the_config_begins(pools, data, whole_runs, tmp_path):
-    seed(runs.make_config(data, tmp_path, parallelism={"tensor_parallel_degree": 2}), tmp_path / "seed")
+    seed(resolve_job(runs.make_config(data, tmp_path, parallelism={"tensor_parallel_degree": 2})), tmp_path / "seed")
     checkpoint = {"initial_load_path": str(tmp_path / "seed")}
     config = runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2)
     assert pools[2].run(runs.run, config) == ["", ""]
@@ -199,7 +200,7 @@ def test_a_seed_checkpoint_begins_the_run_that_the_config_begins(pools, data, wh
 
 
 def test_initial_weights_that_are_damaged_or_elsewhere_are_refused(pools, data, tmp_path):
-    seed(runs.make_config(data, tmp_path), tmp_path / "seed")
+    seed(resolve_job(runs.make_config(data, tmp_path)), tmp_path / "seed")
     _flip_a_bit(tmp_path / "seed")
     checkpoint = {"initial_load_path": str(tmp_path / "seed")}
     told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
@@ -213,7 +214,7 @@ def test_initial_weights_that_are_damaged_or_elsewhere_are_refused(pools, data, 
 
 
 def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools, data, whole_runs, tmp_path):
-    seed(runs.make_config(data, tmp_path), tmp_path / "seed")
+    seed(resolve_job(runs.make_config(data, tmp_path)), tmp_path / "seed")
     (tmp_path / "seed" / "titan_model.json").unlink()  # torchtitan's checkpoints have none
     (tmp_path / "seed" / "titan_manifest.json").unlink()
     checkpoint = {"initial_load_path": str(tmp_path / "seed"), "load_only": True}

@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.catalog import Box, TensorInfo
+from converters.containers.dcp_write import plan_dcp
 from converters.errors import ConfigError
-from converters.families.base import Parameter
+from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.formats.dcp_write import plan_dcp
 from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
@@ -62,7 +62,7 @@ def test_every_rank_holds_what_dtensor_says(mesh):
                     1: (Replicate(), Shard(0), Shard(1)),
                 }[tp_dim]
                 sizes, offsets = compute_local_shape_and_global_offset((rows, cols), device_mesh, placements)
-                box = local_box(Parameter("norm.weight", (rows, cols), tp_dim), mesh, rank)
+                box = local_box(Parameter("norm.weight", (rows, cols), Role.COLUMN, tp_dim), mesh, rank)
                 assert (box and box.sizes) == (tuple(sizes) if math.prod(sizes) else None)
                 assert (box and box.offsets) == (tuple(offsets) if math.prod(sizes) else None)
         finally:
@@ -118,6 +118,15 @@ def test_files_of_a_mesh_hold_every_element_once(flavor, mesh):
     for parameter in parameters:
         boxes = [box for fqn, box in held if fqn == parameter.fqn]
         assert covers(parameter.shape, boxes)
+
+
+def test_what_several_ranks_hold_is_in_the_file_of_the_lowest():
+    parameters, mesh = LLAMA3.parameters(FLAVORS["debug_gqa"]), MeshShape(dp_replicate=2, dp_shard=2, tp=2)
+    files = boxes_for_mesh(parameters, mesh, itemsizes={p.fqn: 2 for p in parameters})
+    for parameter in parameters:
+        lowest = {local_box(parameter, mesh, rank): rank for rank in reversed(range(mesh.world_size))}
+        found = {box: file for file, boxes in files.items() for fqn, box in boxes if fqn == parameter.fqn}
+        assert found == {box: f"__{rank}_0.distcp" for box, rank in lowest.items()}
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(dp_shard=131072), MeshShape(dp_shard=16384, tp=8)], ids=str)

@@ -54,6 +54,15 @@ def test_known_sums_are_not_read_again(tmp_path):
         write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
 
 
+def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (calls.append(name), call(*given))[1])
+    write_manifest(folder, tensors=TENSORS)
+    assert calls == ["fsync", "replace"]
+
+
 def test_a_folder_without_one_has_none(tmp_path):
     assert read_manifest(tmp_path) is None
     assert check_sizes(tmp_path) is None
@@ -71,6 +80,12 @@ def test_missing_short_changed_and_strange_files_are_told_together(folder):
     problems = "\n".join(check_files(folder))
     for part in ("data.bin: 5 bytes", "empty: missing", "tokenizer.json: its bytes", "stranger: not in the manifest"):
         assert part in problems
+
+
+def test_a_longer_file_is_found_by_its_size(folder):
+    (folder / "data.bin").write_bytes(bytes(2561))
+    with pytest.raises(CheckpointError, match="data.bin: 2,561 bytes instead of 2,560"):
+        check_sizes(folder)
 
 
 @pytest.mark.parametrize("part_bytes", [1, 256, 1000, 2560, 1 << 20])

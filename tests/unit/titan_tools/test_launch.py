@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from titan_tools import launch
-from titan_tools.launch import RankFailure, _tell_first_failure, count_gpus, run_ranks
+from titan_tools.launch import RankFailure, _raise_first_failure, count_gpus, run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 PARENT = """
@@ -166,7 +166,7 @@ def test_a_request_that_comes_before_ranks_listen_is_a_stop_too(run):
 def test_ranks_that_save_nothing_are_not_said_to_have_been_about_to():
     ended = {rank: SimpleNamespace(exitcode=-signal.SIGTERM, error_file_data={}, timestamp=1) for rank in (0, 1)}
     with pytest.raises(RankFailure, match="^the ranks were ended by SIGTERM from outside$") as failure:
-        _tell_first_failure(ended, saves=False)
+        _raise_first_failure(ended, saves=False)
     assert failure.value.exit_code == 143
 
 
@@ -182,7 +182,7 @@ def test_a_rank_that_gave_up_is_named_before_the_one_it_waited_for():
     ended = {0: SimpleNamespace(exitcode=-signal.SIGKILL, error_file_data={}, timestamp=1)}
     ended |= {1: SimpleNamespace(exitcode=-signal.SIGABRT, error_file_data={}, timestamp=1)}
     with pytest.raises(RankFailure, match="rank 1 was ended by SIGABRT") as failure:
-        _tell_first_failure(ended)
+        _raise_first_failure(ended)
     assert "NCCL's watchdog" in failure.value.hint and failure.value.exit_code == 3
 
 

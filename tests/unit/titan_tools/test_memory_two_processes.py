@@ -14,7 +14,7 @@ from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import _two_shares, estimate
 from titan_tools.memory.two_processes import beside
 from trainer.config.load import load_config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

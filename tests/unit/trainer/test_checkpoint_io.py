@@ -1,5 +1,6 @@
 """Our DCP reader and writer against stock DCP, and what they refuse. One process; tests/dist has many ranks."""
 
+import fcntl
 import io
 import os
 import pickle
@@ -99,6 +100,21 @@ def test_we_read_what_we_write_and_the_manifest_agrees(tmp_path, group):
     assert set(read_manifest(folder).tensors) == tensors
     assert read_model_info(folder).args == INFO.args
     assert [p.name for p in tmp_path.iterdir()] == ["step-4"]
+
+
+def test_every_file_of_a_step_is_synced_by_the_rank_that_wrote_it(tmp_path, group, monkeypatch):
+    """Rank 0 syncs the folder before the rename, but data of other machines is in their own caches."""
+    synced, fsync = set(), os.fsync
+
+    def record(descriptor):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            synced.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_step(tmp_path / "step-4", _state(), info=INFO, group=group)
+    written = {file.name for file in (tmp_path / "step-4").iterdir() if file.suffix in (".distcp", ".metadata")}
+    assert written | {".metadata"} <= synced
 
 
 def test_every_item_carries_its_true_crc32(tmp_path, group):
