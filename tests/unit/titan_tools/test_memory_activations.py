@@ -249,22 +249,22 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
 
 
 SHARDED = [
-    [*degrees(fsdp=2), *LONG],
     [*degrees(fsdp=2, rep=2), *LONG, *OP],
-    [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
     [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
-    [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
     [*degrees(fsdp=4, tp=2), *LONG, *BF16, *LARGE_PIECES],
     [*degrees(fsdp=4), *LONG, *BF16, *LARGE_PIECES, *RESHARDED],
     [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
-    [*degrees(fsdp=2, cp=2), *LONG, *OP],
-    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
     [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
     [*degrees(tp=4), *LONG, *OP, *QWEN3],
     [*degrees(fsdp=2, cp=2), *LONG, *BF16, *QWEN3],
 ]
 # Of what these have together, one at a time
 MORE_SHARDED = [
+    [*degrees(fsdp=2), *LONG],
+    [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
+    [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
+    [*degrees(fsdp=2, cp=2), *LONG, *OP],
+    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
     [*degrees(fsdp=8), *LONG, *BF16],
     [*degrees(tp=4), *LONG],
     [*degrees(tp=4), *LONG, *OP],
