@@ -6,8 +6,7 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.checks import (
-    check_gaps,
-    check_index,
+    check_container,
     check_items,
     check_model,
     judge,
@@ -16,10 +15,11 @@ from converters.checks import (
     tell_structure,
 )
 from converters.commit import find_complete, fsync, fsync_folder
+from converters.containers.paths import refuse_links_out
+from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.execute import Progress, no_progress
-from converters.formats.paths import refuse_links_out
 from converters.json_file import read_json
 from converters.manifest import (
     FileSum,
@@ -42,7 +42,7 @@ from converters.names import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
 )
-from converters.open import open_checkpoint, require_there
+from converters.open import open_checkpoint, require_exists
 from converters.verify_report import Changes, Check, VerifyReport
 
 _READ_AS_JSON = {
@@ -58,7 +58,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
     is, nobody can tell: the report lists every tensor whose values differ.
     """
     path = Path(path)
-    require_there(path)
+    require_exists(path)
     folder = find_complete(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path}: is a file", hint="--accept takes the folder", tries=[f"{path.parent} --accept"])
@@ -75,12 +75,9 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         hints = tuple(line for line in (error.hint, *error.tries) if line)
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
     checks = [tell_structure(catalog), _check_json(folder, before)]
-    if catalog.container == "safetensors":
-        checks += check_index(catalog)
-    else:
+    if CONTAINERS[catalog.container].has_checksums:
         checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
-    if catalog.container == "dcp":
-        checks += check_gaps(catalog)
+    checks += check_container(catalog, is_folder=True)
     checks += tell_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)

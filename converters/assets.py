@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, UnsupportedError
-from converters.formats.paths import refuse_links_out
 from converters.json_file import read_json, write_json
 from converters.names import ASSETS_FOLDER, HF_GENERATION_CONFIG, TIKTOKEN_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from converters.tokenizers.agreement import disagreement

@@ -65,7 +65,7 @@ def describe_tokenizer(info: ModelInfo) -> str:
 
 def describe_left_files(catalog: Catalog, info: ModelInfo) -> str:
     """Files of the source's folder that are not in the output; "" where there are none. Hidden ones do not count."""
-    holding = {chunk.file for tensor in catalog.tensors.values() for chunk in tensor.chunks}
+    holding = catalog.tensor_files
     carried = {path.absolute() for path in info.assets.values()}
     places = [catalog.root, catalog.root / ASSETS_FOLDER]
     left = [

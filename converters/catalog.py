@@ -7,14 +7,18 @@ loader) works on it.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from converters.dtypes import itemsize
 from converters.names import section_of
+
+if TYPE_CHECKING:
+    from converters.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,12 @@ class BlobEntry:
     length: int
 
 
+class Unread(Enum):
+    """Stands for a manifest that has not been read yet."""
+
+    UNREAD = "unread"
+
+
 @dataclass(slots=True)
 class Catalog:
     """All tensors and blobs of one checkpoint."""
@@ -109,11 +119,17 @@ class Catalog:
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
     stored: dict[str, str] = field(default_factory=dict)  # name → name in the files, where prefixes were removed
+    manifest: "Manifest | Unread | None" = Unread.UNREAD  # of the folder, None where it has none: manifest.manifest_of
 
     @property
     def place(self) -> Path:
         """What errors about its tensors name: the file, or the folder of several."""
         return self.root / self.file
+
+    @property
+    def tensor_files(self) -> set[str]:
+        """The files that hold tensors."""
+        return {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
 
     @property
     def notes(self) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Catalog
+from converters.containers.safetensors import index_remarks
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
 from converters.engine.copy import RowNumbers, whole_row_units
@@ -12,9 +13,8 @@ from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
-from converters.formats.safetensors import index_remarks
-from converters.manifest import MANIFEST
 from converters.model_info import says_model
+from converters.names import MANIFEST
 from converters.verify_report import Check
 from converters.view import foreign_view
 from converters.weights import NativeWeights, native_weights
@@ -22,7 +22,7 @@ from converters.weights import NativeWeights, native_weights
 
 def tell_structure(catalog: Catalog) -> Check:
     """What opening has checked: it raises where anything of it is wrong."""
-    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    files = catalog.tensor_files
     num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
     parts = [
         f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
@@ -40,14 +40,21 @@ def tell_reading(catalog: Catalog) -> list[Check]:
     return [Check("reading", "warning", "how the weights were found", tuple(catalog.notes))] if catalog.notes else []
 
 
-def check_index(catalog: Catalog) -> list[Check]:
-    """What is odd about the index, beyond what opening compares, which is each tensor's place. []: nothing."""
+def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
+    """The checks that only one container has."""
+    if catalog.container == "safetensors" and is_folder:
+        return _check_index(catalog)
+    return _check_gaps(catalog) if catalog.container == "dcp" else []
+
+
+def _check_index(catalog: Catalog) -> list[Check]:
+    """A warning for oddities of the index that opening accepts."""
     remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))
     return [Check("index", "warning", "every tensor is where it should be, but", tuple(remarks))] if remarks else []
 
 
-def check_gaps(catalog: Catalog) -> list[Check]:
-    """Bytes of DCP files that no item takes, or that two take; []: none. Nobody reads the former."""
+def _check_gaps(catalog: Catalog) -> list[Check]:
+    """A warning for bytes of DCP files that belong to no item, or to two."""
     extents: dict[str, set[tuple[int, int]]] = {}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:

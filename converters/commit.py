@@ -16,7 +16,8 @@ from uuid import uuid4
 
 from converters.errors import CheckpointError, list_offenders
 from converters.names import ASIDE_PREFIX, ASSETS_FOLDER, DCP_METADATA, MANIFEST, META_SHARD, TEMPORARY_PREFIX
-from converters.sizes import tell_bytes
+from converters.replace_file import fsync
+from converters.sizes import format_bytes
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -137,15 +138,6 @@ def fsync_folder(folder: Path) -> None:
         fsync(Path(root))
 
 
-def fsync(path: Path) -> None:
-    """fsync a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
     """Remove what killed writers left in `parent`, a folder that one job owns. `keep` spares one identifier."""
     if not parent.is_dir():
@@ -172,7 +164,7 @@ def require_space(folder: Path, num_bytes: int) -> int:
         raise CheckpointError(f"{folder}: {place} is not writable", hint="nothing was written")
     if usage.free < num_bytes:
         raise CheckpointError(
-            f"{folder}: needs {tell_bytes(num_bytes)}, {tell_bytes(usage.free)} are free on that disk",
+            f"{folder}: needs {format_bytes(num_bytes)}, {format_bytes(usage.free)} are free on that disk",
             hint="nothing was written",
         )
     return usage.free

@@ -9,8 +9,9 @@ import numpy as np
 from converters.catalog import Box, TensorSource
 from converters.dtypes import itemsize
 from converters.layout import row_blocks
+from converters.sizes import MIB
 
-BLOCK_BYTES = 8 * 1024**2
+BLOCK_BYTES = 8 * MIB
 
 
 _AT_ONCE = 1 << 20  # elements that are widened at a time: float64 and what is computed from it stay in the cache

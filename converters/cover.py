@@ -1,10 +1,22 @@
-"""Do the chunks of a tensor cover it exactly, each element once? Stock DCP never asks: holes stay uninitialised."""
+"""Check that the chunks of a tensor cover each element exactly once. Stock DCP does not: holes stay uninitialized."""
 
 from math import prod
 
 import numpy as np
 
-from converters.catalog import Box, TensorEntry
+from converters.catalog import Box, Catalog, TensorEntry
+from converters.errors import CheckpointError, list_offenders
+
+
+def require_cover(catalog: Catalog) -> Catalog:
+    """The catalog itself. Raises CheckpointError with every tensor whose chunks do not cover it exactly."""
+    problems = [f"{fqn}: {why}" for fqn, entry in catalog.tensors.items() if (why := cover_problem(entry))]
+    if problems:
+        raise CheckpointError(
+            f"{catalog.root}: chunks do not cover these tensors exactly:{list_offenders(problems)}",
+            hint="a rank's part is missing or listed twice; stock DCP would leave the rest uninitialized",
+        )
+    return catalog
 
 
 def cover_problem(entry: TensorEntry) -> str | None:

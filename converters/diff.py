@@ -10,14 +10,14 @@ import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
 from converters.compare import Gap, first_differing_block, measure_gap
+from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
-from converters.families.base import Naming
+from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
-from converters.formats.dcp_item import read_blob_item
-from converters.manifest import read_manifest
+from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, says_model
 from converters.open import open_checkpoint
 from converters.view import View, foreign_view
@@ -119,7 +119,7 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
     for catalog, place in zip(catalogs, places, strict=True):
         if model_from or any(says):
             # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
-            partial = read_manifest(catalog.root) is not None
+            partial = manifest_of(catalog) is not None
             opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
             weights, info = opened.source, opened.info
         else:
@@ -163,8 +163,8 @@ def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[D
     """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same; and mere limits."""
     if a is None or b is None:
         return [], []
-    ours, theirs = {"family": a.family, **asdict(a.args)}, {"family": b.family, **asdict(b.args)}
-    told = {key: f"{ours[key]} in A, {theirs[key]} in B" for key in ours if ours[key] != theirs[key]}
+    ours, theirs = {"family": a.family, **all_numbers(a.args)}, {"family": b.family, **all_numbers(b.args)}
+    told = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
     notes = [
         f"{key}: {told[key]} (a limit, which changes nothing that is computed)" for key in _NO_DIFFERENCE if key in told
     ]

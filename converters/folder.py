@@ -6,13 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.containers import torch_file
+from converters.containers.paths import checked_file_name
+from converters.containers.registry import CONTAINERS
+from converters.containers.torch_folder import TORCH_SUFFIXES
 from converters.errors import CheckpointError, TitanError, UnsupportedError
-from converters.formats import torch_file
-from converters.formats.paths import checked_file_name
 from converters.json_file import read_json
 from converters.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # Weights of other frameworks, which titan does not read
 FOREIGN = {".gguf": "GGUF", ".h5": "TensorFlow", ".msgpack": "Flax", ".onnx": "ONNX"}
 HF_ENTRIES = (HF_SINGLE, HF_INDEX, TORCH_SINGLE, TORCH_INDEX)  # in the order in which transformers looks for them
@@ -58,10 +59,9 @@ def is_meta_shard(name: str) -> bool:
 
 def name_unread(catalog: Catalog, names: Iterable[str], *, entry: str) -> dict[str, str]:
     """Weight files of a folder that its catalog does not use, with the reason. `entry`: find_hf_entry's answer."""
-    used = {chunk.file for tensor in catalog.tensors.values() for chunk in tensor.chunks} | {entry}
+    used = catalog.tensor_files | {entry}
     used |= {chunk.file for chunks in catalog.copies.values() for chunk in chunks}
-    kind = {"dcp": "the folder is read as DCP", "meta": "the folder is read as Meta's shards"}.get(catalog.container)
-    reason = f"transformers takes {entry}" if entry else kind or "the folder has one file that titan reads"
+    reason = f"transformers takes {entry}" if entry else f"the folder is read as {CONTAINERS[catalog.container].title}"
     left = []
     for name in sorted(names):
         suffix = Path(name).suffix
@@ -93,7 +93,7 @@ def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
     """
     adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
     folder = catalog.root
-    if catalog.container in ("dcp", "meta"):
+    if not CONTAINERS[catalog.container].is_for_transformers:
         return dict.fromkeys(adapters, "a LoRA adapter, which the readers of this format do not apply")
     if _is_torchtune_adapter(folder, names):
         reason = (

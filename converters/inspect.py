@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import args_to_json
+from converters.families.base import Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
-from converters.formats.dcp_item import read_blob_item
-from converters.manifest import read_manifest
+from converters.manifest import manifest_of
 from converters.model_from import find_model_info
-from converters.model_info import says_model
+from converters.model_info import ModelInfo, says_model
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
 from converters.weights import model_part, naming_of
@@ -47,9 +47,10 @@ class Inspection:
     values: dict[str, Any]
     has_manifest: bool
     notes: tuple[str, ...]  # on how it was opened: prefixes removed from names, weight files left unread
+    parts: tuple[str, ...]  # of the model, beyond what every decoder has; not in the JSON
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "parts"}
 
 
 def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
@@ -59,10 +60,11 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     """
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
-    naming, model, problem = "unknown", None, ""
+    naming, model, problem, parts = "unknown", None, "", ()
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
+        parts = _parts(info)
         naming = naming_of(catalog, get_family(info.family)).name
     except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
         problem = error.message if model_from or says_model(catalog.root) else ""
@@ -84,9 +86,20 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         lines=tuple(fold_lines(lines) if fold else lines),
         num_values=len(catalog.blobs) + len(catalog.values),
         values=values,
-        has_manifest=read_manifest(catalog.root) is not None,
+        has_manifest=manifest_of(catalog) is not None,
         notes=tuple(catalog.notes),
+        parts=parts,
     )
+
+
+def _parts(info: ModelInfo) -> tuple[str, ...]:
+    has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
+    found = {
+        "q/k norms": has_head_norms,
+        "attention biases": info.args.attention_bias,
+        "mlp biases": info.args.mlp_bias,
+    }
+    return tuple(part for part, is_there in found.items() if is_there)
 
 
 def _naming_by_names(catalog: Catalog) -> str:

@@ -15,8 +15,8 @@ from converters.collector import collector_paused
 from converters.dtypes import itemsize
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import ModelArgs, Parameter
+from converters.sizes import GIB, MIB
 
-MIB = 1024**2
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
 SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: small enough that no rank reads much that it drops
@@ -219,8 +219,7 @@ def boxes_for_mesh(
     reasonably list.
     """
     if stages is None:
-        layers = {module_of(p.fqn) for p in parameters if p.fqn.startswith("layers.")}
-        stages = split_stages(mesh.pp, len(layers))
+        stages = split_stages(mesh.pp, len({p.layer for p in parameters} - {None}))
     if stage_ranks is None:
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
     pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
@@ -259,7 +258,7 @@ def _refuse_dust(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
     )
     elements = sum(prod(p.shape) for p in parameters) // max(1, num_chunks)
     if num_chunks > MAX_CHUNKS or (num_chunks > _MANY_CHUNKS and elements < _FEW_ELEMENTS):
-        list_gib = num_chunks * _READER_BYTES_PER_CHUNK / 1024**3
+        list_gib = num_chunks * _READER_BYTES_PER_CHUNK / GIB
         raise ConfigError(
             f"the mesh {mesh} would cut this model into {num_chunks:,} chunks of {elements:,} values on average: "
             f"a stock reader would hold {list_gib:.1f} GiB of their list on every rank",

@@ -4,7 +4,6 @@ Its first line is the CRC32 of all bytes behind that line, so that a flip of any
 """
 
 import json
-import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +14,15 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
+from converters.catalog import Catalog, Unread
+from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
-from converters.formats.paths import checked_file_name, refuse_links_out
 from converters.names import EDITABLE, MANIFEST
+from converters.replace_file import replacing
 
 VERSION = 2
+_TEMPORARY = MANIFEST + ".tmp"
 _READ_BYTES = 1 << 20  # into memory of each reader's own: ranks check files before they load a model beside them
 _PART_BYTES = 256 << 20  # of a large file, which several threads sum
 _NUM_READERS = 4
@@ -83,16 +85,8 @@ def write_manifest(
         raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found, accepted)
     body = _dump(manifest)
-    temporary = folder / (MANIFEST + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(b'{"crc32": %d,\n' % crc32(body) + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
+        temporary.write_bytes(b'{"crc32": %d,\n' % crc32(body) + body)
     return manifest
 
 
@@ -120,6 +114,13 @@ def read_manifest(folder: Path) -> Manifest | None:
         for part in name.split("/"):
             checked_file_name(part, what=str(path))
     return Manifest(tensors, files, content.get("accepted") is True)
+
+
+def manifest_of(catalog: Catalog) -> Manifest | None:
+    """The manifest of the folder that a catalog's files are in, read once; None where it has none."""
+    if isinstance(catalog.manifest, Unread):
+        catalog.manifest = read_manifest(catalog.root)
+    return catalog.manifest
 
 
 def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
@@ -162,7 +163,7 @@ def check_sizes(folder: Path) -> Manifest | None:
     if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
         refuse_links_out(folder, [folder / name for name in small])  # no file of another folder is read
-        problems = [*broken.values(), *check_files(folder, small), *_added_files(folder, manifest)]
+        problems = [*broken.values(), *check_files(folder, small, manifest=manifest), *_added_files(folder, manifest)]
         raise changed_since(folder, problems)
     return manifest
 
@@ -183,12 +184,19 @@ def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
         return [*pool.map(lambda work: work(), works)]
 
 
-def check_files(folder: Path, names: Iterable[str] | None = None, *, do_all: DoAll = in_threads) -> list[str]:
+def check_files(
+    folder: Path,
+    names: Iterable[str] | None = None,
+    *,
+    manifest: Manifest | None = None,
+    do_all: DoAll = in_threads,
+) -> list[str]:
     """Read the files of the manifest (or just `names`) and return what is wrong with each; [] when all is well.
 
-    `do_all` does the reading, a part of a file with each call: processes may share it.
+    `manifest`: the folder's, where it has been read already. `do_all` does the reading, a part of a file with each
+    call: processes may share it.
     """
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"{folder}: has no {MANIFEST}, so there is nothing to compare its files with")
     wanted = list(manifest.files if names is None else names)
@@ -213,7 +221,7 @@ def _added_files(folder: Path, manifest: Manifest) -> list[str]:
 def list_files(folder: Path) -> list[str]:
     """Every file below `folder` but the manifest itself, as paths with `/`, sorted."""
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()]
-    return sorted(name for name in names if name not in (MANIFEST, MANIFEST + ".tmp"))
+    return sorted(name for name in names if name not in (MANIFEST, _TEMPORARY))
 
 
 def files_to_keep(folder: Path) -> list[str]:

@@ -1,21 +1,21 @@
 """What model a checkpoint is: `--model-from` adds what the checkpoint does not say, and may contradict nothing."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from converters.assets import CLASS_DEFAULTS, TOKEN_IDS, TOKENIZERS, find_assets, find_documents, read_token_ids
 from converters.catalog import Catalog
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
+from converters.families.base import all_numbers
 from converters.families.registry import get_family
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import refuse_links_out
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
-from converters.manifest import read_manifest
 from converters.model_info import ModelInfo, find_model_file, read_model_info
-from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, META_PARAMS, TIKTOKEN_MODEL
+from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
 
 _VERSION = "transformers_version"  # in a file of settings: differs with who saved it
 
@@ -60,8 +60,8 @@ def find_model_info(
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
     given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
-    ours = {"family": model_type(own), **asdict(own.args), **own_fields, **_sure_ids(own)}
-    theirs = {"family": model_type(given), **asdict(given.args), **given_fields, **_sure_ids(given)}
+    ours = {"family": model_type(own), **all_numbers(own.args), **own_fields, **_sure_ids(own)}
+    theirs = {"family": model_type(given), **all_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
         f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
         for key, value in ours.items()
@@ -72,7 +72,9 @@ def find_model_info(
         raise ConfigError(
             f"--model-from {place} contradicts what {catalog.root} says of itself:" + list_offenders(problems),
             hint=way_out,
-            tries=[f"titan verify {catalog.root} --accept, after a change"] if read_manifest(catalog.root) else [],
+            tries=[f"titan verify {catalog.root} --accept, after a change"]
+            if (catalog.root / MANIFEST).exists()
+            else [],
         )
     if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json says all of them
         own = replace(own, untranslated=given.untranslated)

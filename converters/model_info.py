@@ -2,17 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from converters.assets import TOKEN_IDS, find_assets, find_documents, read_carried_ids, read_token_ids
 from converters.catalog import Catalog
+from converters.containers.hf_cache import snapshot_of
+from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import SCALINGS, Family, ModelArgs, Scaling, args_to_json
+from converters.families.base import (
+    LISTED_FOR_EVERY_FAMILY,
+    SCALINGS,
+    Family,
+    ModelArgs,
+    Scaling,
+    all_numbers,
+    args_to_json,
+)
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
-from converters.formats.hf_cache import snapshot_of
-from converters.formats.paths import refuse_links_out
 from converters.hf_fields import (
     describe_rewritten,
     extra_generation_settings,
@@ -131,7 +139,7 @@ def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tu
 
 def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
     """The numbers that a file of this name can state."""
-    numbers = asdict(args)
+    numbers = all_numbers(args)
     if name == META_PARAMS:
         scaling = numbers.pop("rope_scaling") or {}
         left_open = ("max_seq_len", "tied", "low_freq_factor", "original_max_position_embeddings")
@@ -194,9 +202,12 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
             hint=f"families: {', '.join(all_families())}; one of your own is imported first",
             tries=["titan --import MODULE …"],
         )
-    args_type = get_family(name).args_type
-    known = {f.name for f in fields(args_type)}
-    problems = [f"unknown  {key}" for key in numbers if key not in known]
+    family = get_family(name)
+    known = {f.name for f in fields(family.args_type)}
+    for key, value in LISTED_FOR_EVERY_FAMILY.items():  # a number of another family: nothing but its default
+        if key not in known and numbers.get(key, value) is value:
+            numbers = {other: given for other, given in numbers.items() if other != key}
+    problems = [f"unknown  {key} = {str(value)[:40]}" for key, value in numbers.items() if key not in known]
     problems += [f"missing  {f.name}" for f in fields(ModelArgs)[:7] if f.name not in numbers]
     if problems:
         raise CheckpointError(
@@ -204,8 +215,7 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
-    family = get_family(name)
-    args = args_type(**{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)})
+    args = family.args_type(**{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)})
     untranslated = content.get(UNTRANSLATED, {})
     if untranslated:
         check_args(args, what=str(path))

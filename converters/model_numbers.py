@@ -19,7 +19,7 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("rope_scaling_factor", "rope_high_freq_factor", "ffn_dim_multiplier"): (float, 1e-6, 1e9),
     ("attention_factor", "beta_fast", "beta_slow"): (float, 0, 1e9),
     ("mscale", "mscale_all_dim"): (float, -1e9, 1e9),
-    ("tied", "tie_word_embeddings", "use_scaled_rope", "qk_norm"): (bool, False, True),
+    ("tied", "tie_word_embeddings", "use_scaled_rope"): (bool, False, True),
     ("attention_bias", "mlp_bias", "truncate", "use_sliding_window"): (bool, False, True),
 }
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.commit import require_space
+from converters.containers.target import Target
 from converters.engine.copy import UNIT_BYTES
-from converters.formats.target import Target
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.sizes import MIB
 from converters.unfinished import bytes_left_behind
 
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
@@ -17,8 +18,8 @@ START_SECS = 0.3
 # Anonymous memory of the process, from above: the interpreter with numpy; a worker's buffers; one slot with its chunk,
 # its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with eight (a
 # worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
-BASE_BYTES = 40 * 1024**2
-WORKER_BYTES = 16 * 1024**2
+BASE_BYTES = 40 * MIB
+WORKER_BYTES = 16 * MIB
 SLOT_BYTES = 600
 SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
 # On disk beside the tensor data, from above: configs and a recipe; a tensor's and a file's line of the manifest; a

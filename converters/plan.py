@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.catalog import TensorInfo, count_dtypes
+from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.copy import RowNumbers
 from converters.errors import ConfigError
 from converters.families.registry import get_family
-from converters.formats.target import Target
-from converters.outputs.base import Contents, Output, OutputOptions
+from converters.formats.base import Contents, Format, OutputOptions
 from converters.view import foreign_view, is_named
 from converters.weights import NativeWeights
 
@@ -30,7 +30,7 @@ class ConversionPlan:
 
 
 def plan_conversion(
-    weights: NativeWeights, *, dst: Path, output: Output, options: OutputOptions, dtype: str | None
+    weights: NativeWeights, *, dst: Path, output: Format, options: OutputOptions, dtype: str | None
 ) -> ConversionPlan:
     """Plan writing `weights` as `output`. Raises before anything is written where it cannot hold this model."""
     output.check_options(options)

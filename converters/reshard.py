@@ -10,6 +10,8 @@ from typing import Any
 
 from converters.assets import write_assets
 from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
+from converters.containers.dcp_write import plan_dcp
+from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.dtypes import itemsize
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
@@ -17,8 +19,6 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
 from converters.families.registry import get_family
-from converters.formats.dcp_write import plan_dcp
-from converters.formats.safetensors_write import DEFAULT_SHARD_BYTES
 from converters.json_file import read_json
 from converters.layout import (
     Files,
@@ -32,12 +32,18 @@ from converters.manifest import list_files
 from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs
-from converters.open import open_checkpoint, require_there
+from converters.open import open_checkpoint, require_exists
 from converters.plan import find_casts, find_islands
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
 from converters.training.contents import Contents, collect
-from converters.training.loader_state import tell_loader_state, tell_rng_state
-from converters.training.sections import MODEL, Training, find_sections, with_titan_sections
+from converters.training.sections import (
+    MODEL,
+    Training,
+    find_sections,
+    tell_loader_state,
+    tell_rng_state,
+    with_titan_sections,
+)
 from converters.training.spelling import read_spelling
 from converters.view import View
 
@@ -103,7 +109,7 @@ def reshard(
     weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
-    require_there(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
+    require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     check_places(src, dst, overwrite=overwrite)
     _check_choice(mesh, num_files, shard_bytes)
     catalog = open_checkpoint(src)

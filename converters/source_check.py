@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from converters.catalog import Catalog
+from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.copy import whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.manifest import DoAll, Manifest, changed_since, check_files, in_threads, read_manifest
+from converters.manifest import DoAll, Manifest, changed_since, check_files, in_threads, manifest_of
 from converters.names import MANIFEST
 
 
@@ -42,13 +43,13 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
     Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now. So
     are those with tensors that have no digest (`--no-digest`), though it means that they are read twice.
     """
-    manifest, holding = _manifest_of(catalog)
+    manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
         return None
     known = manifest.tensors
     undigested = {name for name in stored.values() if name in known and not known[name].digest}
     twice = {chunk.file for name in undigested for chunk in catalog.tensors[name].chunks}
-    _require_files(catalog.root, manifest.files.keys() - (holding - twice))
+    _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
     digests = {name: manifest.tensors[name].digest for name in stored.values() if name in manifest.tensors}
     return Vouched(catalog.root, digests, stored)
 
@@ -60,16 +61,16 @@ def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = 
     more of something else (the optimizer of a training checkpoint), just these tensors, against their digests. Nothing
     to compare with, where there is no manifest. `do_all` does the reading: processes may share it.
     """
-    manifest, holding = _manifest_of(catalog)
+    manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
         return
     names = sorted(set(names))
     read = manifest.files.keys() & {chunk.file for name in names for chunk in catalog.tensors[name].chunks}
     others = manifest.files.keys() - holding
     if not _is_small_part(catalog, names, manifest, read):
-        _require_files(catalog.root, others | read, do_all=do_all)
+        _require_files(catalog.root, manifest, others | read, do_all=do_all)
         return
-    _require_files(catalog.root, others, do_all=do_all)
+    _require_files(catalog.root, manifest, others, do_all=do_all)
     with CatalogReader(catalog) as reader:
         found = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
     digests = {name: manifest.tensors[name].digest for name in names}
@@ -98,17 +99,14 @@ def _digest_of(reader: CatalogReader, name: str) -> str:
     return digest.hexdigest()
 
 
-def _manifest_of(catalog: Catalog) -> tuple[Manifest | None, set[str]]:
-    """The manifest that vouches for the catalog's files, and the files that hold tensors."""
-    manifest = read_manifest(catalog.root)
-    holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
-    if manifest is not None and holding.isdisjoint(manifest.files):  # a weights file beside somebody's checkpoint
-        return None, holding
-    return manifest, holding
+def _manifest_of(catalog: Catalog) -> Manifest | None:
+    """The manifest that lists the catalog's files; None where it is another checkpoint's in the same folder."""
+    manifest = manifest_of(catalog)
+    return None if manifest is None or catalog.tensor_files.isdisjoint(manifest.files) else manifest
 
 
-def _require_files(folder: Path, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
-    if problems := check_files(folder, sorted(names), do_all=do_all):
+def _require_files(folder: Path, manifest: Manifest, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
+    if problems := check_files(folder, sorted(names), manifest=manifest, do_all=do_all):
         raise changed_since(folder, problems)
 
 
@@ -125,6 +123,6 @@ def check_blobs(reader: CatalogReader) -> None:
 
 def unchecked_remark(catalog: Catalog, vouched: Vouched | None) -> str:
     """What a user should know of a copy whose source could have been checked and was not; "" else."""
-    if vouched is not None or catalog.container == "safetensors":  # which carries nothing that a check could look at
+    if vouched is not None or not CONTAINERS[catalog.container].has_checksums:
         return ""
     return f"the source has no {MANIFEST}: values were copied as they are; `titan verify` compares its CRC32s"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.checks import (
-    check_gaps,
-    check_index,
+    check_container,
     check_items,
     check_model,
     judge,
@@ -15,13 +14,15 @@ from converters.checks import (
     tell_reading,
     tell_structure,
 )
+from converters.containers.paths import refuse_links_out
+from converters.containers.registry import CONTAINERS
 from converters.engine.copy import RowNumbers
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
-from converters.formats.paths import refuse_links_out
-from converters.manifest import MANIFEST, Manifest, check_files, read_manifest
-from converters.open import open_checkpoint, require_there
+from converters.manifest import Manifest, check_files, manifest_of, read_manifest
+from converters.names import MANIFEST
+from converters.open import open_checkpoint, require_exists
 from converters.verify_report import Check, VerifyReport
 
 
@@ -39,7 +40,7 @@ def verify(
     Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
     """
     path = Path(path)
-    require_there(path)
+    require_exists(path)
     try:
         catalog = open_checkpoint(path)
     except CheckpointError as error:
@@ -52,14 +53,11 @@ def verify(
             raise
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message), *checks), 0, 0, {})
     checks = [tell_structure(catalog)]
-    if catalog.container == "safetensors" and path.is_dir():
-        checks += check_index(catalog)
-    if catalog.container == "dcp":
-        checks += check_gaps(catalog)
+    checks += check_container(catalog, is_folder=path.is_dir())
     checks += tell_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)
-    manifest = _manifest_of(catalog, path)
+    manifest = _manifest_for(catalog, path)
     non_finite: dict[str, int] = {}
     checks.append(_check_files(catalog, manifest, path, quick=quick))
     if quick:
@@ -87,7 +85,7 @@ def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
         if manifest is None:
             return []
         refuse_links_out(path, [path / name for name in manifest.files])
-        return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path))]
+        return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path, manifest=manifest))]
     except (CheckpointError, OSError):  # the manifest itself or a link, which opening has told already
         return []
 
@@ -106,9 +104,9 @@ def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, na
     )
 
 
-def _manifest_of(catalog: Catalog, path: Path) -> Manifest | None:
+def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
     """The manifest of a folder; of a single file the one beside it, where that lists the file and its tensors."""
-    manifest = read_manifest(catalog.root)
+    manifest = manifest_of(catalog)
     if manifest is None or path.is_dir():
         return manifest
     return manifest if path.name in manifest.files and catalog.tensors.keys() <= manifest.tensors.keys() else None
@@ -118,19 +116,18 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
     """Every byte against the manifest; without one, against the CRC32s that the container itself carries."""
     if manifest is not None:
         if quick:
-            holding = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
-            small = sorted(manifest.files.keys() - holding)
+            small = sorted(manifest.files.keys() - catalog.tensor_files)
             detail = (
                 f"sizes of {len(manifest.files)} files against {MANIFEST}, CRC32 of the {len(small)} without tensors"
             )
-            return judge("files", detail, check_files(catalog.root, small))
+            return judge("files", detail, check_files(catalog.root, small, manifest=manifest))
         if path.is_file():
-            problems = check_files(catalog.root, [path.name])
+            problems = check_files(catalog.root, [path.name], manifest=manifest)
             return judge("files", f"{path.name} against size and CRC32 in {MANIFEST}", problems)
-        problems = check_files(catalog.root)
+        problems = check_files(catalog.root, manifest=manifest)
         detail = f"{len(manifest.files)} files against size and CRC32 in {MANIFEST}"
         return judge("files", detail + (", rewritten by --accept" if manifest.accepted else ""), problems)
-    if catalog.container == "safetensors":
+    if not CONTAINERS[catalog.container].has_checksums:
         return Check("files", "not possible", f"safetensors carries no checksums, and there is no {MANIFEST}")
     if quick:
         return Check("files", "not done", "no item was compared with its CRC32 (--quick)")

@@ -4,13 +4,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from converters.catalog import Catalog
-from converters.copies import require_equal_copies
+import numpy as np
+
+from converters.catalog import Box, Catalog, TensorInfo
+from converters.compare import BLOCK_BYTES
+from converters.containers.registry import CONTAINERS
+from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Family, Naming
 from converters.families.registry import get_family
+from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
 from converters.names import section_of
@@ -28,6 +34,15 @@ class NativeWeights:
     naming: str  # how the checkpoint spells its weights
     left_out: Mapping[str, int]  # what else the checkpoint holds: section or key → entries
     reader: CatalogReader
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every weight by native name, in model order."""
+        return self.source.tensors
+
+    def read(self, fqn: str, box: Box | None = None) -> np.ndarray[Any, Any]:
+        """The values of a weight, or of a box of it, in its own dtype (see converters.dtypes for bfloat16)."""
+        return self.source.read(fqn, box or Box.whole(self.tensors[fqn].shape))
 
     def __enter__(self) -> "NativeWeights":
         return self
@@ -105,7 +120,7 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 def _nest(catalog: Catalog) -> tuple | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
-    if catalog.container not in ("dcp", "torch"):
+    if not CONTAINERS[catalog.container].keeps_sections:
         return None
     sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
     total = sum(sizes.values())
@@ -117,4 +132,23 @@ def _nest(catalog: Catalog) -> tuple | None:
 
 def _is_beside(catalog: Catalog, name: str) -> bool:
     """Whether a tensor lies in a section such as the optimizer: by its name, as DCP flattens state dicts."""
-    return catalog.container in ("dcp", "torch") and section_of(name) != "model"
+    return CONTAINERS[catalog.container].keeps_sections and section_of(name) != "model"
+
+
+def require_equal_copies(reader: CatalogReader) -> None:
+    """Raise CheckpointError with every copy whose bits are not those of its tensor. Reads both, block by block."""
+    problems = []
+    for fqn, copies in reader.catalog.copies.items():
+        entry = reader.catalog.tensors[fqn]
+        for chunk in copies:
+            alone = Catalog(reader.catalog.root, reader.catalog.container, {fqn: replace(entry, chunks=(chunk,))})
+            with CatalogReader(alone) as copy:
+                blocks = row_blocks(chunk.box, itemsize(entry.dtype), BLOCK_BYTES)
+                if any(reader.read(fqn, box).tobytes() != copy.read(fqn, box).tobytes() for box in blocks):
+                    problems.append(f"{fqn}: {chunk.file}")
+    if problems:
+        raise CheckpointError(
+            f"{reader.catalog.root}: shards hold other values of what they all must hold alike:"
+            + list_offenders(problems),
+            hint="each is compared with the first shard that has it; one is damaged, or of another model",
+        )

@@ -13,16 +13,13 @@ from torch import nn
 
 from converters.families import hf_config, llama
 from converters.families import registry as families
-from converters.families.base import Family, Naming, Parameter
+from converters.families.base import Family, Naming, Parameter, Role
 from converters.rules import Rule, Same
 from tests.tiny_families import NUMBERS
 from trainer.models import registry as trained_families
-from trainer.models.llama3 import plan
 from trainer.models.llama3.model import Attention, Transformer
-from trainer.models.llama3.spread import initial_spread
 from trainer.models.qwen3.model import rotate_halves
 from trainer.models.registry import TrainerFamily
-from trainer.models.spread import Constant
 
 BIASED = {
     "qwen2": ("wq", "wk", "wv"),
@@ -61,7 +58,7 @@ def registered(*names: str):
     chosen = names or tuple(BIASED)
     for name in chosen:
         families.register(_family(name))
-        trained_families.register(name, TrainerFamily(_builder(name), _tensor_plan, _initial_spread))
+        trained_families.register(name, TrainerFamily(_builder(name)))
     try:
         yield
     finally:
@@ -77,11 +74,9 @@ def _family(name: str) -> Family:
         for p in llama.parameters(args):
             listed.append(p)
             if p.fqn.split(".")[-2] in BIASED[name]:
-                # cut like the weight's rows, and whole where the weight's columns are cut
-                tp_dim = 0 if p.tp_dim == 0 else None
-                listed.append(Parameter(p.fqn.replace(".weight", ".bias"), p.shape[:1], tp_dim))
+                listed.append(p.bias())
         if args.tied and "output" in BIASED[name]:
-            listed.append(Parameter("output.bias", (args.vocab_size,), 0))
+            listed.append(Parameter("output.bias", (args.vocab_size,), Role.OUTPUT, tp_dim=0, is_bias=True))
         return listed
 
     def args_from_hf_config(config):
@@ -121,12 +116,3 @@ def _builder(name: str):
         return model
 
     return build_model
-
-
-def _tensor_plan(parameters):
-    """Styles are of modules: a bias has that of its weight."""
-    return plan.tensor_plan([p for p in parameters if not p.fqn.endswith(".bias")])
-
-
-def _initial_spread(fqn, args):
-    return Constant(0.0) if fqn.endswith(".bias") else initial_spread(fqn, args)

@@ -6,10 +6,10 @@ from math import prod
 from pathlib import Path
 
 from converters.catalog import Box, TensorInfo
+from converters.containers.dcp_write import plan_dcp
+from converters.containers.safetensors_write import plan_safetensors
+from converters.containers.target import Target
 from converters.dtypes import itemsize
-from converters.formats.dcp_write import plan_dcp
-from converters.formats.safetensors_write import plan_safetensors
-from converters.formats.target import Target
 from converters.layout import row_blocks
 
 LLAMA_405B_CONFIG = {

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
 from converters.model_info import read_model_info, write_model_info
-from converters.outputs.base import OutputOptions
 from tests.hf_names import interleaved, native_name
 
 COMMIT = "c" * 40

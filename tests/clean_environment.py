@@ -28,7 +28,8 @@ def clean(environment: dict[str, str]) -> dict[str, str]:
     # this tree before another `trainer` in what programs that tests start import
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, environment.get("PYTHONPATH"))))
     # TORCH_CPP_LOG_LEVEL: where no name server answers, c10d says of each connection that ::1 has no name
-    return kept | {"LC_ALL": "C.UTF-8", "TZ": "UTC", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # OMP_NUM_THREADS: the models are tiny, and threads that wait for each other take the cores of other workers
+    return kept | {"LC_ALL": "C.UTF-8", "TZ": "UTC", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 
 _cleaned = clean(dict(os.environ))

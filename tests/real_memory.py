@@ -24,9 +24,9 @@ from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.fake_ranks import fake_ranks
+from trainer.job import Job
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import samples_per_step
 from trainer.step import TrainStep
 
 # Operator, and what it calls, → what its CPU kernel makes room for, and gives back before it returns
@@ -151,11 +151,12 @@ class Call:
 def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps: int) -> list[Call]:
     """Build the rank in real memory, and take it through steps as trainer/train.py does."""
     training = config.training
-    shape = samples_per_step(training, dims.batch) // dims.batch, training.seq_len
+    job = Job.of(config, args, dims)
+    shape = job.samples_per_step // dims.batch, training.seq_len
     with collector_paused(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         with record_function(_MESHES):
             meshes = make_meshes(dims, "cpu")
-        model = build(config, args, dims, meshes, torch.device("cpu"))
+        model = build(job, meshes, torch.device("cpu"))
         optimizer = build_optimizer(model.named_parameters(), config.optimizer)
         with torch.no_grad():
             for parameter in model.named_parameters().values():

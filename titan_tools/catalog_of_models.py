@@ -6,8 +6,8 @@ from typing import Any
 from converters.errors import UnsupportedError
 from converters.families.base import Family
 from converters.families.registry import all_families
-from converters.outputs.base import OutputOptions
-from converters.outputs.registry import OUTPUTS
+from converters.formats.base import OutputOptions
+from converters.formats.registry import FORMATS
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
@@ -53,7 +53,7 @@ def _commands(family: Family) -> Iterator[str]:
 
 def _formats(family: Family) -> Iterator[str]:
     """What `titan convert … --to` can write of it; one model may still ask for what a format cannot say."""
-    for name, output in OUTPUTS.items():
+    for name, output in FORMATS.items():
         try:
             output.naming(family, OutputOptions())
         except UnsupportedError:

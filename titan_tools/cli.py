@@ -1,4 +1,4 @@
-"""The `titan` command line: registers the commands and turns every error into a few lines and an exit code."""
+"""The `titan` command line: register the commands; turn every error into a short message and an exit code."""
 
 import atexit
 import errno
@@ -28,36 +28,36 @@ from titan_tools.commands.reshard import reshard
 from titan_tools.commands.seed import seed
 from titan_tools.commands.train import train
 from titan_tools.commands.verify import verify
-from titan_tools.lost_signals import raise_lost_ones_again
+from titan_tools.interrupts import resend_swallowed_signals
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error
 
 EXIT_CODES = """\b
 Exit codes:
     0  done; the check passed, no difference found
     1  a check failed or a difference was found
-    2  wrong usage or input, or not covered; nothing was done
-    3  an error of titan's own
-    4  training stopped by a numerical fault
+    2  wrong usage or input, or not supported; nothing was done
+    3  internal error of titan
+    4  training stopped at a NaN or infinite loss or gradient
     5  too close to call (estimate-memory)
-   75  stopped on request after saving; start again to go on
-  130  interrupted
-  143  ended by SIGTERM; nothing half-made is left"""
+   75  stopped on request after saving; the same command resumes
+  130  interrupted by Ctrl-C
+  143  ended by SIGTERM; no partial output is left"""
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C on its way out; of a KeyboardInterrupt Typer makes a silent exit."""
+    """Ctrl-C. Typer would turn a KeyboardInterrupt into a silent exit."""
 
 
 class _Commands(TyperGroup):
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        if args[:1] == ["help"]:  # titan help convert auto: its help page
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == ["help"]:  # `titan help convert auto`
             args = [*args[1:], "--help"]
         return super().parse_args(ctx, args)
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
-        return [name for name in _SHORT if name in self.commands]  # Typer would put the groups last
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in _SHORT if name in self.commands]  # Typer would list the groups last
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
@@ -67,8 +67,8 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="titan",
     cls=_Commands,
-    help="Move, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n"
-    f"`titan help COMMAND` has options and examples of a command.\n\n{EXIT_CODES}",
+    help="Convert, check, train and run LLM checkpoints, built around PyTorch Distributed Checkpoint.\n\n"
+    f"`titan help COMMAND` shows the options and examples of a command.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -77,12 +77,15 @@ app = typer.Typer(
 )
 
 
-_IMPORT = "TITAN_IMPORT"  # what --import names, for processes that this one starts
-_TAKES_OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}  # --section.key VALUE, read by the config
+_IMPORT = "TITAN_IMPORT"  # passes --import to processes that this one starts
+_TAKES_OVERRIDES = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+}  # --section.key VALUE
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(f"titan {version('titan-tools')}")
@@ -100,7 +103,7 @@ def _options_of_titan(
             "--import",
             metavar="MODULE",
             envvar=_IMPORT,
-            help="First import this module, by name or path: it registers a family, data or a loss of your own.",
+            help="Import this module first, by name or path. It registers a family, a dataset or a loss of your own.",
             show_default=False,
         ),
     ] = None,
@@ -111,19 +114,19 @@ def _options_of_titan(
         os.environ[_IMPORT] = import_custom(module, told="--import {name}")  # for ranks that this process starts
 
 
-# The order of `titan --help`: the life of a checkpoint. Lines of that page are short enough to be shown whole.
+# In the order of `titan --help`. Short enough that the page does not truncate them.
 _SHORT = {
     "download": "Fetch a model from the Hugging Face hub.",
-    "convert": "Put weights into another format.",
-    "reshard": "Cut a DCP checkpoint for another mesh.",
-    "inspect": "Show what a checkpoint or a run holds.",
+    "convert": "Convert weights to another format.",
+    "reshard": "Reshard a DCP checkpoint for another mesh.",
+    "inspect": "Show the contents of a checkpoint or a run.",
     "diff": "Compare two checkpoints of any formats.",
     "verify": "Check every byte of a checkpoint.",
-    "seed": "Write the first weights of a config's model.",
-    "estimate-memory": "Say whether a run fits its GPUs.",
+    "seed": "Write the initial weights of a config's model.",
+    "estimate-memory": "Estimate peak GPU memory of a run.",
     "data": "Prepare text for training.",
-    "config": "Show, check, upgrade and start configs.",
-    "train": "Train a model, or go on where it stopped.",
+    "config": "Show, check, upgrade and create configs.",
+    "train": "Train a model, or resume a run.",
     "infer": "Generate text from a checkpoint.",
     "models": "List families and flavors.",
 }
@@ -145,82 +148,82 @@ app.command("models", short_help=_SHORT["models"])(models)
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
-    raise_lost_ones_again({KeyboardInterrupt: (signal.SIGINT, None), _Terminated: (signal.SIGTERM, _terminate)})
+    resend_swallowed_signals({KeyboardInterrupt: (signal.SIGINT, None), _Terminated: (signal.SIGTERM, _terminate)})
     code = run()
     try:
         sys.stdout.flush()
-    except OSError:  # told by `run` already, or the reader has gone; Python would complain once more at its end
+    except OSError:  # already reported by `run`, or the reader is gone; Python would print it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    gc.freeze()  # else Python's end searches all that torch has made for cycles: a second, also after Ctrl-C
+    gc.freeze()  # else the interpreter's exit searches torch's objects for cycles, which takes a second
     if sys.argv[1:2] == ["estimate-memory"] and threading.active_count() == 1:
-        atexit._run_exitfuncs()  # and no more: torch would take back, piece by piece, what it has registered
+        atexit._run_exitfuncs()  # then skip the interpreter's exit: torch unregisters its operators one by one
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def run() -> int:
-    """Run the command of sys.argv; the one place where errors become lines on stderr."""
-    if sys.stdout is None:  # started with a closed standard output
+    """Run the command of sys.argv; the only place that prints errors."""
+    if sys.stdout is None:  # standard output is closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  it lives as long as the process
-    if sys.stderr is None:  # print would put what is said there among the results
+    if sys.stderr is None:  # print would write these messages to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if (sys.stdout.encoding or "utf-8").lower().replace("_", "-") != "utf-8":  # a table's lines are not in all of them
-        sys.stdout.reconfigure(errors="replace")
-    if "RANK" not in os.environ:  # ranks have a launcher, which tells from the signal that it was asked for
+    if (sys.stdout.encoding or "utf-8").lower().replace("_", "-") != "utf-8":  # tables have characters outside of it
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # typed as any TextIO
+    if "RANK" not in os.environ:  # the launcher of a rank reads from its exit status that a signal ended it
         signal.signal(signal.SIGTERM, _terminate)
     try:
         _refuse_foreign_packages()
-        code = app(prog_name="titan", standalone_mode=False) or 0
+        code = app(prog_name="titan", standalone_mode=False)
         sys.stdout.flush()
-        return code
+        return code or 0
     except TitanError as error:
-        _tell(error.message, hint=error.hint, tries=error.tries)
+        _print_error(error.message, hint=error.hint, tries=error.tries)
         return error.exit_code
     except typer.TyperException as error:  # unknown command or option, missing argument, bad value
-        return _tell_usage(error)
+        return _print_usage_error(error)
     except (typer.Abort, _Interrupted, KeyboardInterrupt) as error:
-        _tell("interrupted", hint=_notes(error))
+        _print_error("interrupted", hint=_notes(error))
         return 130
     except _Terminated as error:
-        _tell("ended by SIGTERM", hint=_notes(error))
+        _print_error("ended by SIGTERM", hint=_notes(error))
         return 128 + signal.SIGTERM
-    except SystemExit as error:  # Typer's, after a completion; or what it makes of a BrokenPipeError
+    except SystemExit as error:  # raised by Typer after a completion, and in place of a BrokenPipeError
         return PIPE_CLOSED if error.code else 0
-    except BrokenPipeError:  # `titan … | head`: the reader has enough
+    except BrokenPipeError:  # `titan … | head`
         return PIPE_CLOSED
-    except OSError as error:  # a place that cannot be read or written, met where nobody expected it
-        if (told := as_machine_error(error)) is None:
-            return _tell_fault(error)
-        _tell(told.message, hint=told.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
-        return told.exit_code
+    except OSError as error:  # a path that cannot be read or written, without a handler closer to it
+        if (known := as_machine_error(error)) is None:
+            return _print_internal_error(error)
+        _print_error(known.message, hint=known.hint, tries=_fewer_workers() if error.errno == errno.ENOMEM else [])
+        return known.exit_code
     except Exception as error:
-        if told := as_memory_error(error):
-            _tell(told.message, hint=told.hint, tries=_fewer_workers())
-            return told.exit_code
+        if known := as_memory_error(error):
+            _print_error(known.message, hint=known.hint, tries=_fewer_workers())
+            return known.exit_code
         if "can't start new thread" in str(error):
-            _tell("no further thread can be started here", tries=_fewer_workers())
+            _print_error("no more threads can be started on this machine", tries=_fewer_workers())
             return 2
-        return _tell_fault(error)
+        return _print_internal_error(error)
 
 
 class _Terminated(BaseException):
-    """SIGTERM as an exception, so that what is being made is removed on the way out. Typer has its own use of exits."""
+    """SIGTERM as an exception, so that unfinished output is removed. Typer has its own use of SystemExit."""
 
 
 def _terminate(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one must not cut the removal short
+    signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
     raise _Terminated
 
 
 def _fewer_workers() -> list[str]:
-    """What to try where the command that runs has workers."""
-    _, command = _asked_command()
+    """The `try:` line for a command that has --workers."""
+    _, command = _current_command()
     return ["--workers 1"] if any("--workers" in option.opts for option in command.params) else []
 
 
-def _asked_command() -> tuple[str, Any]:
-    """The command that the command line names, as far as it names one: its words, and itself."""
+def _current_command() -> tuple[str, Any]:
+    """The innermost command that sys.argv names: its words, and the command itself."""
     path, command = "titan", typer.main.get_command(app)
     for word in sys.argv[1:]:
         if isinstance(command, TyperGroup) and word in command.commands:
@@ -229,29 +232,29 @@ def _asked_command() -> tuple[str, Any]:
 
 
 def _notes(error: BaseException) -> str:
-    """What code on the way out had to say of an interruption."""
+    """Notes that cleanup code added to the exception."""
     return "; ".join(note for e in (error, error.__context__) for note in getattr(e, "__notes__", []))
 
 
-def _tell_usage(error: typer.TyperException) -> int:
-    if "NoArgsIsHelp" in type(error).__name__:  # `titan`, `titan convert`: the message is the help page
+def _print_usage_error(error: typer.TyperException) -> int:
+    if "NoArgsIsHelp" in type(error).__name__:  # `titan`, `titan convert`: prints the help page
         print(error.format_message(), file=sys.stderr)
         return 2
-    ctx = getattr(error, "ctx", None)  # not there for an option without its argument
-    command = ctx.command_path if ctx else _asked_command()[0]
-    _tell(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
+    ctx = getattr(error, "ctx", None)  # missing for an option without its argument
+    command = ctx.command_path if ctx else _current_command()[0]
+    _print_error(error.format_message().replace("Value error, ", ""), tries=[f"{command} --help"])
     return 2
 
 
-def _tell_fault(error: Exception) -> int:
+def _print_internal_error(error: Exception) -> int:
     import traceback
 
     traceback.print_exception(error)
-    _tell(f"{type(error).__name__}: {error}", hint="this is a fault of titan; the lines above say where")
+    _print_error(f"{type(error).__name__}: {error}", hint="this is a bug in titan; the traceback is above")
     return 3
 
 
-def _tell(message: str, *, hint: str = "", tries: tuple[str, ...] | list[str] = ()) -> None:
+def _print_error(message: str, *, hint: str = "", tries: tuple[str, ...] | list[str] = ()) -> None:
     lines = [f"error: {message}"]
     if hint:
         lines.append(f"hint: {hint}")
@@ -260,14 +263,14 @@ def _tell(message: str, *, hint: str = "", tries: tuple[str, ...] | list[str] = 
 
 
 def _refuse_foreign_packages() -> None:
-    """`trainer` and `converters` are generic names: stop when somebody else's package would be imported instead."""
+    """`trainer` and `converters` are generic names: stop if another package of that name would be imported."""
     home = Path(__file__).resolve().parent.parent
     for name in ("trainer", "converters"):
         spec = find_spec(name)
         found = Path(spec.origin).resolve().parent.parent if spec and spec.origin else None
         if found != home:
             raise TitanError(
-                f"the package {name!r} that Python finds is not titan's: {spec.origin if spec else 'none'}",
-                hint="a folder of that name in the working directory or on PYTHONPATH hides it",
+                f"the package {name!r} on the import path is not titan's: {spec.origin if spec else 'none'}",
+                hint="a folder of that name in the working directory or on PYTHONPATH shadows it",
                 tries=[f"python -P -m titan_tools {' '.join(sys.argv[1:])}".rstrip()],
             )

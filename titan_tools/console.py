@@ -1,4 +1,4 @@
-"""What the commands print: results to stdout, talk to stderr, bars only where a person is watching."""
+"""Console output: results to stdout, messages to stderr, progress bars only on a terminal."""
 
 import json
 import re
@@ -12,42 +12,45 @@ _NUMBERS = re.compile(rf"{_NUMBER}( … {_NUMBER})?( ?%| [KMGT]?i?B)?")
 
 
 def note(text: str) -> None:
-    """A line for the person at the terminal; never part of a result."""
+    """Print a message to stderr; it is not part of the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """The one JSON object of a `--json` run. NaN and infinity become null, so that every JSON reader takes it.
+    """Print the JSON object of a `--json` run. NaN and infinity become null, which every JSON parser accepts.
 
-    Indented, but a list of numbers takes one line, and so does a record of numbers in a list.
+    Indented, except that a list of numbers, and an object of numbers inside a list, take one line.
     """
     print("".join(_json_pieces(_finite(value), "\n")), flush=True)
 
 
 def json_text(value: Any) -> str:
-    """JSON for stdout: with the letters themselves where its encoding is UTF-8, else with their escapes."""
-    return json.dumps(value, ensure_ascii=not _takes_all_letters())
+    """JSON for stdout; non-ASCII characters are escaped unless the encoding is UTF-8."""
+    return json.dumps(value, ensure_ascii=not _stdout_is_utf8())
 
 
 def stream(text: str) -> None:
-    """A piece of text to stdout, shown at once; a letter that its encoding does not know becomes a question mark."""
-    if not _takes_all_letters():
+    """Write text to stdout and flush; characters that the encoding lacks become question marks."""
+    if not _stdout_is_utf8():
         text = text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _takes_all_letters() -> bool:
+def _stdout_is_utf8() -> bool:
     return (sys.stdout.encoding or "utf-8").lower().replace("-", "").replace("_", "") == "utf8"
 
 
 def _json_pieces(value: Any, line_end: str, *, is_item: bool = False) -> Iterator[str]:
-    """`line_end`: a line feed and the indentation. `is_item`: of a list."""
+    """`line_end`: a line feed and the indentation. `is_item`: whether the value is an item of a list."""
     if not isinstance(value, dict | list) or _fits_a_line(value, is_item=is_item):
         yield json_text(value)
         return
     is_dict, inner, comma = isinstance(value, dict), line_end + "  ", ""
-    items = [(f"{json_text(key)}: ", item) for key, item in value.items()] if is_dict else [("", i) for i in value]
+    if isinstance(value, dict):
+        items = [(f"{json_text(key)}: ", item) for key, item in value.items()]
+    else:
+        items = [("", item) for item in value]
     yield "{" if is_dict else "["
     for name, item in items:
         yield comma + inner + name
@@ -56,14 +59,14 @@ def _json_pieces(value: Any, line_end: str, *, is_item: bool = False) -> Iterato
     yield line_end + ("}" if is_dict else "]")
 
 
-def _fits_a_line(value: dict | list, *, is_item: bool) -> bool:
+def _fits_a_line(value: dict[str, Any] | list[Any], *, is_item: bool) -> bool:
     if isinstance(value, dict):
         return not value or (is_item and _are_all_numbers(value.values()))
     return _are_all_numbers(value)
 
 
 def _are_all_numbers(values: Iterable[Any]) -> bool:
-    """Or null, true, false, and lists of such."""
+    """Numbers, null, true, false, and lists of them."""
     return all(
         not isinstance(value, str | dict) and (not isinstance(value, list) or _are_all_numbers(value))
         for value in values
@@ -88,14 +91,14 @@ def count(number: int, what: str) -> str:
 
 
 def non_finite(name: str, number: int) -> str:
-    """What is told of a tensor with values that are no numbers."""
+    """The message for a tensor with NaN or infinite values."""
     return f"{name} holds {count(number, 'value')} that {'is' if number == 1 else 'are'} NaN or infinite"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Rows under a header, columns aligned, on stdout; plain text, so that it can be piped.
+    """Print rows under a header as plain text with aligned columns.
 
-    To the right where all that is there are numbers, also as text, with a unit or from one to another: 1.5 … 2.0 GiB.
+    Columns of numbers are right-aligned, including numbers with a unit and ranges: `1.5 … 2.0 GiB`.
     """
     cells = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
     widths = (
@@ -115,13 +118,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def _are_numbers(column: Sequence[str]) -> bool:
-    """Of some cells that may be empty."""
+    """Whether all cells that are not empty are numbers."""
     return any(column) and all(_NUMBERS.fullmatch(cell) for cell in column if cell)
 
 
 @contextmanager
 def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar of `total_bytes` on a terminal, nothing elsewhere. Yields `advance(num_bytes)`, callable from threads."""
+    """Show a progress bar of bytes on a terminal. Yields `advance(num_bytes)`, which any thread may call."""
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
         return
@@ -136,7 +139,7 @@ def progress(total_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def tally(total: int, what: str) -> Iterator[Callable[..., None]]:
-    """A bar of `total` things on a terminal, nothing elsewhere. Yields `advance(num=1)`, for when so many are done."""
+    """Show a progress bar of `total` items on a terminal. Yields `advance(num=1)`."""
     if not sys.stderr.isatty():
         yield lambda num=1: None
         return

@@ -4,14 +4,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConfigError
-from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.layout import AXES
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from titan_tools.console import count, note, print_json, table
 from trainer.config.sections import Config
 from trainer.config.show import unread
-from trainer.parallel_dims import fit_layout, required_world_size
+from trainer.job import resolve_job
 
 if TYPE_CHECKING:
     from trainer.dry_run import DryRun
@@ -19,15 +18,14 @@ if TYPE_CHECKING:
 
 def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: int, as_json: bool) -> None:
     """Check, build and trace one rank, and print what was found. Raises ConfigError with everything that is wrong."""
-    args = get_family(config.model.name).flavors[config.model.flavor]
-    dims = fit_layout(config, args, world_size or required_world_size(config.parallelism))
-    if rank >= dims.world_size:
-        raise ConfigError(f"--rank {rank}: the job has ranks 0 to {dims.world_size - 1}")
+    job = resolve_job(config, world_size)
+    if rank >= job.dims.world_size:
+        raise ConfigError(f"--rank {rank}: the job has ranks 0 to {job.dims.world_size - 1}")
     for line in unread(config):
         note(f"not read: {line}")
     from trainer.dry_run import dry_run  # torch, which errors above need not wait for
 
-    found = dry_run(config, args, dims, rank=rank)
+    found = dry_run(job, rank=rank)
     if as_json:
         print_json(as_record(config, found))
     else:
@@ -69,16 +67,19 @@ def _print(config: Config, found: "DryRun") -> None:
     table(
         ("on this rank", "size"),
         [
-            (f"parameters ({found.rank_parameters:,})", tell_bytes(found.parameter_bytes)),
-            ("gradients", tell_bytes(found.gradient_bytes)),
-            ("optimizer states", tell_bytes(found.optimizer_bytes)),
-            ("together", tell_bytes(total)),
+            (f"parameters ({found.rank_parameters:,})", format_bytes(found.parameter_bytes)),
+            ("gradients", format_bytes(found.gradient_bytes)),
+            ("optimizer states", format_bytes(found.optimizer_bytes)),
+            ("together", format_bytes(total)),
         ],
     )
     print("\nCollectives of one step, as this rank issues them")
     table(
         ("axis", "kind", "calls", "size"),
-        [(axis, kind, traffic.calls, tell_bytes(traffic.bytes)) for (axis, kind), traffic in found.collectives.items()],
+        [
+            (axis, kind, traffic.calls, format_bytes(traffic.bytes))
+            for (axis, kind), traffic in found.collectives.items()
+        ],
     )
     for line in found.left_out:
         note(f"left out: {line}")

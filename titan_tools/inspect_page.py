@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from converters.containers.registry import CONTAINERS
 from converters.families.llama2 import SENTENCEPIECE_VOCABULARIES
 from converters.fold import TensorLine, tree_rows
 from converters.inspect import Inspection
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from titan_tools.console import count, table
 
-_CONTAINERS = {"dcp": "DCP", "safetensors": "safetensors", "torch": "a torch file", "meta": "Meta's original format"}
 _COLUMNS = ("dtype", "shape", "tensors", "chunks", "bytes")
 _MOST_VALUE = 100  # characters of a value
 
@@ -17,17 +17,16 @@ _MOST_VALUE = 100  # characters of a value
 def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> None:
     """Print an inspection. `every`: tensors under their full names, one line each."""
     manifest = "with a manifest of titan's" if found.has_manifest else "no manifest"
-    container = _CONTAINERS.get(found.container, found.container)
-    print(f"{found.path}: {container}, {found.naming} names, {manifest}")
+    print(f"{found.path}: {CONTAINERS[found.container].title}, {found.naming} names, {manifest}")
     for line in _tell_model(found):
         print(line)
     for text in found.notes:
         print(f"note:  {text}")
     if found.step is not None:
         print(f"step:  {found.step:,}")
-    sizes = ", ".join(f"{tell_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
+    sizes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
     print(f"size:  {found.num_parameters:,} parameters ({sizes})")
-    whole = f"{tell_bytes(found.num_bytes)} in {count(found.num_files, 'file')}, {count(found.num_chunks, 'chunk')}"
+    whole = f"{format_bytes(found.num_bytes)} in {count(found.num_files, 'file')}, {count(found.num_chunks, 'chunk')}"
     print(f"       {whole}\n")
     for section in sorted({line.section: None for line in found.lines}, key=lambda name: name != "model"):
         lines = [line for line in found.lines if line.section == section]
@@ -43,12 +42,10 @@ def _tell_model(found: Inspection) -> list[str]:
     if found.model:
         m = dict(found.model)
         heads = f"{m['num_heads']} heads ({m['num_kv_heads']} for keys and values) of {m['head_dim']}"
-        biases = [f"{name} biases" for name in ("attention", "mlp") if m.get(f"{name}_bias")]
-        parts = (["q/k norms"] if m["qk_norm"] else []) + biases
         tied = "output tied to the embedding" if m["tied"] else "output of its own"
         lines.append(
             f"model: {_family(m)}, {m['num_layers']} layers, dim {m['dim']}, {heads}, feed-forward {m['ffn_hidden']}, "
-            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in parts)
+            f"vocabulary {m['vocab_size']:,}, {tied}" + "".join(f", {part}" for part in found.parts)
         )
         scaling, scaled = m["rope_scaling"], ""
         if scaling and "rope_type" in scaling:
@@ -90,7 +87,7 @@ def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple]:
 
 
 def _cells(name: str, line: TensorLine | None, tensors: int, chunks: int, size: int) -> tuple:
-    return (name, line.dtype if line else "", list(line.shape) if line else "", tensors, chunks, tell_bytes(size))
+    return (name, line.dtype if line else "", list(line.shape) if line else "", tensors, chunks, format_bytes(size))
 
 
 def _moment(line: TensorLine) -> str:
@@ -111,7 +108,7 @@ def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple]:
             "as the parameter" if shaped else [],
             sum(line.num_tensors for line in group),
             sum(line.num_chunks for line in group),
-            tell_bytes(sum(line.num_bytes for line in group)),
+            format_bytes(sum(line.num_bytes for line in group)),
         )
         for (kind, dtype, shaped), group in groups.items()
     ]

@@ -1,6 +1,7 @@
-"""A run's folder at a glance: its checkpoints, how the loss went, and the loss curve as a picture. Torch-free."""
+"""Summary of a run folder: checkpoints and loss curves; the loss curve as a PNG. Does not import torch."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from trainer.checkpoints.step_folders import list_steps, size_problem, step_fold
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint of the run; `problem` says why it cannot be whole, empty where nothing speaks against it."""
+    """A checkpoint of the run; `problem` says why it is incomplete, empty if no problem was found."""
 
     folder: str
     step: int
@@ -22,13 +23,13 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What a run left behind. Curves are (step, nats per token); a resumed run's later record of a step counts."""
+    """Checkpoints and curves of a run. Curves are (step, nats per token); the latest record of a step counts."""
 
     path: str
     steps: tuple[SavedStep, ...]
     loss: tuple[tuple[int, float], ...]
     held_out_loss: tuple[tuple[int, float], ...]
-    unigram_entropy: float | None  # of the held-out part: what a model that knows only token frequencies would pay
+    unigram_entropy: float | None  # of the held-out data: the loss of a model that knows only token frequencies
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -39,7 +40,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def summarize_run(path: Path) -> RunSummary:
-    """Read metrics.jsonl and look at the step folders. Raises CheckpointError where a line is not a record."""
+    """Read metrics.jsonl and list the step folders. Raises CheckpointError for a line that is not a record."""
     loss: dict[int, float] = {}
     held_out: dict[int, float] = {}
     unigram_entropy = None
@@ -48,7 +49,7 @@ def summarize_run(path: Path) -> RunSummary:
         if record is None:
             continue
         step = record["step"]
-        if RESUMED_FROM in record:  # what was recorded of later steps is of a part that was given up
+        if RESUMED_FROM in record:  # the run was resumed here: records of later steps no longer count
             loss, held_out = ({s: value for s, value in curve.items() if s <= step} for curve in (loss, held_out))
         if "loss" in record:
             loss[step] = record["loss"]
@@ -66,17 +67,17 @@ def summarize_run(path: Path) -> RunSummary:
 
 def _parse(line: str, file: Path, number: int) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-        record["step"] + 0  # a record without a step number is none
+        record: dict[str, Any] = json.loads(line)
+        record["step"] + 0  # raises if there is no step number
     except (json.JSONDecodeError, KeyError, TypeError):
         if line.startswith("{") and not line.endswith("}"):
-            return None  # cut short when the run was killed
+            return None  # cut off when the run was killed
         raise CheckpointError(f"{file}:{number}: not a record of metrics: {line[:80]!r}") from None
     return record
 
 
-def _saved_steps(path: Path):
-    """Steps in any folder of the run: the first part of it, and those it was resharded into."""
+def _saved_steps(path: Path) -> Iterator[SavedStep]:
+    """Steps in all checkpoint folders of the run, including resharded ones."""
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.is_symlink()):
         for step in sorted(list_steps(folder)):
             saved = step_folder(folder, step)
@@ -84,10 +85,10 @@ def _saved_steps(path: Path):
 
 
 def draw_loss_curve(run: RunSummary, picture: Path) -> None:
-    """Training and held-out loss over steps, as a PNG. Raises CheckpointError where there is nothing to draw."""
+    """Draw training and held-out loss over steps to a PNG. Raises CheckpointError if no loss was recorded."""
     if not run.loss:
         raise CheckpointError(f"{run.path}: no loss was recorded yet")
-    # here: matplotlib takes longer to load than all else in `titan inspect`
+    # imported here: matplotlib takes longer to load than the rest of `titan inspect`
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,7 +102,7 @@ def draw_loss_curve(run: RunSummary, picture: Path) -> None:
         axes.axhline(run.unigram_entropy, label="unigram entropy", color="grey", linestyle="--")
     axes.grid(alpha=0.3)
     axes.legend()
-    unfinished = picture.with_name(f".{picture.name}.tmp")  # a full disk must not cost a picture that is there
+    unfinished = picture.with_name(f".{picture.name}.tmp")  # a full disk must not destroy an existing picture
     try:
         figure.savefig(unfinished, dpi=120, format="png")
         unfinished.replace(picture)

@@ -1,70 +1,63 @@
-"""Build the model that a rank trains: meta → stage → context, tensor, checkpointing, compile, FSDP → real memory.
+"""Build the model that a rank trains: meta device → stage → parallelisms → real memory.
 
-Used by train, seed, estimate and infer alike. Every mode (pipeline or not, context parallel or not) is settled here, so
-that the loop knows one `forward_backward(batch, num_valid_tokens)`.
+Used by train, estimate and dry run alike. Every mode (pipeline or not, context parallel or not) is decided here, so
+that the loop only calls `forward_backward(batch, num_valid_tokens)`.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs, Parameter
-from converters.families.registry import get_family
-from converters.layout import MeshShape
+from converters.errors import UnsupportedError, list_offenders
+from converters.families.base import Parameter
+from trainer.checkpoints.problems import checkpoint_machine_problems
 from trainer.config.sections import Config
-from trainer.data.batch import Batch
-from trainer.loss.install import install_loss, leaves_columns
-from trainer.machine import refuse_what_cannot_run
+from trainer.data.batch import Batch, pinning_machine_problems
+from trainer.job import Job
+from trainer.loss.install import install_loss
+from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
-from trainer.models.registry import TrainerFamily, get_trainer_family
+from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
-from trainer.parallel.async_tensor import enable_async_tp
-from trainer.parallel.compile import apply_compile, compiles
+from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_async_tp
+from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
-from trainer.parallel.float8 import apply_float8, float8_styles, is_float8, precomputes_scales, scale_weights
+from trainer.parallel.float8 import apply_float8, float8_machine_problems, float8_styles, is_float8, scale_weights
 from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.tensor import apply_tp
-from trainer.parallel_dims import check_layout
 from trainer.runner import Runner, WholeModel
-from trainer.stages import split_model
+from trainer.stages import schedule_machine_problems
 from trainer.train_model import TrainModel
 from trainer.watching.metrics import note
+from trainer.watching.profiling import profiling_machine_problems
 
 
 def build(
-    config: Config,
-    args: ModelArgs,
-    dims: MeshShape,
-    meshes: Meshes,
-    device: torch.device,
-    *,
-    memory: AbstractContextManager | None = None,
+    job: Job, meshes: Meshes, device: torch.device, *, memory: AbstractContextManager[Any] | None = None
 ) -> TrainModel:
-    """The model as this rank trains it, in real memory on `device`, its values not yet set.
+    """The model as this rank trains it, in uninitialized memory on `device`.
 
-    `memory`: a dry run makes tensors under it that take none, and asks nothing of this machine.
-    Raises ConfigError with every problem of the layout, UnsupportedError with all that this machine cannot run.
+    A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
+    Raises UnsupportedError with everything that this machine cannot run.
     """
-    check_layout(config, args, dims)
+    config, dims, split = job.config, job.dims, job.split
     if memory is None:
-        refuse_what_cannot_run(config, device)
-    family = get_trainer_family(config.model.name)
-    parameters = get_family(config.model.name).parameters(args)
-    split = split_model(config.parallelism, args.num_layers, dims.pp)
+        check_hardware(config, device)
     pp_rank = meshes["pp"].get_local_rank()
     set_memory_budget(config.activation_checkpoint, Path(config.job.dump_folder))
     if config.parallelism.enable_async_tensor_parallel and memory is None:
         enable_async_tp(meshes["tp"].get_group())
     parts = []
     for stage in split.stages_of(pp_rank):
-        part = build_part(config, family, args, parameters, split.modules[stage])
-        parallelize(part, config, family, parameters, meshes)
+        part = build_part(job, stage)
+        parallelize(part, job, meshes)
         with memory or nullcontext():
             if config.training.enable_cpu_offload:
                 keep_on_cpu(part, device)
@@ -73,7 +66,7 @@ def build(
         part.tie()
         parts.append(part)
 
-    accumulating: Callable[[], AbstractContextManager] = nullcontext
+    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
     if dims.pp == 1:
         runner: Runner = WholeModel(parts[0])
         if is_ddp(dims):
@@ -81,70 +74,94 @@ def build(
             runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group())
             accumulating = runner.accumulating
     else:
-        size = config.parallelism.pipeline_parallel_microbatch_size
         runner = Pipeline(
             parts,
             split,
             meshes["pp"].get_group(),
             schedule=config.parallelism.pipeline_parallel_schedule,
             microbatch=Microbatch(
-                size=size,
+                size=job.microbatch_size,
                 local_len=config.training.seq_len // dims.cp,
                 sequence_shards=dims.tp,
-                dim=args.dim,
+                dim=job.args.dim,
                 dtype=getattr(torch, config.training.mixed_precision_param),
             ),
-            num_microbatches=config.training.local_batch_size // size,
+            num_microbatches=job.num_microbatches,
             device=device,
         )
+    precomputes_scales = is_float8(config.model) and config.float8.precompute_float8_dynamic_scale_for_fsdp
     return TrainModel(
         family=config.model.name,
-        args=args,
+        args=job.args,
         meshes=meshes,
         parts=parts,
         runner=runner,
         take_shard=_shard_taker(meshes, device),
         ends_meet=split.ends_meet,
         accumulating=accumulating,
-        after_update=partial(scale_weights, parts) if precomputes_scales(config) else None,
+        after_update=partial(scale_weights, parts) if precomputes_scales else None,
     )
 
 
-def build_part(
-    config: Config, family: TrainerFamily, args: ModelArgs, parameters: list[Parameter], modules: tuple[str, ...]
-) -> nn.Module:
-    """A stage of the model on the meta device."""
+def check_hardware(config: Config, device: torch.device) -> None:
+    """Raise UnsupportedError with everything that the config asks for and this machine cannot do."""
+    degrees = config.parallelism
+    problems = [
+        *profiling_machine_problems(config.profiling, device),
+        *schedule_machine_problems(degrees),
+        *compile_machine_problems(
+            config.compile, config.activation_checkpoint, device, tp=degrees.tensor_parallel_degree
+        ),
+        *async_tensor_machine_problems(degrees, device),
+        *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
+        *checkpoint_machine_problems(config.checkpoint),
+        *pinning_machine_problems(config.dataloader, config.validation_dataloader, device),
+    ]
+    if problems:
+        raise UnsupportedError(f"this machine ({device.type}) cannot run the config:" + list_offenders(problems))
+
+
+def build_part(job: Job, stage: int) -> nn.Module:
+    """A pipeline stage of the model on the meta device."""
     with torch.device("meta"):
-        model = family.build_model(args).to(getattr(torch, config.training.dtype))
-    return keep_modules(model, modules)
+        model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
+    return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(
-    part: nn.Module, config: Config, family: TrainerFamily, parameters: list[Parameter], meshes: Meshes
-) -> None:
-    """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps what the one before made."""
-    dims, parallelism, training = meshes.dims, config.parallelism, config.training
-    if is_float8(config):
-        apply_float8(part, config, parameters, tp=dims.tp)
+def parallelize(part: nn.Module, job: Job, meshes: Meshes) -> None:
+    """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
+    config, dims = job.config, job.dims
+    parallelism, training = config.parallelism, config.training
+    compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
+    parameters: list[Parameter] = job.family.parameters(job.args)
+    if is_float8(config.model):
+        apply_float8(part, config.float8, parameters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
     if dims.cp > 1:
         apply_cp(part, meshes["cp"].get_group())
     if dims.tp > 1:
-        plan = family.tensor_plan(parameters)
+        plan = get_trainer_family(job.family.name).tensor_plan(parameters)
         apply_tp(
             part,
             meshes["tp"],
             plan,
-            loss_parallel=leaves_columns(config, meshes),
+            loss_parallel=loss_parallel and training.loss != CHUNKED,  # a chunked output computes the loss itself
             converted=float8_styles(part, plan, config.float8, device_type=meshes.device_type)
-            if is_float8(config)
+            if is_float8(config.model)
             else None,
         )
     apply_activation_checkpoint(part, config.activation_checkpoint)
-    if compiles(config.compile, "model"):
+    if compiles_model:
         apply_compile(part, config.compile)
-    install_loss(part, config, meshes)
+    install_loss(
+        part,
+        training,
+        config.compile,
+        tp_mesh=meshes["tp"] if dims.tp > 1 else None,
+        is_loss_parallel=loss_parallel,
+        all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
+    )
     if is_fsdp(config, dims):
         reshard, reshard_last = reshard_policy(parallelism.fsdp_reshard_after_forward, pipelined=dims.pp > 1)
         apply_fsdp(
@@ -159,15 +176,15 @@ def parallelize(
 
 
 def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tuple[Tensor, Tensor, Tensor]]:
-    """Batch → this context rank's tokens, targets and positions, on the device."""
+    """A function from a batch to this context rank's tokens, targets and positions, on the device."""
     cp, cp_rank = meshes.dims.cp, meshes["cp"].get_local_rank()
 
     def copied(ids: Tensor) -> Tensor:
-        return ids.to(device, non_blocking=True)  # from pinned memory the host need not wait; from other it does anyway
+        return ids.to(device, non_blocking=True)  # asynchronous from pinned memory only
 
     def whole(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         positions = torch.arange(batch.tokens.shape[1], device=device)
-        # contiguous: pipeline stages announce their inputs' strides
+        # contiguous: pipeline stages declare their inputs' strides
         return copied(batch.tokens).contiguous(), copied(batch.targets), positions
 
     def head_and_tail(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,12 +1,10 @@
-"""The model that a config names: family, numbers, and the tokenizer that its checkpoints carry along. Torch-free."""
+"""The model of a job as its checkpoints describe it: family, numbers, and the tokenizer's files. Torch-free."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from converters.assets import find_assets, read_token_ids
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.families.base import DynamicRope
-from converters.families.registry import get_family
+from converters.families.base import DynamicRope, all_numbers
 from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
@@ -15,29 +13,31 @@ from trainer.config.sections import Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
+from trainer.job import Job
 
 NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
 
 
-def chosen_model(model: Model, training: Training) -> ModelInfo:
-    """Raises ConfigError where the tokenizer that the config names is missing, or is not that of the data.
+def chosen_model(job: Job) -> ModelInfo:
+    """What a job's checkpoints say of its model.
 
-    `assets` is empty where nobody named a tokenizer and there is none to be found: then NO_TOKENIZER is to be told.
+    Raises ConfigError where the config's tokenizer is missing or differs from the data's. `assets` is empty where no
+    tokenizer is configured and none is found; the caller then reports NO_TOKENIZER.
     """
-    args = get_family(model.name).flavors[model.flavor]
-    assets = find_assets(tokenizer_folder(model, training))
-    return ModelInfo(model.name, args, assets, read_token_ids(assets, vocab_size=args.vocab_size))
+    assets = find_assets(tokenizer_folder(job.config.model, job.config.training))
+    token_ids = read_token_ids(assets, vocab_size=job.args.vocab_size)
+    return ModelInfo(job.family.name, job.args, assets, token_ids)
 
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
     """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
-    theirs, ours = asdict(found.args), asdict(wanted.args)
+    theirs, ours = all_numbers(found.args), all_numbers(wanted.args)
     if not isinstance(wanted.args.rope_scaling, DynamicRope):  # whose frequencies change beyond it
         del ours["max_seq_len"]  # says how far a model may look, not what it is
     problems = [
-        f"{name}: {theirs[name]} in the checkpoint, {ours[name]} in the config"
+        f"{name}: {theirs.get(name)} in the checkpoint, {ours[name]} in the config"
         for name in ours
-        if theirs[name] != ours[name]
+        if theirs.get(name) != ours[name]
     ]
     if model_type(found) != model_type(wanted):
         problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")

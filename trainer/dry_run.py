@@ -1,11 +1,11 @@
-"""One rank of any job, without its memory, its data and its peers: built and taken through a step on fake tensors.
+"""Dry run: build one rank of a job of any size on fake tensors and run one training step, without memory or peers.
 
-The process group is fake, so that any world size fits on one machine, and the model is trainer/build.py's. What only
-changes how fast things are computed is left out of the step, and told: compile, and what needs it.
+The process group is fake, so any world size fits on one machine; the model is the one that trainer/build.py builds.
+Features that only change speed (compile, and what needs it) are disabled for the step and reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,19 +14,16 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from converters.collector import collector_paused
-from converters.families.base import ModelArgs
-from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.fake_ranks import fake_ranks
+from trainer.job import Job
 from trainer.mesh import Meshes, local_part, make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel.float8 import is_float8
-from trainer.parallel_dims import samples_per_step
-from trainer.stages import split_model
-from trainer.step import TrainStep
+from trainer.step import Phase, TrainStep
 from trainer.traced_step import CollectiveCount, TracedTensors, Traffic
 from trainer.train_model import TrainModel
 
@@ -35,7 +32,7 @@ _AXES = ("pp", "dp_replicate", "fsdp", "tp", "cp", "batch", "loss")
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What one rank of a job would hold and send in a step."""
+    """What one rank of a job holds, and the collectives that it issues in one step."""
 
     dims: MeshShape
     rank: int
@@ -51,35 +48,32 @@ class DryRun:
     steps: int
     samples_per_step: int
     tokens_per_step: int
-    num_accumulated: int  # forward and backward passes of a step; two of them were traced at most
-    num_microbatches: int  # of each, through the pipeline
+    num_accumulated: int  # forward and backward passes of a step; at most two of them were traced
+    num_microbatches: int  # of each pass, through the pipeline
     left_out: tuple[str, ...]
 
 
-def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> DryRun:
-    """Build rank `rank` of `dims.world_size` and take it through one step. The layout must have been checked.
+def dry_run(job: Job, *, rank: int) -> DryRun:
+    """Build rank `rank` of the job and run one step.
 
-    Needs a process without a process group; leaves it so.
+    The process must not have a process group; it has none afterwards either.
     """
-    traced, left_out = _without_what_only_speeds(config)
-    training = config.training
-    samples = samples_per_step(training, dims.batch)
-    num_accumulated = samples // (training.local_batch_size * dims.batch)
+    config, left_out = _disable_speed_features(job.config)
+    traced, dims, split = replace(job, config=config), job.dims, job.split
     count = CollectiveCount()
     with fake_ranks(dims.world_size, rank=rank), collector_paused():
         meshes = make_meshes(dims, "cpu")
         names = _group_names(meshes)
         tensors = TracedTensors(count)
-        model = build(traced, args, dims, meshes, torch.device("cpu"), memory=tensors)
+        model = build(traced, meshes, torch.device("cpu"), memory=tensors)
         with tensors, _connections_not_counted(count):
-            optimizer = build_optimizer(model.named_parameters(), traced.optimizer)
-            _one_step(model, optimizer, traced, meshes, count, num_accumulated=num_accumulated)
-        held = [p for fqn, p in model.named_parameters().items()]
+            optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+            _one_step(model, optimizer, traced, meshes, count)
+        held = list(model.named_parameters().values())
         parameters = [local_part(p) for p in held]
         gradients = [local_part(p.grad) for p in held if p.grad is not None]
         states = [local_part(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         copies = {id(p) for p in model.tied_copies()}
-        split = split_model(config.parallelism, args.num_layers, dims.pp)
         coordinates = dims.coordinates(rank)
         return DryRun(
             dims=dims,
@@ -87,49 +81,44 @@ def dry_run(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> D
             coordinates=coordinates,
             stages={stage: split.modules[stage] for stage in split.stages_of(coordinates.pp)},
             num_stages=split.num_stages,
-            model_parameters=get_family(config.model.name).num_parameters(args),
+            model_parameters=job.num_parameters,
             rank_parameters=sum(local_part(p).numel() for p in held if id(p) not in copies),
             parameter_bytes=_bytes(parameters),
             gradient_bytes=_bytes(gradients),
             optimizer_bytes=_bytes(states),
             collectives=_by_axis(count, names),
-            steps=training.steps,
-            samples_per_step=samples,
-            tokens_per_step=samples * training.seq_len,
-            num_accumulated=num_accumulated,
-            num_microbatches=_num_microbatches(config, dims),
+            steps=config.training.steps,
+            samples_per_step=job.samples_per_step,
+            tokens_per_step=job.tokens_per_step,
+            num_accumulated=job.num_accumulated,
+            num_microbatches=job.num_microbatches,
             left_out=tuple(left_out),
         )
 
 
-def _without_what_only_speeds(config: Config) -> tuple[Config, list[str]]:
-    """The config to trace, and what is not in it."""
+def _disable_speed_features(config: Config) -> tuple[Config, list[str]]:
+    """The config to trace, and a line for each feature that it disables."""
     left_out = []
     if config.compile.enable:
-        left_out.append("compile: the step is traced as it runs without")
+        left_out.append("compile: the step is traced without it")
         config = replace(config, compile=replace(config.compile, enable=False))
         if config.activation_checkpoint.mode == "memory_budget":
-            left_out.append("activation_checkpoint.mode = memory_budget, which compile carries out")
+            left_out.append("activation_checkpoint.mode = memory_budget, which needs compile")
             config = replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode="none"))
         if config.parallelism.enable_async_tensor_parallel:
-            left_out.append("asynchronous tensor parallelism: its pieces are told as the collectives they are cut from")
+            left_out.append("asynchronous tensor parallelism: its collectives are counted as if they were synchronous")
             config = replace(config, parallelism=replace(config.parallelism, enable_async_tensor_parallel=False))
     if config.training.enable_cpu_offload:
-        left_out.append("CPU offload: the bytes told lie in host memory")
+        left_out.append("CPU offload: the bytes above are in host memory")
         config = replace(config, training=replace(config.training, enable_cpu_offload=False))
-    if is_float8(config) and not config.float8.emulate:
+    if is_float8(config.model) and not config.float8.emulate:
         config = replace(config, float8=replace(config.float8, emulate=True))  # the same tensors, on any device
     return config, left_out
 
 
-def _num_microbatches(config: Config, dims: MeshShape) -> int:
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    return config.training.local_batch_size // size if dims.pp > 1 else 1
-
-
 @contextmanager
 def _connections_not_counted(count: CollectiveCount) -> Iterator[None]:
-    """Before its first step a pipeline sends its neighbours a number each, to connect: that is not part of a step."""
+    """Do not count the messages by which torch's pipeline schedules connect neighbours before their first step."""
     owners = {PipelineScheduleSingle: "_initialize_stage", PipelineScheduleMulti: "_initialize_stages"}
     before = [(owner, name, getattr(owner, name)) for owner, name in owners.items()]
 
@@ -149,38 +138,36 @@ def _connections_not_counted(count: CollectiveCount) -> Iterator[None]:
             setattr(owner, name, method)
 
 
+@dataclass(frozen=True, slots=True)
+class _RepeatedPasses:
+    """Counts each traced forward and backward pass as several: all but the last of an accumulated step are alike."""
+
+    count: CollectiveCount
+    times: tuple[int, ...]  # of each traced pass
+
+    def during(self, phase: Phase, number: int = 0) -> AbstractContextManager[None]:
+        return self.count.repeated(self.times[number]) if phase == "forward_backward" else nullcontext()
+
+
 def _one_step(
-    model: TrainModel,
-    optimizer: torch.optim.Optimizer,
-    config: Config,
-    meshes: Meshes,
-    count: CollectiveCount,
-    *,
-    num_accumulated: int,
+    model: TrainModel, optimizer: torch.optim.Optimizer, job: Job, meshes: Meshes, count: CollectiveCount
 ) -> None:
-    """One optimizer step. Of many accumulated passes the last is traced, and one that stands for all before it."""
-    training = config.training
-    step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+    """One optimizer step. Of many accumulated passes the last is traced, and one that counts for all before it."""
+    training = job.config.training
+    passes = _RepeatedPasses(count, (job.num_accumulated - 1, 1) if job.num_accumulated > 1 else (1,))
+    step = TrainStep(
+        model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size, observer=passes
+    )
     model.follow(optimizer)
     with count.repeated(0):
-        optimizer.step()  # without gradients: only what follows an update, as before any step but the first
-    once = model.forward_backward
-
-    stands_for = [num_accumulated - 1, 1] if num_accumulated > 1 else [1]
-    num_traced = len(stands_for)
-
-    def stands_for_many(batch: Batch, num_valid_tokens: float) -> torch.Tensor:
-        with count.repeated(stands_for.pop(0)):
-            return once(batch, num_valid_tokens)
-
-    model.forward_backward = stands_for_many
-    tokens = torch.zeros(num_traced * training.local_batch_size, training.seq_len, dtype=torch.int64)
+        optimizer.step()  # without gradients: runs what follows an update, as before every step but the first
+    tokens = torch.zeros(len(passes.times) * training.local_batch_size, training.seq_len, dtype=torch.int64)
     step.compute_gradients(Batch(tokens=tokens, targets=tokens), stop_requested=False)
-    optimizer.step()
+    step.update(optimizer)
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:
-    """Each group's mesh axis. An axis over all ranks may be torch's default group, which others use as well."""
+    """The mesh axis of each group. An axis over all ranks may use torch's default group, which is shared."""
     named = {dist.group.WORLD.group_name: "all ranks"}
     for axis in reversed(_AXES):
         mesh = meshes[axis]
@@ -193,7 +180,7 @@ def _group_names(meshes: Meshes) -> dict[str, str]:
 
 
 def _by_axis(count: CollectiveCount, names: Mapping[str, str]) -> dict[tuple[str, str], Traffic]:
-    """Traffic by axis and kind, in the order of the axes; groups of one rank send nothing."""
+    """Traffic by axis and kind, ordered by axis; groups of one rank send nothing."""
     found: dict[tuple[str, str], Traffic] = {}
     for (kind, group), traffic in count.traffic.items():
         if group not in names and _size_of(group) == 1:

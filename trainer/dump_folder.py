@@ -7,6 +7,7 @@ from pathlib import Path
 
 from converters.errors import ConfigError
 from converters.names import TEMPORARY_PREFIX
+from converters.replace_file import replacing
 from trainer.config.sections import Config
 from trainer.config.show import as_json
 
@@ -47,12 +48,9 @@ def save_config(config: Config) -> None:
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"job.save_config_file = {name!r} leads out of job.dump_folder = {str(folder)!r}")
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(as_json(config), indent=2, ensure_ascii=False) + "\n", "utf-8")
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(as_json(config), indent=2, ensure_ascii=False) + "\n", "utf-8")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"job.save_config_file = {name!r} cannot be written: {error.strerror}") from error

@@ -18,18 +18,18 @@ from converters.catalog import Box, TensorInfo
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
+from trainer.models.initialization import Constant, Distribution
 from trainer.models.registry import get_trainer_family
-from trainer.models.spread import Constant, Spread
 
 # Part of the definition of the values: another size gives other weights for the same seed.
 BLOCK_ELEMENTS = 1 << 20
 _REMEMBERED = 8  # blocks, 4 MiB each
 
-Draw = Callable[[Spread, Sequence[int], str], np.ndarray]  # (spread, shape, key of the stream) → values
+Draw = Callable[[Distribution, Sequence[int], str], np.ndarray]  # (distribution, shape, key of the stream) → values
 
 
 def initial_blocks(
-    parameter: Parameter, spread: Spread, *, seed: int, box: Box, draw: Draw | None = None
+    parameter: Parameter, distribution: Distribution, *, seed: int, box: Box, draw: Draw | None = None
 ) -> Iterator[tuple[Box, np.ndarray]]:
     """The first values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time.
 
@@ -44,17 +44,17 @@ def initial_blocks(
         whole = Box((start,) + (0,) * (len(parameter.shape) - 1), (rows, *parameter.shape[1:]))
         part = whole.intersect(box)
         if part is not None:
-            yield part, draw(spread, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
+            yield part, draw(distribution, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
 
 
-def _draw(spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
-    if isinstance(spread, Constant):
-        return np.full(shape, spread.value, np.float32)
+def _draw(distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:
+    if isinstance(distribution, Constant):
+        return np.full(shape, distribution.value, np.float32)
     stream = np.random.Generator(np.random.Philox(key=xxhash.xxh3_128_intdigest(key.encode())))
     values = stream.standard_normal(shape, np.float32)
-    if spread.cut is not None:
-        _draw_again_beyond(values, spread.cut, stream)
-    return values * np.float32(spread.std)
+    if distribution.cut is not None:
+        _draw_again_beyond(values, distribution.cut, stream)
+    return values * np.float32(distribution.std)
 
 
 def _draw_again_beyond(values: np.ndarray, cut: float, stream: np.random.Generator) -> None:
@@ -63,11 +63,11 @@ def _draw_again_beyond(values: np.ndarray, cut: float, stream: np.random.Generat
 
 
 def initial_values(
-    parameter: Parameter, spread: Spread, *, seed: int, box: Box, draw: Draw | None = None
+    parameter: Parameter, distribution: Distribution, *, seed: int, box: Box, draw: Draw | None = None
 ) -> np.ndarray:
     """The first values of a box, fp32."""
     values = np.empty(box.sizes, np.float32)
-    for part, block in initial_blocks(parameter, spread, seed=seed, box=box, draw=draw):
+    for part, block in initial_blocks(parameter, distribution, seed=seed, box=box, draw=draw):
         values[part.slices_within(box)] = block
     return values
 
@@ -81,22 +81,23 @@ class InitialWeights:
 
     def __init__(self, info: ModelInfo, *, seed: int):
         parameters = get_family(info.family).parameters(info.args)
-        initial_spread = get_trainer_family(info.family).initial_spread
+        initial_distribution = get_trainer_family(info.family).initial_distribution
         self.tensors: Mapping[str, TensorInfo] = {p.fqn: TensorInfo("float32", p.shape) for p in parameters}
         self._parameters = {p.fqn: p for p in parameters}
-        self._spread = {p.fqn: initial_spread(p.fqn, info.args) for p in parameters}
+        self._distributions = {p.fqn: initial_distribution(p, info.args) for p in parameters}
         self._seed = seed
         self._lock = Lock()
         self._blocks: OrderedDict[str, Future[np.ndarray]] = OrderedDict()  # the last few that were asked for
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
-        return initial_values(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box, draw=self._remember)
+        parameter, distribution = self._parameters[fqn], self._distributions[fqn]
+        return initial_values(parameter, distribution, seed=self._seed, box=box, draw=self._remember)
 
     def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
         """The same in parts, so that a large box needs one block of memory."""
-        return initial_blocks(self._parameters[fqn], self._spread[fqn], seed=self._seed, box=box)
+        return initial_blocks(self._parameters[fqn], self._distributions[fqn], seed=self._seed, box=box)
 
-    def _remember(self, spread: Spread, shape: Sequence[int], key: str) -> np.ndarray:
+    def _remember(self, distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:
         """Draw a block, or wait for the thread that is drawing it."""
         with self._lock:
             mine = key not in self._blocks
@@ -106,7 +107,7 @@ class InitialWeights:
                 self._blocks.popitem(last=False)
         if mine:
             try:
-                block.set_result(_draw(spread, shape, key))
+                block.set_result(_draw(distribution, shape, key))
             except BaseException as error:  # who waits for it must hear of it, too
                 block.set_exception(error)
         return block.result()

@@ -5,32 +5,31 @@ from functools import partial
 from pathlib import Path
 
 from converters.errors import ConfigError, TitanError, list_offenders
-from converters.families.registry import get_family
 from converters.weights import open_native
 from trainer.checkpoints.problems import initial_path
 from trainer.checkpoints.step_folders import list_steps
 from trainer.chosen_model import chosen_model, refuse_other_model, refuse_other_names, tokenizer_folder
-from trainer.config.sections import Config
 from trainer.data.datasets import check_dataset
 from trainer.data.index import HELD_OUT, TRAIN
 from trainer.dump_folder import try_dump_folder
+from trainer.job import Job
 
 _DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
 
 
-def check_inputs(config: Config) -> list[str]:
+def check_inputs(job: Job) -> list[str]:
     """Raise ConfigError with everything that training would refuse; returns what could not be checked.
 
     Of what comes from a preset or a default, which nobody has asked for by name, a missing file is such a point.
     """
     refused: dict[str, TitanError] = {}
     open_points: dict[str, None] = {}
-    for keys, check in _checks(config):
+    for keys, check in _checks(job):
         try:
             if left_open := check():
                 open_points[left_open] = None
         except TitanError as error:
-            if any(not config.origins.get(key, "preset").startswith("preset") for key in keys):
+            if any(not job.config.origins.get(key, "preset").startswith("preset") for key in keys):
                 refused.setdefault(error.message, error)
             else:
                 open_points[f"{error.message} (named by a default or a preset)"] = None
@@ -44,17 +43,17 @@ def check_inputs(config: Config) -> list[str]:
     return [*open_points]
 
 
-def _checks(config: Config) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None]]]:
+def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None]]]:
     """Checks, each with the keys that they are of."""
+    config = job.config
     training, validation = config.training, config.validation
-    vocab_size = get_family(config.model.name).flavors[config.model.flavor].vocab_size
 
     def check_data(name: str, path: str | None, section: str) -> str:
         tokenizer, split = tokenizer_folder(config.model, config.training), TRAIN if section == "training" else HELD_OUT
-        return check_dataset(name, path, split=split, vocab_size=vocab_size, tokenizer=tokenizer)
+        return check_dataset(name, path, split=split, vocab_size=job.args.vocab_size, tokenizer=tokenizer)
 
     yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
-    yield ("model.hf_assets_path",), lambda: chosen_model(config.model, training) and None
+    yield ("model.hf_assets_path",), lambda: chosen_model(job) and None
     for section, settings in (("training", training), ("validation", validation)):
         if section == "validation" and not validation.enable:
             continue
@@ -63,14 +62,15 @@ def _checks(config: Config) -> Iterator[tuple[tuple[str, ...], Callable[[], str 
         )
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
             yield keys, partial(check_data, settings.dataset, path, section)
-    yield ("checkpoint.initial_load_path",), lambda: _check_initial(config)
+    yield ("checkpoint.initial_load_path",), lambda: _check_initial(job)
 
 
-def _check_initial(config: Config) -> None:
-    path = initial_path(config)
+def _check_initial(job: Job) -> None:
+    config = job.config
+    path = initial_path(config.checkpoint, config.model)
     own = Path(config.job.dump_folder) / config.checkpoint.folder
     if path and not list_steps(own):
-        wanted = chosen_model(config.model, config.training)
+        wanted = chosen_model(job)
         with open_native(path, otherwise=wanted) as weights:
             refuse_other_model(weights.info, wanted, path)
             if config.checkpoint.initial_load_in_hf:

@@ -80,8 +80,8 @@ class GradientClip:
         self._max_norm = max_norm
         copied = set(map(id, copies))
         shares = [0.0 if id(p) in copied else _num_shards(p) / ranks_per_stage for p in self._parameters]
-        # Where the gradients will be: to copy it there would wait for them
-        self._shares = torch.tensor(shares, dtype=torch.float64, device=self._parameters[0].device)
+        # On the gradients' device: a copy from the host would synchronize
+        self.shares = torch.tensor(shares, dtype=torch.float64, device=self._parameters[0].device)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ class GradientClip:
         gradients = [local_gradient(p) for p in self._parameters]
         squares = _square_sums(gradients)
         # What several ranks hold is summed as many times, each with its share; empty shards add nothing.
-        total = (self._shares * squares).sum()
+        total = (self.shares * squares).sum()
         if dist.is_initialized():
             dist.all_reduce(total)
         norm = total.sqrt()

@@ -1,6 +1,7 @@
-"""Make a seed checkpoint: the first weights of a config's model as a DCP, cut for the mesh that the config names.
+"""Write a seed checkpoint: the initial weights of a config's model as a DCP, sharded for the config's mesh.
 
-Values are drawn block by block and copied as `convert` copies: no model is built, and memory stays bounded at any size.
+Values are drawn block by block and written by the copy engine of `convert`: no model is built, and memory is bounded
+at any size.
 """
 
 import time
@@ -11,24 +12,21 @@ from typing import Any
 from converters.assets import write_assets
 from converters.catalog import TensorInfo
 from converters.commit import check_destination
+from converters.containers.dcp_write import plan_dcp
 from converters.dtypes import itemsize
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.execute import Progress, execute, no_progress
-from converters.families.registry import get_family
-from converters.formats.dcp_write import plan_dcp
 from converters.layout import boxes_for_mesh
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
 from trainer.chosen_model import chosen_model
-from trainer.config.sections import Config
 from trainer.init import InitialWeights
-from trainer.parallel_dims import check_layout, required_world_size, resolve
-from trainer.stages import split_model
+from trainer.job import Job
 
 
 @dataclass(frozen=True, slots=True)
 class SeedReport:
-    """What was made."""
+    """What was written."""
 
     destination: str
     model: str
@@ -47,28 +45,25 @@ class SeedReport:
 
 
 def seed(
-    config: Config,
+    job: Job,
     dst: Path,
     *,
     workers: int = DEFAULT_WORKERS,
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> SeedReport:
-    """Write the weights that `titan train` would begin with to `dst`. Raises ConfigError where the layout cannot be."""
+    """Write the initial weights that `titan train` would start from to `dst`."""
     started = time.monotonic()
     check_destination(dst, overwrite=overwrite)
-    info = chosen_model(config.model, config.training)
-    dims = resolve(config.parallelism, required_world_size(config.parallelism))
-    check_layout(config, info.args, dims)
-    family, dtype, number = get_family(info.family), config.training.dtype, config.debug.seed or 0
-    parameters = family.parameters(info.args)
-    split = split_model(config.parallelism, info.args.num_layers, dims.pp)
+    info = chosen_model(job)
+    model, dtype = job.config.model, job.config.training.dtype
+    parameters = job.family.parameters(job.args)
     files = boxes_for_mesh(
         parameters,
-        dims,
+        job.dims,
         itemsizes={p.fqn: itemsize(dtype) for p in parameters},
-        stages=split.modules,
-        stage_ranks=split.ranks,
+        stages=job.split.modules,
+        stage_ranks=job.split.ranks,
     )
     target = plan_dcp({p.fqn: TensorInfo(dtype, p.shape) for p in parameters}, files)
 
@@ -78,7 +73,7 @@ def seed(
 
     execute(
         dst,
-        source=InitialWeights(info, seed=number),
+        source=InitialWeights(info, seed=job.seed),
         target=target,
         casts={} if dtype == "float32" else {p.fqn: dtype for p in parameters},
         write_small_files=write_small_files,
@@ -89,11 +84,11 @@ def seed(
     )
     return SeedReport(
         destination=str(dst),
-        model=f"{config.model.name} {config.model.flavor}",
-        seed=number,
-        mesh=str(dims),
+        model=f"{model.name} {model.flavor}",
+        seed=job.seed,
+        mesh=str(job.dims),
         dtype=dtype,
-        num_parameters=family.num_parameters(info.args),
+        num_parameters=job.num_parameters,
         num_tensors=len(target.tensors),
         num_files=len(files),
         num_bytes=target.total_bytes,

@@ -8,14 +8,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
 from converters.layout import ranks_of_stages, split_stages
-from trainer.config.sections import Config, Parallelism, Training
-
-if TYPE_CHECKING:
-    import torch
+from trainer.config.sections import Parallelism, Training
 
 LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank, in turn
 V_SCHEDULES = ("ZBVZeroBubble",)  # two stages per rank, there and back again
@@ -178,11 +174,11 @@ def _reshard_problems(parallelism: Parallelism) -> list[str]:
     ]
 
 
-def schedule_machine_problems(config: Config, device: torch.device) -> list[str]:
-    """A torch that splits backward wrongly."""
+def schedule_machine_problems(parallelism: Parallelism) -> list[str]:
+    """Versions of torch that compute a split backward wrongly."""
     import torch
 
-    parallelism, version = config.parallelism, torch.__version__
+    version = torch.__version__
     schedule = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES or version >= (2, 13):
         return []

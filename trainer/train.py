@@ -16,20 +16,21 @@ from trainer.checkpoints.run_state import Progress, RunState
 from trainer.checkpoints.step_folders import step_folder
 from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
-from trainer.config.sections import Checkpoint, Config, Validation
+from trainer.config.sections import Checkpoint, Config
+from trainer.data.training_data import text_preparation, train_loader
 from trainer.determinism import set_determinism
 from trainer.dump_folder import make_dump_folder, save_config
 from trainer.endings import leave_out_update, preempted
 from trainer.garbage import GarbageCollection
+from trainer.job import Job, resolve_job
 from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
-from trainer.parallel_dims import resolve, samples_per_step
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
-from trainer.run_data import held_out, text_preparation, train_loader
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
+from trainer.validate import Validator
 from trainer.watching.flight_recorder import FlightRecorder, failures_told
 from trainer.watching.metrics import note
 from trainer.watching.profiling import profiled
@@ -47,12 +48,13 @@ def main(config: Config) -> None:
     ranks = join_ranks(
         init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
     )
-    train(config, ranks, stop)
+    train(resolve_job(config, dist.get_world_size()), ranks, stop)
     leave_ranks()
 
 
-def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
-    """The whole run, once the ranks know each other: the only one that saves to its folder."""
+def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
+    """The whole run on joined ranks, under the lock of its checkpoint folder."""
+    config = job.config
     set_determinism(config.debug)
     announce(config)
     settings, dump_folder = config.checkpoint, Path(config.job.dump_folder)
@@ -60,40 +62,43 @@ def train(config: Config, ranks: Ranks, stop: StopRequest) -> None:
     on_first(ranks.agreement, lambda: save_config(config))
     progress = Progress()
     recorder = FlightRecorder.of(config.comm, dump_folder)
-    with failures_told(recorder, progress), ExitStack() as held:  # the lock: by rank 0, for all
+    with failures_told(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
         if is_saving(settings):
             on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
         held.enter_context(attention_backends(ranks.device))
-        train_alone(config, ranks, stop, progress, held)
+        train_locked(job, ranks, stop, progress, held)
 
 
-def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progress, held: ExitStack) -> None:
-    """Build, load, train. `held`: what is let go of in the end, however that comes."""
+def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, held: ExitStack) -> None:
+    """Build, load, train. `held` closes what was opened, also after an error."""
+    config = job.config
     training, settings, dump_folder = config.training, config.checkpoint, Path(config.job.dump_folder)
 
     # Build
-    info = chosen_model(config.model, config.training)
+    info = chosen_model(job)
     if not info.assets:
         note(NO_TOKENIZER)
-    for told in tokenizer_notes(info.assets):
-        note(told)
-    dims = resolve(config.parallelism, dist.get_world_size())
-    meshes = make_meshes(dims, ranks.device.type)
-    model = build(config, info.args, dims, meshes, ranks.device)
+    for text in tokenizer_notes(info.assets):
+        note(text)
+    meshes = make_meshes(job.dims, ranks.device.type)
+    model = build(job, meshes, ranks.device)
     widen_attention_on_cpu(model.parts, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))
-    preparation = text_preparation(config, ranks.agreement)
-    loader = train_loader(config, meshes, preparation, vocab_size=info.args.vocab_size, group=ranks.agreement)
-    validation = held_out(config, model, meshes, preparation)
+    preparation = text_preparation(config.model, training, dump_folder, ranks.agreement)
+    loader = train_loader(job, meshes, preparation, group=ranks.agreement)
+    validator = None
+    if config.validation.enable:
+        pin_memory = config.validation_dataloader.pin_memory
+        validator = Validator(model, config.validation, meshes, preparation, pin_memory=pin_memory)
     train_step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
     state = RunState(model, optimizer, schedule, loader, progress)
 
     # Load
     checkpoints = held.enter_context(Checkpoints(dump_folder / settings.folder, settings, info, group=ranks.agreement))
     exports = Exports(dump_folder, settings, info, group=ranks.agreement)
-    load(config, state, checkpoints)
+    load(config.checkpoint, initial_path(settings, config.model), job.seed, state, checkpoints)
     if is_saving(settings):
         checkpoints.get_ready(model)  # what forbids saving is told now, and not at the first save
         exports.get_ready(beside_bytes=checkpoints.bytes_of_step(model))
@@ -102,9 +107,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
         note(f"step {num_done} of {training.steps} is done already: nothing to do")
 
     # Train
-    num_samples = samples_per_step(training, dims.batch)
-    rank = dist.get_rank()
-    report = Report(config, info, num_samples=num_samples, device=ranks.device, rank=rank, num_done=num_done)
+    report = Report(job, device=ranks.device, rank=dist.get_rank(), num_done=num_done)
     batches = iter(loader)
     with (
         GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,
@@ -115,7 +118,7 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
                 samples = next(batches)
             result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.must_stop)
             if result.is_finite:
-                optimizer.step()
+                train_step.update(optimizer)
                 progress.ntokens_seen += result.num_valid_tokens
             else:
                 leave_out_update(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
@@ -128,8 +131,8 @@ def train_alone(config: Config, ranks: Ranks, stop: StopRequest, progress: Progr
             is_last = progress.step == training.steps
             is_final = is_last or result.stop_requested
             with report.paused():
-                if is_validated(progress.step, config.validation, is_last=is_last):
-                    report.validation(progress.step, validation.run())
+                if validator and (is_last or progress.step % config.validation.freq == 0):
+                    report.validation(progress.step, validator.run())
                 if is_saved(progress.step, settings, is_final=is_final):
                     model_only = is_last and settings.last_save_model_only
                     checkpoints.save(progress.step, state, model_only=model_only, is_final=is_final)
@@ -153,27 +156,21 @@ def announce(config: Config) -> None:
             note(f"  {key} = {setting.value!r}  ({setting.origin})")
 
 
-def load(config: Config, state: RunState, checkpoints: Checkpoints) -> None:
-    """The run's own newest good step; else the initial checkpoint; else first weights from the seed. Says which."""
-    settings = config.checkpoint
+def load(settings: Checkpoint, initial: Path | None, seed: int, state: RunState, checkpoints: Checkpoints) -> None:
+    """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed."""
     own = checkpoints.find() if settings.enable else None
     if own:
         checkpoints.load(own, state)
         note(f"resumed from {own}")
-    elif path := initial_path(config):
-        checkpoints.load_initial(path, state)
-        note(f"started from {path}")
+    elif initial:
+        checkpoints.load_initial(initial, state)
+        note(f"started from {initial}")
     else:
-        state.model.initialize(config.debug.seed or 0)
-        note(f"started from first weights, seed {config.debug.seed or 0}: there is no checkpoint to load")
+        state.model.initialize(seed)
+        note(f"started from initial weights, seed {seed}: there is no checkpoint to load")
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:
     """Whether a checkpoint is due after this step. `is_final`: the run ends with it."""
     is_due = is_final or step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint)
     return is_saving(settings) and is_due
-
-
-def is_validated(step: int, settings: Validation, *, is_last: bool) -> bool:
-    """Whether the held-out loss is due after this step."""
-    return settings.enable and (is_last or step % settings.freq == 0)

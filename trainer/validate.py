@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from converters.errors import ConfigError
-from trainer.config.sections import Validation as ValidationSection
+from trainer.config.sections import Validation
 from trainer.data.datasets import open_dataset, open_mixture
 from trainer.data.index import HELD_OUT
 from trainer.data.loader import TokenLoader
@@ -28,13 +28,13 @@ class _Part:
     loader: TokenLoader
 
 
-class Validation:
+class Validator:
     """Knows its data; `run` walks through it from the start and leaves model and training data as they were."""
 
     def __init__(
         self,
         model: TrainModel,
-        settings: ValidationSection,
+        settings: Validation,
         meshes: Meshes,
         preparation: Preparation,
         *,

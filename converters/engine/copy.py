@@ -1,11 +1,13 @@
 """Fill a target from a source: whole-row blocks of about 1 MiB, read once, cast, hashed, written in their place."""
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from converters.catalog import Box, TensorSource
+from converters.containers.target import Slot, Target, write_all
 from converters.crc import join_crc32
 from converters.dtypes import itemsize
 from converters.engine.box_index import BoxIndex
@@ -22,10 +25,7 @@ from converters.engine.digest import TensorDigest
 from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
-from converters.engine.writeback import begin_writeback
 from converters.errors import CheckpointError, list_offenders
-from converters.formats.target import Slot, Target
-from converters.formats.write_at import write_all
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next
@@ -328,3 +328,22 @@ def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str])
     if problems:
         raise CheckpointError(f"source and target do not fit each other:{list_offenders(problems)}")
     check_castable(changes)
+
+
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
+
+
+def begin_writeback(descriptor: int, offset: int, length: int) -> None:
+    """A hint: where the system or the file system has no such call, the fsync does all the work, as it always would."""
+    if call := _sync_file_range():
+        call(descriptor, offset, length, _WRITE)
+
+
+@cache
+def _sync_file_range():
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):  # not Linux
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call

@@ -5,7 +5,6 @@ the unit it told of and no more. A record is a claim, not a proof: `copy.py` rea
 """
 
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -16,12 +15,12 @@ from zlib import crc32
 from xxhash import xxh3_128
 
 from converters.catalog import Catalog, TensorSource
+from converters.containers.target import Target
 from converters.errors import CheckpointError
-from converters.formats.target import Target
+from converters.file_lock import is_open_file, lock_file
 from converters.names import DCP_METADATA, MANIFEST
 
 VERSION = 2
-_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True) -> str:
@@ -36,7 +35,7 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
         summed.update(json.dumps(parts).encode())
 
     folder = catalog.root if catalog.root.is_dir() else catalog.root.parent
-    files = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
+    files = catalog.tensor_files
     files |= {blob.file for blob in catalog.blobs.values()}
     files |= {path.name for path in folder.iterdir() if path.suffix == ".json" or path.name == DCP_METADATA}
     for name in sorted(files):
@@ -80,17 +79,10 @@ class Journal:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _BUSY:
-                raise CheckpointError(f"{self.path.parent}: another conversion is writing here") from error
-            # A file system without locks: two conversions into one place at a time are then the user's to avoid.
-        mine = os.fstat(self._descriptor)
-        try:
-            found = os.stat(self.path)
-        except FileNotFoundError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):  # removed by who held it
+            lock_file(self._descriptor)  # where there are no locks, the user must avoid two conversions to one place
+        except BlockingIOError as error:
+            raise CheckpointError(f"{self.path.parent}: another conversion is writing here") from error
+        if not is_open_file(self._descriptor, self.path):  # removed by the process that held it
             raise CheckpointError(f"{self.path.parent}: another conversion has just ended here")
 
     def start(self, header: Mapping[str, Any]) -> None:

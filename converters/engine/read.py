@@ -9,12 +9,12 @@ from zlib import crc32
 import numpy as np
 
 from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
+from converters.containers.dcp_item import checked_record, read_item
+from converters.containers.stored_zip import read_zip
 from converters.dtypes import itemsize, numpy_dtype
 from converters.engine.box_index import BoxIndex
 from converters.engine.open_files import OpenFiles
 from converters.errors import CheckpointError
-from converters.formats.dcp_item import checked_record, read_item
-from converters.formats.stored_zip import read_zip
 
 BLOCK_BYTES = 8 << 20
 _LONG_RUN_BYTES = 32 << 10  # from here on a read per run costs less than reading the gaps along with them
@@ -31,7 +31,7 @@ class CatalogReader:
             fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()
         }
         self._files = OpenFiles(catalog.root)
-        self._files.watch({chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks})
+        self._files.watch(catalog.tensor_files)
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 

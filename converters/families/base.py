@@ -1,7 +1,8 @@
-"""What a model family says about itself, without torch: numbers, parameters, names, shard dims."""
+"""What a model family declares, without torch: numbers, parameters and their roles, names, shard dims."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -84,29 +85,78 @@ class ModelArgs:
     rope_scaling: Scaling | None = None
     max_seq_len: int = 131072
     tied: bool = False  # output.weight is tok_embeddings.weight
-    qk_norm: bool = False  # RMSNorm over head_dim on every head of q and k, before RoPE (Qwen 3)
     attention_bias: bool = False  # wq, wk, wv and wo have one
     mlp_bias: bool = False  # w1, w2 and w3 have one
 
 
-_ADDED_LATER = ("attention_bias", "mlp_bias")
+# titan_model.json lists these numbers of one family for every family, behind `tied`, with this value where the family's
+# args have no such number: the file's bytes do not change.
+LISTED_FOR_EVERY_FAMILY: Mapping[str, Any] = {"qk_norm": False}
+_OMITTED_AT_DEFAULT = ("attention_bias", "mlp_bias")  # added later: files of models without them stay as they were
+
+
+def all_numbers(args: ModelArgs) -> dict[str, Any]:
+    """Every number, those that are listed for every family included: models of two families are compared by these."""
+    listed: dict[str, Any] = {}
+    for name, value in asdict(args).items():
+        listed[name] = value
+        if name == "tied":
+            listed |= LISTED_FOR_EVERY_FAMILY
+    return listed
 
 
 def args_to_json(args: ModelArgs) -> dict[str, Any]:
-    """The numbers as titan_model.json has them.
+    """The numbers as titan_model.json lists them."""
+    return {name: value for name, value in all_numbers(args).items() if value or name not in _OMITTED_AT_DEFAULT}
 
-    Fields that were added later are left out at their default: files of models that do without stay as they were.
-    """
-    return {key: value for key, value in asdict(args).items() if key not in _ADDED_LATER or value}
+
+class Role(Enum):
+    """What a parameter is for. Tensor parallelism, inference, initialization and estimates read it, never the name."""
+
+    EMBEDDING = "token embedding, [vocabulary, dim]"
+    OUTPUT = "projection to the vocabulary, [vocabulary, dim]"
+    NORM = "scale of a norm over the model dim, [dim]"
+    HEAD_NORM = "scale of a norm over each head of q or k, [head_dim]"
+    COLUMN = "linear layer whose output features are sharded, [out, in]"
+    KV_COLUMN = "linear layer that produces the key or value heads, [num_kv_heads * head_dim, in]"
+    UP_COLUMN = "column linear layer of a feed-forward whose result the gate multiplies, [hidden, in]"
+    ROW = "linear layer whose input features are sharded, so that ranks hold partial sums, [out, in]"
+
+
+_LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.OUTPUT))
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the unsharded model. `tp_dim`: the dim that tensor parallelism shards, None: replicated."""
+    """One parameter of the unsharded model; a bias has the role of its layer."""
 
     fqn: str
     shape: tuple[int, ...]
-    tp_dim: int | None
+    role: Role
+    tp_dim: int | None = None  # the dim that tensor parallelism shards; None: replicated
+    input_group: str = ""  # the module whose input this layer reads, unchanged; layers of one group share it
+    is_bias: bool = False
+
+    @property
+    def module(self) -> str:
+        """FQN of the module that holds it."""
+        return self.fqn.rpartition(".")[0]
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the layer that it belongs to."""
+        head, _, rest = self.fqn.partition(".")
+        return int(rest.partition(".")[0]) if head == "layers" else None
+
+    @property
+    def is_linear_weight(self) -> bool:
+        """Whether it is the matrix of a linear layer."""
+        return self.role in _LINEAR and not self.is_bias
+
+    def bias(self) -> "Parameter":
+        """The bias of this linear layer: sharded like the weight's rows, whole where the columns are sharded."""
+        tp_dim = 0 if self.tp_dim == 0 else None
+        return replace(self, fqn=f"{self.module}.bias", shape=self.shape[:1], tp_dim=tp_dim, is_bias=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +196,7 @@ class Family:
 
     def num_parameters(self, args: ModelArgs) -> int:
         return sum(prod(p.shape) for p in self.parameters(args))
+
+    def has_role(self, role: Role, args: ModelArgs) -> bool:
+        """Whether a model of these numbers has a parameter of that role."""
+        return any(p.role is role for p in self.parameters(replace(args, num_layers=1)))

@@ -60,7 +60,7 @@ class ConfigClass:
     max_seq_len: int
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # None: as many as heads
-    qk_norm: bool = False  # a property of the class, not of a file
+    args_type: type[ModelArgs] = ModelArgs  # what else it has keeps its default: a property of the class, not of a file
     biases: tuple[str, ...] = ()  # which of attention_bias and mlp_bias the family's parameters follow
     fields: Mapping[str, str | tuple] = field(default_factory=lambda: LLAMA_FIELDS)
 
@@ -109,7 +109,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
     max_seq_len = config.get("max_position_embeddings", of.max_seq_len)
     rope = read_rope(config, max_positions=max_seq_len)
     dim, num_heads = config["hidden_size"], config["num_attention_heads"]
-    return ModelArgs(
+    return of.args_type(
         dim=dim,
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
@@ -122,7 +122,6 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
         rope_scaling=rope.scaling,
         max_seq_len=max_seq_len,
         tied=config.get("tie_word_embeddings", False),
-        qk_norm=of.qk_norm,
         **{bias: config.get(bias, False) for bias in of.biases},
     )
 

@@ -1,41 +1,59 @@
-"""What every Llama-like decoder has: parameters and their shard dims, and the names that others give them."""
+"""Llama-like decoders: their parameters with roles and shard dims, and the names that other formats give them."""
 
-from converters.families.base import ModelArgs, Naming, Parameter
+from collections.abc import Callable
+
+from converters.families.base import ModelArgs, Naming, Parameter, Role
 from converters.rules import Drop, RopeHalves, Rule
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:
-    """Every parameter in model order with its full shape [out, in] and the dim that tensor parallelism shards."""
-    q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    listed = [Parameter("tok_embeddings.weight", (args.vocab_size, args.dim), 0)]
+    """Every parameter in model order with its full shape [out, in], its role and its tensor-parallel dim."""
+    return list_parameters(args, layer_parameters)
+
+
+def list_parameters(args: ModelArgs, layer_parameters: Callable[[str, ModelArgs], list[Parameter]]) -> list[Parameter]:
+    """Embedding, layers, last norm and output (unless tied); `layer_parameters` lists those of the layer FQN given."""
+    listed = [Parameter("tok_embeddings.weight", (args.vocab_size, args.dim), Role.EMBEDDING, tp_dim=0)]
     for n in range(args.num_layers):
-        layer = f"layers.{n}"
-        linear = [
-            ("attention.wq", (q_rows, args.dim), 0, args.attention_bias),
-            ("attention.wk", (kv_rows, args.dim), 0, args.attention_bias),
-            ("attention.wv", (kv_rows, args.dim), 0, args.attention_bias),
-            ("attention.wo", (args.dim, q_rows), 1, args.attention_bias),
-            ("feed_forward.w1", (args.ffn_hidden, args.dim), 0, args.mlp_bias),
-            ("feed_forward.w2", (args.dim, args.ffn_hidden), 1, args.mlp_bias),
-            ("feed_forward.w3", (args.ffn_hidden, args.dim), 0, args.mlp_bias),
-        ]
-        for module, shape, tp_dim, has_bias in linear:
-            listed.append(Parameter(f"{layer}.{module}.weight", shape, tp_dim))
-            if has_bias:  # sharded like the weight's rows; whole where the columns are sharded
-                listed.append(Parameter(f"{layer}.{module}.bias", shape[:1], 0 if tp_dim == 0 else None))
-        listed += [
-            Parameter(f"{layer}.attention_norm.weight", (args.dim,), None),
-            Parameter(f"{layer}.ffn_norm.weight", (args.dim,), None),
-        ]
-        if args.qk_norm:  # one weight for all heads, so whole on every rank
-            listed += [
-                Parameter(f"{layer}.attention.q_norm.weight", (args.head_dim,), None),
-                Parameter(f"{layer}.attention.k_norm.weight", (args.head_dim,), None),
-            ]
-    listed.append(Parameter("norm.weight", (args.dim,), None))
+        listed += layer_parameters(f"layers.{n}", args)
+    listed.append(Parameter("norm.weight", (args.dim,), Role.NORM))
     if not args.tied:
-        listed.append(Parameter("output.weight", (args.vocab_size, args.dim), 0))
+        listed.append(Parameter("output.weight", (args.vocab_size, args.dim), Role.OUTPUT, tp_dim=0))
     return listed
+
+
+def layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    """The parameters of one layer; `layer` is its FQN."""
+    q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+    attention, feed_forward = f"{layer}.attention", f"{layer}.feed_forward"
+
+    def column(fqn: str, rows: int, role: Role = Role.COLUMN) -> Parameter:
+        return Parameter(f"{fqn}.weight", (rows, args.dim), role, tp_dim=0, input_group=fqn.rpartition(".")[0])
+
+    def row(fqn: str, columns: int) -> Parameter:
+        return Parameter(f"{fqn}.weight", (args.dim, columns), Role.ROW, tp_dim=1)
+
+    attention_weights = [
+        column(f"{attention}.wq", q_rows),
+        column(f"{attention}.wk", kv_rows, Role.KV_COLUMN),
+        column(f"{attention}.wv", kv_rows, Role.KV_COLUMN),
+        row(f"{attention}.wo", q_rows),
+    ]
+    feed_forward_weights = [
+        column(f"{feed_forward}.w1", args.ffn_hidden),
+        row(f"{feed_forward}.w2", args.ffn_hidden),
+        column(f"{feed_forward}.w3", args.ffn_hidden, Role.UP_COLUMN),
+    ]
+    return [
+        *_interleave_biases(attention_weights, has_bias=args.attention_bias),
+        *_interleave_biases(feed_forward_weights, has_bias=args.mlp_bias),
+        Parameter(f"{layer}.attention_norm.weight", (args.dim,), Role.NORM),
+        Parameter(f"{layer}.ffn_norm.weight", (args.dim,), Role.NORM),
+    ]
+
+
+def _interleave_biases(weights: list[Parameter], *, has_bias: bool) -> list[Parameter]:
+    return [p for weight in weights for p in ((weight, weight.bias()) if has_bias else (weight,))]
 
 
 _L = "layers.{n}."

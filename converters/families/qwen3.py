@@ -1,9 +1,10 @@
-"""Qwen 3, dense: flavors, names without any permutation, and what its config.json must not ask for."""
+"""Qwen 3, dense: numbers, flavors, names without any permutation, and the settings of config.json that are refused."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.base import Family, ModelArgs, Naming, Parameter, Role
 from converters.families.hf_config import (
     QWEN3_FIELDS,
     ConfigClass,
@@ -11,14 +12,40 @@ from converters.families.hf_config import (
     hf_config,
     other_layer_types,
 )
-from converters.families.llama import HF, TITAN_MODEL_PREFIX, TITAN_QKV_LINEAR, TORCHTUNE, parameters
+from converters.families.llama import (
+    HF,
+    TITAN_MODEL_PREFIX,
+    TITAN_QKV_LINEAR,
+    TORCHTUNE,
+    layer_parameters,
+    list_parameters,
+)
 from converters.rules import Rule
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
-    """The head size is said, not dim / heads."""
+@dataclass(frozen=True, slots=True)
+class Qwen3Args(ModelArgs):
+    """The numbers of a Qwen 3."""
+
+    qk_norm: bool = True  # RMSNorm over head_dim on every head of q and k, before RoPE
+
+
+def parameters(args: ModelArgs) -> list[Parameter]:
+    """Llama's, and in each layer one norm for all heads of q and one for those of k, replicated under TP."""
+    return list_parameters(args, _layer_parameters)
+
+
+def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    assert isinstance(args, Qwen3Args)
+    names = ("q_norm", "k_norm") if args.qk_norm else ()
+    norms = [Parameter(f"{layer}.attention.{name}.weight", (args.head_dim,), Role.HEAD_NORM) for name in names]
+    return layer_parameters(layer, args) + norms
+
+
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> Qwen3Args:
+    """The head size is given: it is not dim / heads."""
     rest = {"vocab_size": 151936, "rope_theta": 1e6, "norm_eps": 1e-6, "max_seq_len": 40960} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, rest.pop("head_dim", 128), hidden, qk_norm=True, **rest)
+    return Qwen3Args(dim, layers, heads, kv_heads, rest.pop("head_dim", 128), hidden, **rest)
 
 
 FLAVORS = {
@@ -63,7 +90,7 @@ _CONFIG = ConfigClass(
     head_dim=128,
     num_kv_heads=32,
     max_seq_len=32768,
-    qk_norm=True,
+    args_type=Qwen3Args,
     biases=("attention_bias",),
     fields=QWEN3_FIELDS,
 )
@@ -98,4 +125,5 @@ QWEN3 = Family(
     hf_config=_hf_config,
     hf_architectures=("Qwen3ForCausalLM",),
     hf_model_types=("qwen3",),
+    args_type=Qwen3Args,
 )

@@ -1,69 +1,52 @@
-"""Open a DCP folder as a catalog: metadata only; the items are located when they are read."""
+"""DCP in native names: what `titan train`, torchtitan and stock `dcp.load` read."""
+
+from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from converters.catalog import Catalog
-from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.formats.dcp_metadata import DcpEntries, parse_metadata
-from converters.formats.dcp_ranks import check_ranks, join_ranks, rank_metadata_files
-from converters.formats.paths import checked_file_size
-from converters.names import DCP_METADATA
+from converters.errors import ConfigError
+from converters.formats.base import Contents, Format, OutputOptions
 
-
-def read_catalog(path: Path) -> Catalog:
-    """The catalog of a DCP folder. Raises CheckpointError, listing every file that is missing or too short."""
-    if (path / DCP_METADATA).exists():
-        entries = _read_metadata(path, DCP_METADATA)
-        _check_extents(path, [entries])
-    else:
-        names = sorted(entry.name for entry in path.iterdir())
-        check_ranks(path, names)
-        ranks = [_read_metadata(path, name) for name in rank_metadata_files(names)]
-        _check_extents(path, ranks)
-        entries = join_ranks(path, ranks)
-    return Catalog(path, "dcp", entries.tensors, entries.blobs, entries.planner_data)
+if TYPE_CHECKING:
+    from converters.containers.target import Target
 
 
-def _read_metadata(path: Path, name: str) -> DcpEntries:
-    checked_file_size(path, name)
-    return parse_metadata((path / name).read_bytes(), what=str(path / name))
+def _plan(contents: Contents, options: OutputOptions) -> Target:
+    from converters.containers.dcp_write import plan_dcp
+    from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES
+    from converters.dtypes import itemsize
+    from converters.layout import boxes_for_any_mesh, boxes_for_mesh, check_mesh, split_stages
+
+    tensors = contents.tensors
+    if options.mesh is None:
+        return plan_dcp(tensors, boxes_for_any_mesh(tensors, file_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES))
+    if options.shard_bytes is not None:
+        raise ConfigError("--shard-size cannot be combined with --for-mesh, which makes one file per rank")
+    check_mesh(options.mesh, contents.info.args)
+    # Stages are split over all parameters, also where an incomplete source lacks some.
+    parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
+    stages = split_stages(options.mesh.pp, contents.info.args.num_layers)
+    itemsizes = {name: itemsize(info.dtype) for name, info in tensors.items()}
+    return plan_dcp(tensors, boxes_for_mesh(parameters, options.mesh, itemsizes=itemsizes, stages=stages))
 
 
-def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
-    """Every file is there and as long as the items in it need."""
-    ends: dict[str, int] = {}
-    for entries in ranks:
-        for entry in entries.tensors.values():
-            for chunk in entry.chunks:
-                offset, length = chunk.item
-                ends[chunk.file] = max(ends.get(chunk.file, 0), offset + length)
-        for blob in entries.blobs.values():
-            ends[blob.file] = max(ends.get(blob.file, 0), blob.byte_offset + blob.length)
-    problems = []
-    for file, end in ends.items():
-        try:
-            size = checked_file_size(path, file)
-        except CheckpointError as error:
-            problems.append(error.message)
-            continue
-        if size < end:
-            problems.append(f"{path / file}: {size:,} bytes, but .metadata places items up to byte {end:,}")
-    if problems:
-        raise CheckpointError(
-            f"{path}: the checkpoint is not whole:{list_offenders(problems)}",
-            hint="it was cut off while being written or copied; use another copy of it",
-        )
-    if ends:
-        _refuse_safetensors_inside(path, next(iter(ends)))
+def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    from converters.assets import write_assets
+    from converters.model_info import write_model_info
+    from converters.names import ASSETS_FOLDER
+
+    info = contents.info
+    write_model_info(folder, info)
+    return [f"{ASSETS_FOLDER}/{name}" for name in write_assets(folder / ASSETS_FOLDER, info.assets, info.generation)]
 
 
-def _refuse_safetensors_inside(path: Path, file: str) -> None:
-    """FileSystemWriter(serialization_format=SAFETENSORS) makes what neither dcp.load nor safetensors can read."""
-    with (path / file).open("rb") as opened:
-        start = opened.read(9)
-    if start[:2] != b"PK" and start[8:9] == b"{":
-        raise UnsupportedError(
-            f"{path / file}: a safetensors body inside of a DCP file, which torch itself cannot load",
-            hint="it was saved with SerializationFormat.SAFETENSORS; save it again without, or with "
-            "HuggingFaceStorageWriter",
-        )
+DCP = Format(
+    name="dcp",
+    called="a DCP checkpoint",
+    containers=("dcp",),
+    takes=("mesh", "shard_bytes"),
+    naming=lambda family, options: None,
+    plan=_plan,
+    write_small_files=_write_small_files,
+)

@@ -6,7 +6,7 @@ from pathlib import Path
 from converters.errors import UnsupportedError, list_offenders
 from converters.json_file import read_json
 from converters.names import TOKENIZER_CONFIG, TOKENIZER_JSON
-from converters.tokenizers.tokenizer_config import write_tokenizer_config
+from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 BPE_TYPE = 2  # trainer_spec.model_type
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # types of a piece

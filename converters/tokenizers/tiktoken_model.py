@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from converters.errors import CheckpointError
 from converters.names import TOKENIZER_JSON
-from converters.tokenizers.tokenizer_config import write_tokenizer_config
+from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
 # How Llama 3 cuts text before merging (llama-models, models/llama3/tokenizer.py)
 LLAMA3_PATTERN = (

@@ -1,12 +1,13 @@
-"""A tokenizer.json read in little memory: its merges, which are most of it, one by one."""
+"""Read tokenizer.json in little memory, and write the tokenizer_config.json beside one that was made here."""
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from converters.json_file import read_json
+from converters.json_file import read_json, write_json
+from converters.names import TOKENIZER_CONFIG
 
 _TEXT = rb'"(?:[^"\\]|\\.)*+"'
 _MERGE = rb"(?:%b|\[\s*%b\s*,\s*%b\s*\])" % (_TEXT, _TEXT, _TEXT)  # "a b" before tokenizers 0.20, then ["a", "b"]
@@ -34,3 +35,18 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
 
 def _each(raw: bytes, start: int, end: int) -> Iterator[Any]:
     return (json.loads(found.group()) for found in re.compile(_MERGE).finditer(raw, start, end))
+
+
+def write_tokenizer_config(folder: Path, tokens: Mapping[str, str], *, max_seq_len: int) -> list[str]:
+    """`tokens`: bos_token, eos_token … Returns the names written: none where the checkpoint brought its own file."""
+    if (folder / TOKENIZER_CONFIG).exists():  # it may hold the chat template
+        return []
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        **tokens,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_seq_len,
+    }
+    write_json(folder / TOKENIZER_CONFIG, config)
+    return [TOKENIZER_CONFIG]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
-from converters.families.base import ModelArgs, RopeScaling, rope_type
+from converters.families.base import ModelArgs, Role, RopeScaling, rope_type
+from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
 from converters.torchtune.chat_file import ChatFile
@@ -52,7 +53,7 @@ def require_family(name: str) -> None:
 def require_model(info: ModelInfo) -> None:
     """Raise UnsupportedError, with every reason, where no builder of torchtune makes this model."""
     args, scaling, problems = info.args, info.args.rope_scaling, []
-    if args.qk_norm:
+    if get_family(info.family).has_role(Role.HEAD_NORM, args):
         problems.append("norms on q and k")
     if args.head_dim * args.num_heads != args.dim:
         problems.append(f"head_dim {args.head_dim}: it takes dim / heads, {args.dim} / {args.num_heads}")

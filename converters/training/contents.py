@@ -8,10 +8,9 @@ from converters.catalog import Catalog
 from converters.engine.read import CatalogReader
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
-from converters.training.optimizer_state import plan_optimizer
+from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
 from converters.training.sections import MODEL
 from converters.training.spelling import Spelling
-from converters.training.values import WithNumbers, is_number, number_item
 from converters.view import Ledger, View
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from converters.catalog import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
+from converters.containers.dcp_item import blob_item, read_blob_item
+from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.base import Parameter
-from converters.formats.dcp_item import read_blob_item
 from converters.names import OPTIMIZER
-from converters.training.values import is_number, number_item
 from converters.view import EMBEDDING, OUTPUT, TIED_REASON
 
 STATE, GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
@@ -249,3 +250,26 @@ def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
             ),
         ],
     )
+
+
+class WithNumbers:
+    """A TensorSource with a few more 0-dim tensors, held in memory."""
+
+    def __init__(self, source: TensorSource, numbers: Mapping[str, np.ndarray]):
+        self.source = source
+        self.tensors = dict(source.tensors) | {n: TensorInfo(v.dtype.name, v.shape) for n, v in numbers.items()}
+        self._numbers = numbers
+
+    def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
+        return self._numbers[fqn] if fqn in self._numbers else self.source.read(fqn, box)
+
+
+def is_number(info: TensorInfo) -> bool:
+    """Whether a tensor is one real number."""
+    return info.shape == () and (DTYPES[info.dtype].is_floating or "int" in info.dtype)
+
+
+def number_item(source: TensorSource, name: str) -> bytes:
+    """The finished item of a tensor's one number, as a plain int or float."""
+    value = source.read(name, Box((), ()))
+    return blob_item(float(value) if DTYPES[source.tensors[name].dtype].is_floating else int(value))

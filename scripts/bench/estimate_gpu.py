@@ -121,19 +121,20 @@ def measure(case: Case) -> dict[str, float]:
     from trainer.build import build
     from trainer.data.batch import Batch
     from trainer.fake_ranks import fake_ranks
+    from trainer.job import Job
     from trainer.mesh import make_meshes
     from trainer.optim import build_optimizer
     from trainer.parallel.attention_backend import attention_backends
-    from trainer.parallel_dims import samples_per_step
     from trainer.step import TrainStep
 
     config, dims, device = case.config, case.dims, torch.device("cuda", 0)
     training = config.training
     torch.cuda.set_device(device)
-    shape = (samples_per_step(training, dims.batch) // dims.batch, training.seq_len)
+    job = Job.of(config, case.args, dims)
+    shape = (job.samples_per_step // dims.batch, training.seq_len)
     with fake_ranks(dims.world_size, rank=0), attention_backends(device):
         meshes = make_meshes(dims, "cuda")
-        model = build(config, case.args, dims, meshes, device)
+        model = build(job, meshes, device)
         model.initialize(0)
         optimizer = build_optimizer(model.named_parameters(), config.optimizer)
         model.follow(optimizer)

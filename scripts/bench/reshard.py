@@ -18,12 +18,12 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once  # noqa: E402
 
 from converters.catalog import Box, TensorInfo  # noqa: E402
+from converters.containers.dcp_item import blob_item  # noqa: E402
+from converters.containers.dcp_write import plan_dcp  # noqa: E402
 from converters.dtypes import itemsize, numpy_dtype  # noqa: E402
 from converters.execute import execute  # noqa: E402
 from converters.families.base import ModelArgs  # noqa: E402
 from converters.families.llama3 import LLAMA3  # noqa: E402
-from converters.formats.dcp_item import blob_item  # noqa: E402
-from converters.formats.dcp_write import plan_dcp  # noqa: E402
 from converters.layout import MeshShape, boxes_for_mesh  # noqa: E402
 from converters.model_info import ModelInfo, write_model_info  # noqa: E402
 

@@ -58,8 +58,6 @@ CASES = [
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
     # three
     (FSDP_TP_PP, TIED),
-    (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GQA),
-    (Layout("hsdp 2x2 tp 2", 8, {REPLICAS: 2, TP: 2}), GQA),
     # each schedule; 1F1B is every other pipeline's
     (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
     (_pipe("Interleaved1F1B fsdp 2", 4, **{SCHEDULE: "Interleaved1F1B"}), TIED),
@@ -90,6 +88,8 @@ CASES = [
 SLOW_CASES = [
     *zip(MAIN, (TIED, GQA, TIED, GQA), strict=True),
     (Layout("fsdp 4", 4), TIED),
+    (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GQA),
+    (Layout("hsdp 2x2 tp 2", 8, {REPLICAS: 2, TP: 2}), GQA),
     (_pipe("ZBVZeroBubble cp 2", 4, **{SCHEDULE: "ZBVZeroBubble", CP: 2, MICROBATCH: 4}), GQA),
     (Layout("plain loss, tp 2", 2, {TP: 2}, training={"loss": "plain"}), TIED),
     (_pipe("compiled, pp 2", sections={"compile": AOT_EAGER}), GQA),

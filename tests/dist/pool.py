@@ -18,9 +18,7 @@ from typing import Any
 
 CASE_SECS = 120
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.pipelining", "torchao.float8", "grain", "trainer.train", "titan_tools.infer.run"]
-)
+FORK_SERVER.set_forkserver_preload(["tests.dist.preload"])
 
 
 class RankFailure(AssertionError):

@@ -32,30 +32,30 @@ from trainer.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
     Config,
-    Job,
+    JobSection,
     LRScheduler,
     Metrics,
     Model,
     Optimizer,
     Training,
+    Validation,
 )
-from trainer.config.sections import Validation as ValidationSection
 from trainer.data.batch import IGNORED, Batch
 from trainer.data.index import HELD_OUT, open_index
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
+from trainer.data.training_data import text_preparation, train_loader
+from trainer.job import resolve_job
 from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
 from trainer.models.registry import get_trainer_family
 from trainer.optim import GradientClip, build_optimizer
-from trainer.parallel_dims import resolve
 from trainer.ranks import Ranks
-from trainer.run_data import text_preparation, train_loader
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.train import train
 from trainer.train_model import TrainModel
-from trainer.validate import Validation
+from trainer.validate import Validator
 
 SEQ_LEN = 32
 FSDP2 = {"parallelism": {"data_parallel_shard_degree": 2}, "training": {"local_batch_size": 1}}
@@ -74,7 +74,7 @@ def make_data(folder: Path) -> Path:
 def make_config(data: Path, dump: Path, *, flavor: str = "debug_gqa", steps: int = 4, **sections: dict) -> Config:
     """A run of a few steps that saves after every second; `sections` change keys of sections."""
     config = Config(
-        job=Job(dump_folder=str(dump)),
+        job=JobSection(dump_folder=str(dump)),
         metrics=Metrics(log_freq=1),
         model=Model(flavor=flavor, hf_assets_path=str(data)),
         optimizer=Optimizer(lr=1e-2),
@@ -90,7 +90,7 @@ def make_config(data: Path, dump: Path, *, flavor: str = "debug_gqa", steps: int
         ),
         checkpoint=Checkpoint(enable=True, interval=2, keep_latest_k=0),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
-        validation=ValidationSection(
+        validation=Validation(
             dataset="tokens", dataset_path=str(data), local_batch_size=4, seq_len=SEQ_LEN, freq=2, steps=2
         ),
     )
@@ -124,7 +124,7 @@ def _ranks() -> Ranks:
 def run(config: Config, request: StopRequest | None = None) -> str:
     """Case: a run; the error it ends with, if any."""
     try:
-        train(config, _ranks(), request or StopRequest())
+        train(resolve_job(config, dist.get_world_size()), _ranks(), request or StopRequest())
     except TitanError as error:
         return f"{type(error).__name__}: {error.message} | {error.hint}"
     return ""
@@ -186,12 +186,13 @@ def run_into_a_nan(config: Config) -> str:
 
 
 def _run_state(config: Config, ranks: Ranks) -> tuple[RunState, Checkpoints]:
-    info = chosen_model(config.model, config.training)
-    meshes = make_meshes(resolve(config.parallelism, dist.get_world_size()), "cpu")
-    model = build(config, info.args, meshes.dims, meshes, ranks.device)
+    job = resolve_job(config, dist.get_world_size())
+    info = chosen_model(job)
+    meshes = make_meshes(job.dims, "cpu")
+    model = build(job, meshes, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    text = text_preparation(config, ranks.agreement)
-    loader = train_loader(config, meshes, text, vocab_size=info.args.vocab_size, group=ranks.agreement)
+    text = text_preparation(config.model, config.training, Path(config.job.dump_folder), ranks.agreement)
+    loader = train_loader(job, meshes, text, group=ranks.agreement)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, config.training.steps))
     state = RunState(model, optimizer, schedule, loader, Progress())
     return state, Checkpoints(Path(config.job.dump_folder), config.checkpoint, info, group=ranks.agreement)
@@ -203,7 +204,8 @@ def copy_step(config: Config, source: Path, destination: Path) -> Progress:
     state, checkpoints = _run_state(config, ranks)
     checkpoints.load(source, state)
     nested = dict(state.model.state_dict()) | state.sections()
-    write_step(destination, nested, info=chosen_model(config.model, config.training), group=ranks.agreement)
+    info = chosen_model(resolve_job(config, dist.get_world_size()))
+    write_step(destination, nested, info=info, group=ranks.agreement)
     return state.progress
 
 
@@ -276,8 +278,8 @@ def validate(config: Config) -> list[dict[str, float]]:
     ranks = _ranks()
     state, _ = _run_state(config, ranks)
     state.model.initialize(0)
-    text = text_preparation(config, ranks.agreement)
-    validation = Validation(state.model, config.validation, state.model.meshes, text)
+    text = text_preparation(config.model, config.training, Path(config.job.dump_folder), ranks.agreement)
+    validation = Validator(state.model, config.validation, state.model.meshes, text)
     batches = iter(state.loader)
     first, _, second = validation.run(), next(batches), validation.run()
     assert all(module.training for part in state.model.parts for module in part.modules())

@@ -32,12 +32,14 @@ class Case:
 
 
 CASES = [
-    Case(MeshShape(dp_shard=2, tp=2)),
     Case(MeshShape(dp_replicate=2, dp_shard=2)),
     Case(MeshShape(dp_shard=3, tp=2)),  # 3 divides no dim of the model
+    Case(MeshShape(pp=2, dp_shard=2), "debug_tied", {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
+]
+SLOW_CASES = [
+    Case(MeshShape(dp_shard=2, tp=2)),
     Case(MeshShape(dp_shard=2, cp=2), "debug_tied"),
     Case(MeshShape(pp=2, dp_shard=2, tp=2), "debug_tied"),
-    Case(MeshShape(pp=2, dp_shard=2), "debug_tied", {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
 ]
 
 
@@ -63,7 +65,11 @@ def _boxes(step) -> dict[str, list[Box]]:
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mesh} {case.flavor}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+    ids=lambda case: f"{case.mesh} {case.flavor}",
+)
 def test_loaded_and_saved_is_the_same_cut_for_the_mesh(pools, data, sources, tmp_path, case):
     source, copy, resharded = sources[case.flavor], tmp_path / "copy", tmp_path / "resharded"
     config = runs.make_config(

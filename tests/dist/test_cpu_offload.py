@@ -5,12 +5,11 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from converters.errors import ConfigError
-from converters.layout import MeshShape
 from tests.dist import runs
 from tests.dist.training import Layout, args_of, build_model, train
+from trainer.job import resolve_job
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.fsdp import keep_on_cpu
-from trainer.parallel_dims import check_layout
 
 OFFLOAD = {"enable_cpu_offload": True}
 BF16 = {"mixed_precision_param": "bfloat16"}
@@ -23,12 +22,15 @@ DEGREES = {
 }
 
 
-@pytest.mark.parametrize("name", DEGREES)
+SLOW = {"fsdp 2", "pp 2", "one rank"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DEGREES])
 def test_numbers_are_those_without_it(pools, name):
     world_size, degrees, *training = DEGREES[name]
     keys = training[0] if training else {}
-    without = pools[world_size].run(train, Layout(name, world_size, degrees, keys), "debug_tied", 3)
-    offloaded = pools[world_size].run(train, Layout(name, world_size, degrees, keys | OFFLOAD), "debug_tied", 3)
+    without = pools[world_size].run(train, Layout(name, world_size, degrees, keys), "debug_tied", 2)
+    offloaded = pools[world_size].run(train, Layout(name, world_size, degrees, keys | OFFLOAD), "debug_tied", 2)
     assert offloaded == without
 
 
@@ -76,4 +78,4 @@ def test_all_but_parameters_is_on_the_device():
 def test_whole_copies_have_no_fsdp_to_offload_them():
     layout = Layout("ddp", 2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, OFFLOAD)
     with pytest.raises(ConfigError, match="enable_cpu_offload needs FSDP.*data_parallel_shard_degree = 2"):
-        check_layout(layout.config("debug_gqa"), args_of("debug_gqa"), MeshShape(dp_replicate=2))
+        resolve_job(layout.config("debug_gqa"), 2)

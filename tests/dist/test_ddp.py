@@ -34,7 +34,10 @@ def train_as_hsdp(layout: Layout, flavor: str, steps: int) -> dict:
         build.is_ddp = fsdp.is_ddp = ours
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SLOW = {"mixed, compiled", "bf16 throughout"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_numbers_are_torchs_hsdp_over_one_shard(pools, name):
     ours = pools[2].run(train, LAYOUTS[name], "debug_gqa", 2)
     torchs = pools[2].run(train_as_hsdp, LAYOUTS[name], "debug_gqa", 2)

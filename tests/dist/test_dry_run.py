@@ -10,9 +10,9 @@ from trainer.build import build
 from trainer.config.load import load_config
 from trainer.data.batch import Batch
 from trainer.dry_run import _by_axis, _group_names, dry_run
+from trainer.job import resolve_job
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import resolve
 from trainer.step import TrainStep
 from trainer.traced_step import CollectiveCount
 
@@ -47,9 +47,9 @@ class Counting(TorchDispatchMode):
 def really(words):
     """One rank of four: the traffic of a second step, and the elements it holds."""
     config, args = config_of(words)
-    dims = resolve(config.parallelism, dist.get_world_size())
-    meshes = make_meshes(dims, "cpu")
-    model = build(config, args, dims, meshes, torch.device("cpu"))
+    job = resolve_job(config, dist.get_world_size())
+    dims, meshes = job.dims, make_meshes(job.dims, "cpu")
+    model = build(job, meshes, torch.device("cpu"))
     model.initialize(0)
     training = config.training
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
@@ -71,6 +71,7 @@ def plain(traffic):
 
 
 SLOW = [
+    [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
     degrees(fsdp=2, tp=2),
     [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
     [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
@@ -81,7 +82,6 @@ SLOW = [
     "words",
     [
         [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
-        [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
         *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
@@ -92,16 +92,18 @@ def test_collectives_are_those_of_real_ranks(pools, words):
     told = pools[4].run(really, words)
     config, args = config_of(words)
     for rank in (0, 3):
-        found = dry_run(config, args, resolve(config.parallelism, 4), rank=rank)
+        found = dry_run(resolve_job(config, 4), rank=rank)
         assert plain(found.collectives) == told[rank], rank
         assert sum(calls for calls, _ in told[rank].values()) > 3
 
 
-@pytest.mark.parametrize("words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), degrees(tp=2, cp=2)])
+@pytest.mark.parametrize(
+    "words", [degrees(fsdp=2, tp=2), degrees(fsdp=2, pp=2), pytest.param(degrees(tp=2, cp=2), marks=pytest.mark.slow)]
+)
 def test_parameters_of_all_ranks_are_the_models(words):
     config, args = config_of(words)
-    dims = resolve(config.parallelism, 4)
-    ranks = [dry_run(config, args, dims, rank=rank) for rank in range(4)]
+    job = resolve_job(config, 4)
+    dims, ranks = job.dims, [dry_run(job, rank=rank) for rank in range(4)]
     norms = sum(p.shape[0] for p in get_family("llama3").parameters(args) if p.tp_dim is None)
     copies = (dims.tp - 1) * norms  # norms are on every tensor-parallel rank
     assert sum(found.rank_parameters for found in ranks) == ranks[0].model_parameters + copies
@@ -131,6 +133,6 @@ def num_tensors(found, args):
 )
 def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, policy, calls):
     config, args = config_of([*layout, f"--parallelism.fsdp_reshard_after_forward={policy}", *MICROBATCHES])
-    found = dry_run(config, args, resolve(config.parallelism, 4), rank=0)
+    found = dry_run(resolve_job(config, 4), rank=0)
     (gathered,) = [traffic.calls for (axis, kind), traffic in found.collectives.items() if kind == "all-gather"]
     assert gathered == calls

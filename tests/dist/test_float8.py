@@ -47,7 +47,10 @@ def references(pools):
 
 
 # Other layouts of the normal set have what these have
-SLOW = {"one rank", "one rank, float8 all-gather", "fsdp 2", "fsdp 2, rowwise", "tp 2, rowwise", "cp 2", "ddp 2"}
+SLOW = {
+    *("one rank", "one rank, float8 all-gather", "fsdp 2", "fsdp 2, rowwise", "tp 2, rowwise", "cp 2", "ddp 2"),
+    "fsdp 2, float8 all-gather",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])

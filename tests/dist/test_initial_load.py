@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from converters.convert import convert
 from converters.families.llama3 import FLAVORS
+from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, write_hf_config
-from converters.outputs.base import OutputOptions
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
 
@@ -64,7 +64,11 @@ def formats(tmp_path_factory, data):
     return {name: root / name for name in (*names, "meta", "weights.pt", "wrapped.ckpt", "torchtune")}
 
 
-@pytest.mark.parametrize(("num_ranks", "parallelism"), [(1, {}), (4, FSDP2_TP2)], ids=["1 rank", "4 ranks"])
+@pytest.mark.parametrize(
+    ("num_ranks", "parallelism"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (4, FSDP2_TP2)],
+    ids=["1 rank", "4 ranks"],
+)
 def test_the_first_loss_is_that_of_native_weights(pools, data, formats, tmp_path, num_ranks, parallelism):
     config = runs.make_config(data, tmp_path, parallelism=parallelism)
     losses = pools[num_ranks].run(runs.first_losses, config, formats)

@@ -79,17 +79,6 @@ def test_bash_reads_it(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_run_train_trains_on_as_many_ranks_as_it_is_told(run, data, tmp_path):
-    (tmp_path / "mine.toml").write_bytes((ROOT / "trainer/config/presets/debug.toml").read_bytes())
-    done = run(RUN_TRAIN, *few_steps(data, tmp_path / "run"), CONFIG_FILE="./mine.toml", NGPU="2")
-    assert done.returncode == 0, done.stderr
-    assert "llama3 debug_gqa on 2 ranks" in done.stderr
-    assert len(read_losses(tmp_path / "run")) == 3
-    saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["origins"]["training.steps"] == "command line"
-    assert saved["origins"]["optimizer.lr"].startswith("mine.toml:")
-
-
 def test_run_train_gives_titans_exit_code_and_knows_torchtitans_dry_run(run):
     assert run(RUN_TRAIN, "--training.stepz", "3").returncode == 2
     assert run(RUN_TRAIN, COMM_MODE="local_tensor").returncode == 2
@@ -113,15 +102,21 @@ with open(f"allocator_of_{os.environ.get('RANK', 'launcher')}", "w") as file:
 """
 
 
-def test_log_rank_and_allocator_reach_the_ranks(run, data, tmp_path):
+def test_run_train_trains_on_as_many_ranks_as_asked_for(run, data, tmp_path):
+    """LOG_RANK and the allocator's settings reach the ranks."""
     (tmp_path / "probe.py").write_text(PROBE)
+    (tmp_path / "mine.toml").write_bytes((ROOT / "trainer/config/presets/debug.toml").read_bytes())
     steps = [*few_steps(data, tmp_path / "run"), "--experimental.custom_import=probe.py"]
-    done = run(RUN_TRAIN, *steps, NGPU="2", LOG_RANK="0,1")
+    done = run(RUN_TRAIN, *steps, CONFIG_FILE="./mine.toml", NGPU="2", LOG_RANK="0,1")
     assert done.returncode == 0, done.stderr
+    assert "llama3 debug_gqa on 2 ranks" in done.stderr
     lines = [line.split()[:4] for line in done.stdout.splitlines()]
     assert sorted(lines) == [["[rank", f"{rank}]", "step", step] for rank in (0, 1) for step in "123"]
     assert len(read_losses(tmp_path / "run")) == 3  # by rank 0 alone
     assert (tmp_path / "allocator_of_1").read_text() == "['expandable_segments:True', None]"
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["origins"]["training.steps"] == "command line"
+    assert saved["origins"]["optimizer.lr"].startswith("mine.toml:")
 
     done = run(RUN_TRAIN, *steps, NGPU="2", LOG_RANK="2")
     assert done.returncode == 2 and "the ranks are 0 to 1" in done.stderr and "try: LOG_RANK=0" in done.stderr

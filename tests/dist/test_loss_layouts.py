@@ -49,17 +49,17 @@ def with_loss(layout: Layout, **training) -> Layout:
 
 
 CASES = [
-    (Layout("replicas", 2, {"data_parallel_replicate_degree": 2}), "debug_tied"),
     (Layout("tp", 2, {TP: 2}), "debug_tied"),
     (Layout("tp, whole logits", 2, {TP: 2, "disable_loss_parallel": True}), "debug_gqa"),
     (Layout("cp", 2, {CP: 2}), "debug_gqa"),
     (Layout("1F1B", 2, {PP: 2}), "debug_tied"),
     (Layout("zero bubble, tp", 4, ZB | {TP: 2}), "debug_gqa"),
-    (Layout("hsdp", 4, {"data_parallel_replicate_degree": 2}), "qwen3/debug_tied"),
-    (Layout("always resharded", 2, {"fsdp_reshard_after_forward": "always"}), "debug_gqa"),
 ]
 # Nothing that these do not have
 SLOW_CASES = [
+    (Layout("replicas", 2, {"data_parallel_replicate_degree": 2}), "debug_tied"),
+    (Layout("hsdp", 4, {"data_parallel_replicate_degree": 2}), "qwen3/debug_tied"),
+    (Layout("always resharded", 2, {"fsdp_reshard_after_forward": "always"}), "debug_gqa"),
     (Layout("one"), "debug_tied"),
     (Layout("fsdp", 2), "debug_gqa"),
     (Layout("GPipe", 2, {PP: 2, "pipeline_parallel_schedule": "GPipe"}), "debug_tied"),

@@ -10,7 +10,7 @@ from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.sections import Config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -48,10 +48,23 @@ def test_what_is_bf16_and_what_is_not(pools, layout):
         assert seen["weights"] == seen["gradients"] == {torch.float32}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: layout.name)
-def test_losses_equal_one_rank_up_to_bf16(pools, layout):
-    exact = pools[1].run(train, Layout("fp32"), "debug_gqa", 3)[0]["losses"]
-    one = pools[1].run(train, LAYOUTS[0], "debug_gqa", 3)[0]["losses"]
+@pytest.fixture(scope="module")
+def references(pools):
+    """Losses of one rank in fp32, and in bf16."""
+    return [pools[1].run(train, layout, "debug_gqa", 3)[0]["losses"] for layout in (Layout("fp32"), LAYOUTS[0])]
+
+
+# Which dtypes are used where is tested in every layout above
+IN_SLOW_SET = {"pp 2", "cp 2", "ddp 2", "hsdp 2 × 2", "offloaded"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one.name in IN_SLOW_SET)) for one in LAYOUTS[1:]],
+    ids=lambda layout: layout.name,
+)
+def test_losses_equal_one_rank_up_to_bf16(pools, references, layout):
+    exact, one = references
     told = pools[layout.world_size].run(train, layout, "debug_gqa", 3)[0]["losses"]
     rounding = max(abs(a - b) for a, b in zip(one, exact, strict=True))
     assert rounding > 0

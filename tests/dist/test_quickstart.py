@@ -1,7 +1,8 @@
-"""The quickstart as a newcomer runs it: every command of the walk, and what it promises at the end."""
+"""The quickstart: every command of the script parses; in the slow set the whole script runs."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -9,13 +10,30 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from typer.testing import CliRunner
 
+from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.run_folder import summarize_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
 MOST_SECS = 1800  # two to four minutes on two idle cores; its 8 ranks take many times that beside other work
-pytestmark = pytest.mark.timeout(MOST_SECS + 60)
+
+
+def slow(test):
+    return pytest.mark.slow(pytest.mark.timeout(MOST_SECS + 60)(test))
+
+
+def test_its_commands_parse():
+    script = SCRIPT.read_text().replace("\\\n", " ")
+    script = script.replace('"${say[@]}"', re.search(r"^say=\((.*)\)", script, re.M)[1])
+    script = re.sub(r"\$\(\([^)]*\)\)", "7", script)  # arithmetic
+    lines = re.findall(r'^run "[^"]+" +(titan .*)$', script, re.M)
+    assert len(lines) >= 20
+    for line in lines:
+        words = shlex.split(line.partition(" > ")[0])
+        done = CliRunner().invoke(parse_only(), words[1:])
+        assert done.exit_code == 0, f"{line}\n{done.output}"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +46,7 @@ def quickstart(tmp_path_factory):
     return folder, done, time.monotonic() - start
 
 
+@slow
 def test_it_ends_with_a_summary(quickstart):
     _, done, secs = quickstart
     titles = re.findall(r'^run "([^"]+)"', SCRIPT.read_text(), re.MULTILINE)
@@ -39,6 +58,7 @@ def test_it_ends_with_a_summary(quickstart):
     print(f"quickstart took {secs:.0f} s")  # told, not asserted: a busy machine is not a fault of ours
 
 
+@slow
 def test_the_model_has_learnt_more_than_token_frequencies(quickstart):
     run = summarize_run(quickstart[0] / "outputs" / "debug")
     first_part = dict(run.held_out_loss)[100]  # FSDP 2 x TP 2 x PP 2 ends here
@@ -47,6 +67,7 @@ def test_the_model_has_learnt_more_than_token_frequencies(quickstart):
     assert (quickstart[0] / "loss.png").stat().st_size > 5000
 
 
+@slow
 def test_transformers_opens_the_export_and_says_the_same(quickstart):
     folder, _, _ = quickstart
     said = (folder / "from_hf.txt").read_text()

@@ -6,7 +6,7 @@ from tests.dist.layouts import CP, FULL, OP, TP
 from tests.dist.training import Layout, count_collectives
 
 
-@pytest.mark.parametrize("axis", [TP, CP])
+@pytest.mark.parametrize("axis", [TP, pytest.param(CP, marks=pytest.mark.slow)])
 def test_op_checkpointing_waits_for_no_rank_twice(pools, axis):
     plain = Layout("plain", 2, {axis: 2})
     kept = Layout("op", 2, {axis: 2}, sections={"activation_checkpoint": OP})

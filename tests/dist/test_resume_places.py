@@ -5,6 +5,7 @@ import json
 from converters.names import RUN_LOCK
 from tests.dist import runs
 from trainer.checkpoints.run_lock import only_run
+from trainer.job import resolve_job
 from trainer.seed import seed
 
 FSDP2 = runs.FSDP2
@@ -71,7 +72,7 @@ def test_a_folder_in_use_is_refused_on_every_rank_before_anything_is_swept(pools
 
 def test_a_manifest_spares_reading_every_item(pools, data, tmp_path):
     config = runs.make_config(data, tmp_path, steps=1, checkpoint={"initial_load_path": str(tmp_path / "seed")})
-    seed(config, tmp_path / "seed")
+    seed(resolve_job(config), tmp_path / "seed")
     assert pools[1].run(runs.run_by_the_manifest_alone, config) == [""]
 
 

@@ -14,6 +14,7 @@ from tests.dist.training import SEED, Layout, build_model
 from trainer import init
 from trainer.checkpoints.arrays import as_array, dtype_name
 from trainer.config.sections import Debug
+from trainer.job import resolve_job
 from trainer.seed import seed
 
 SMALL_BLOCKS = 3000  # so that tensors of these models have many, which end within shards
@@ -48,7 +49,7 @@ def differences(layout: Layout, flavor: str, folder: Path) -> tuple[list[str], s
 def test_the_trainer_begins_with_what_the_seed_holds(layout, flavor, pools, tmp_path, monkeypatch):
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCKS)
     config = replace(layout.config(flavor), debug=Debug(seed=SEED))
-    seed(config, tmp_path / "seed")
+    seed(resolve_job(config), tmp_path / "seed")
     told = pools[layout.world_size].run(differences, layout, flavor, tmp_path / "seed")
     assert [differing for differing, _ in told] == [[]] * layout.world_size
     assert set().union(*(looked_at for _, looked_at in told)) == set(open_checkpoint(tmp_path / "seed").tensors)

@@ -18,7 +18,7 @@ def gradients(pools, schedule: str, sections: dict) -> dict[str, torch.Tensor]:
     return {fqn: g for told in pools[2].run(first_gradients, layout, "debug_gqa") for fqn, g in told.items()}
 
 
-@pytest.mark.parametrize("sections", [BF16, FLOAT8], ids=["bf16", "float8"])
+@pytest.mark.parametrize("sections", [BF16, pytest.param(FLOAT8, marks=pytest.mark.slow)], ids=["bf16", "float8"])
 def test_gradients_are_added_up_in_the_same_precision(pools, sections):
     whole, exact = gradients(pools, "1F1B", sections), gradients(pools, "1F1B", {})
     assert not any(gradient.equal(exact[fqn]) for fqn, gradient in whole.items())  # it is another precision

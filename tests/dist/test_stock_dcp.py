@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from converters.catalog import Box
+from converters.containers.dcp_write import plan_dcp
 from converters.engine.read import CatalogReader
-from converters.formats.dcp_write import plan_dcp
 from converters.open import open_checkpoint
 from tests.unit.converters.samples import infos, raw, read_all, write
 

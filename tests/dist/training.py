@@ -17,13 +17,13 @@ from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
 from trainer.init import InitialWeights
+from trainer.job import resolve, resolve_job
 from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import make_meshes
 from trainer.models import registry as trained_families
+from trainer.models.initialization import Normal
 from trainer.models.registry import get_trainer_family
-from trainer.models.spread import Normal
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import resolve
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
@@ -51,11 +51,11 @@ def _register_biased(name: str) -> None:
     changed = {"attention_bias": True, "mlp_bias": family.name == "llama3", "rope_scaling": YarnRope(4.0, 16)}
     flavors = {"debug_gqa": replace(family.flavors["debug_gqa"], **changed)}
 
-    def initial_spread(fqn, args):
-        return Normal(0.1) if fqn.endswith(".bias") else trained.initial_spread(fqn, args)
+    def initial_distribution(parameter, args):
+        return Normal(0.1) if parameter.is_bias else trained.initial_distribution(parameter, args)
 
     families.register(replace(family, name=name, flavors=flavors, hf_architectures=()))
-    trained_families.register(name, replace(trained, initial_spread=initial_spread))
+    trained_families.register(name, replace(trained, initial_distribution=initial_distribution))
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,8 @@ class Layout:
 
 def build_model(layout: Layout, flavor: str) -> TrainModel:
     """The model of a layout, initialised."""
-    dims = resolve(layout.config(flavor).parallelism, layout.world_size)
-    meshes = make_meshes(dims, "cpu")
-    model = build(layout.config(flavor), args_of(flavor), dims, meshes, torch.device("cpu"))
+    job = resolve_job(layout.config(flavor), layout.world_size, args=args_of(flavor))
+    model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
     model.initialize(SEED)
     return model
 

@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
-from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama, write_meta
 
 INDEX = "model.safetensors.index.json"

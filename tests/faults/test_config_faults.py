@@ -13,7 +13,7 @@ from converters.errors import ConfigError
 from converters.families.registry import get_family
 from tests.dist.processes import ranks
 from trainer.config.load import load_config, origins
-from trainer.parallel_dims import fit_layout, required_world_size
+from trainer.job import resolve_job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,7 +197,7 @@ def test_f3_a_bad_layout_is_told_with_all_its_problems_and_what_would_do(tmp_pat
     path.write_text("")
     config = load_config(path, words_of(changes))
     with pytest.raises(ConfigError) as caught:
-        fit_layout(config, get_family("llama3").flavors[config.model.flavor], world_size)
+        resolve_job(config, world_size)
     text = "\n".join((caught.value.message, caught.value.hint, *caught.value.tries))
     assert [words for words in told if words not in text] == [], text
 
@@ -208,7 +208,7 @@ def test_f3_the_same_layouts_without_the_fault_are_fine(tmp_path):
     gpipe = _PP2 | {"schedule": "GPipe", "batch": 1}
     for changes in ({"fsdp": 2}, {"tp": 4}, {"cp": 2}, _PP2, {"rep": 2, "fsdp": 2}, gpipe):
         config = load_config(path, words_of(changes))
-        fit_layout(config, get_family("llama3").flavors["debug_gqa"], required_world_size(config.parallelism))
+        resolve_job(config, args=get_family("llama3").flavors["debug_gqa"])
 
 
 # --- F4: files that are no TOML

@@ -218,6 +218,6 @@ def test_c19_a_source_that_changed_since_the_kill_is_not_gone_on_from(sources, t
 
 
 def _two_files():
-    from converters.outputs.base import OutputOptions
+    from converters.formats.base import OutputOptions
 
     return OutputOptions(shard_bytes=400_000)

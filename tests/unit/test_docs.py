@@ -1,22 +1,112 @@
-"""The pages for users tell the truth as far as can be checked: TOML loads, commands, options and links exist."""
+"""The documentation: commands, options, links and TOML of the pages exist, and the site builds without warnings."""
 
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from scripts.docs_site import cli_reference
+from tests.unit.titan_tools.test_cli import parse_only
 from titan_tools.cli import app
 from trainer.config.load import load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Parallelism
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINING, INFERENCE = ((ROOT / "docs" / name).read_text() for name in ("training.md", "inference.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, CONVERSION, TRAINING, INFERENCE = (
+    (ROOT / name).read_text() for name in ("README.md", "docs/conversion.md", "docs/training.md", "docs/inference.md")
+)
+GENERATED = {"docs/cli.md"}
+OPTION = r"(?<![\w-])--[a-z][a-z-]+(?![\w.-]*\.)"
+
+
+def all_commands(path: tuple[str, ...] = (), group: Any = None) -> dict[tuple[str, ...], Any]:
+    """Every command with its words behind `titan`."""
+    group = group or typer.main.get_command(app)
+    found = {}
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= all_commands((*path, name), command) if inner else {(*path, name): command}
+    return found
+
+
+COMMANDS = all_commands()
+
+
+def options_of(*path: str) -> set[str]:
+    shown = (p for p in COMMANDS[path].params if not getattr(p, "hidden", False))
+    return {name for p in shown for name in p.opts if name.startswith("--")}
+
+
+def titan_lines(text: str) -> list[list[str]]:
+    """The words of every titan command in a page's blocks."""
+    blocks = re.findall(r"```(?:bash|console)\n(.*?)```", text, re.S)
+    lines = [line.removeprefix("$ ").replace(" …", "") for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("titan ")]
 
 
 def blocks(kind: str) -> list[str]:
     return re.findall(rf"```{kind}\n(.*?)```", TRAINING, re.S)
+
+
+def test_the_readme_is_short_and_shows_every_command():
+    assert len(README.splitlines()) <= 350
+    assert {words[1] for words in titan_lines(README)} == {path[0] for path in COMMANDS}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "extend.md"], ids=lambda page: page.name)
+def test_commands_of_a_page_parse(page):
+    for words in titan_lines(page.read_text()):
+        done = CliRunner().invoke(parse_only(), words[1:])
+        assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}"
+
+
+def test_options_in_the_readme_and_the_conversion_page_exist():
+    known = {"--import", "--install-completion", "--help", "--json"}.union(*(options_of(*path) for path in COMMANDS))
+    for text in (README, CONVERSION):
+        text = re.sub(r"^\$ tune .*$", "", text, flags=re.M)  # torchtune's own command
+        assert set(re.findall(OPTION, text)) - known == set()
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path != ("infer",)], ids=" ".join)
+def test_the_readme_names_every_option(path):
+    assert {name for name in options_of(*path) if name not in README} == set()
+
+
+def test_the_conversion_page_names_every_convert_command_and_option():
+    paths = [path for path in COMMANDS if path[0] == "convert"]
+    assert [path[1] for path in paths if path[1] not in re.findall(r"(?:`|convert )([a-z-]+)", CONVERSION)] == []
+    options = set().union(*(options_of(*path) for path in paths)) - {"--help"}
+    assert {name for name in options if name not in CONVERSION} == set()
+
+
+def test_the_walk_is_the_quickstart():
+    walk = README[README.index("## The walk") : README.index("With your own checkpoints")]
+    script = (ROOT / "scripts" / "quickstart.sh").read_text()
+    run = {tuple(line.split()[:2]) for line in re.findall(r"titan [a-z].*", script)}
+    shown = {tuple(words[1:3]) for words in titan_lines(walk)}
+    assert {words[0] for words in shown} <= {words[1] for words in run}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if str(file.relative_to(ROOT)) in GENERATED:
+            continue
+        assert file.is_file(), f"{page.name}: {target}"
+        headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs, f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda text: text.split("\n")[0])
@@ -26,14 +116,10 @@ def test_toml_of_the_training_page_loads(text, tmp_path):
     assert load_config(path).origins
 
 
-def test_commands_scripts_and_links_of_the_training_page_exist():
-    known = {info.name for info in app.registered_commands} | {group.name for group in app.registered_groups}
-    used = set(re.findall(r"^(?:\$ )?titan (\S+)", "\n".join(blocks("(?:bash|console)")), re.M))
-    assert used and used <= known
-    for path in re.findall(r"scripts/[\w.]+", TRAINING):
-        assert (ROOT / path).is_file(), path
-    for page in re.findall(r"\]\((\w+\.md)\)", TRAINING):
-        assert (ROOT / "docs" / page).is_file(), page
+def test_scripts_named_in_pages_exist():
+    for page in PAGES:
+        for path in re.findall(r"(?<![\w/])scripts/[\w./]+\w", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 def test_the_training_page_names_every_schedule_and_preset():
@@ -45,6 +131,33 @@ def test_the_training_page_names_every_schedule_and_preset():
 
 
 def test_the_page_on_inference_names_every_option_and_no_other():
-    command = typer.main.get_command(app).commands["infer"]
-    options = {name for p in command.params if not getattr(p, "hidden", False) for name in p.opts if name[:2] == "--"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", INFERENCE)) == options - {"--help"}
+    assert set(re.findall(OPTION, INFERENCE)) == options_of("infer") - {"--help"}
+
+
+def test_the_cli_reference_has_every_command_and_option():
+    reference = cli_reference()
+    for path, command in COMMANDS.items():
+        part = reference[reference.index(f"## `titan {' '.join(path)}`\n") :]
+        part = part[: part.find("\n## `", 1)]
+        assert [name for name in options_of(*path) if f"`{name}" not in part] == []
+        assert " ".join(command.help.split("\n\n")[0].split())[:40] in " ".join(part.replace("&lt;", "<").split())
+
+
+def test_the_site_builds_without_warnings(tmp_path, monkeypatch):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config as load_site
+
+    monkeypatch.chdir(ROOT)
+    build(load_site("mkdocs.yml", strict=True, site_dir=str(tmp_path)))
+    assert (tmp_path / "cli" / "index.html").is_file() and "titan estimate-memory" in (
+        tmp_path / "index.html"
+    ).read_text()
+
+
+def test_workflows_and_hooks_run_scripts_that_exist():
+    import yaml
+
+    for file in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]:
+        assert yaml.safe_load(file.read_text()), file
+        for script in re.findall(r"run: (\S+)", file.read_text()):
+            assert (ROOT / script).is_file(), f"{file.name}: {script}"

@@ -2,14 +2,13 @@
 
 import pytest
 
-from converters.families.registry import get_family
 from tests.gpu.running import write_job
 from tests.gpu.test_infer import ASK, COMMANDS
 from tests.gpu.test_training import CASES
 from titan_tools.infer import run
 from titan_tools.infer.options import check_options
 from trainer.config.load import load_config
-from trainer.parallel_dims import fit_layout
+from trainer.job import resolve_job
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +19,7 @@ def job(tmp_path_factory):
 @pytest.mark.parametrize("options", [options for options, _ in CASES], ids=" ".join)
 def test_the_options_of_a_gpu_test_fit_its_job(job, options):
     config = load_config(job, options)
-    assert fit_layout(config, get_family("llama3").flavors[config.model.flavor], 1).world_size == 1
+    assert resolve_job(config, 1).dims.world_size == 1
 
 
 @pytest.mark.parametrize("options", [options for options, _ in COMMANDS], ids=" ".join)

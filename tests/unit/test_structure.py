@@ -21,11 +21,11 @@ OURS = set(MAY_IMPORT)
 BELOW = {
     "families": set(),
     "tokenizers": set(),
-    "formats": {"families"},
-    "engine": {"formats"},
+    "containers": {"families"},
+    "engine": {"containers"},
     "torchtune": {"families", "tokenizers"},
-    "training": {"families", "formats", "engine"},
-    "outputs": {"families", "formats", "torchtune"},
+    "training": {"families", "containers", "engine"},
+    "formats": {"families", "containers", "torchtune"},
 }
 # What each package of inference may import of the others and of the modules beside them
 INFER_BELOW = {

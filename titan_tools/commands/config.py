@@ -62,17 +62,15 @@ def check(
       titan config check debug
       titan config check llama3_70b --world-size 256 --parallelism.tensor_parallel_degree 4
     """
-    from converters.families.registry import get_family
     from titan_tools.console import note, print_json
     from trainer.config.load import load_config
     from trainer.config.show import unread
     from trainer.inputs import check_inputs
-    from trainer.parallel_dims import fit_layout, required_world_size
+    from trainer.job import resolve_job
 
     loaded = load_config(config, context.args)
-    args = get_family(loaded.model.name).flavors[loaded.model.flavor]
-    dims = fit_layout(loaded, args, world_size or required_world_size(loaded.parallelism))
-    open_points = check_inputs(loaded)
+    job = resolve_job(loaded, world_size)
+    dims, open_points = job.dims, check_inputs(job)
     if as_json:
         found = {"config": config, "world_size": dims.world_size, "not_read": unread(loaded)}
         print_json(found | {"not_checked": open_points})
@@ -119,12 +117,13 @@ def upgrade(
             hint="change or remove them, then upgrade again",
         )
     out = old if in_place else new
-    writes = out is not None and (out != old or bool(found.changes))
-    if writes:
+    if out == old and not found.changes:
+        out = None
+    if out is not None:
         write_upgraded(found, out, replace=in_place)
     if as_json:
         told = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
-        print_json(told | {"written": str(out) if writes else None} | ({} if writes else {"text": found.text}))
+        print_json(told | ({"written": None, "text": found.text} if out is None else {"written": str(out)}))
     else:
         for line in found.changes or [f"{old}: nothing to change"]:
             note(line)
@@ -132,7 +131,7 @@ def upgrade(
             note(f"note: {line}")
         for line in found.refused:
             note(f"titan train will refuse: {line}")
-        if writes:
+        if out is not None:
             print(f"wrote {out}; try: titan config check {out}")
         elif not check_only and not in_place:
             print(found.text, end="")

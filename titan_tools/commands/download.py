@@ -1,4 +1,4 @@
-"""titan download: a model from the Hugging Face hub."""
+"""`titan download`: download a model from the Hugging Face hub."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,42 +11,44 @@ def download(
         str,
         typer.Argument(
             metavar="REPOSITORY",
-            help="As in its page's address, such as meta-llama/Llama-3.2-1B.",
+            help="Name as in the URL of its page, such as meta-llama/Llama-3.2-1B.",
             show_default=False,
         ),
     ],
     dst: Annotated[
         Path | None,
-        typer.Argument(metavar="DST", help="The folder to make. Default: the HF cache (HF_HOME).", show_default=False),
+        typer.Argument(
+            metavar="DST", help="The folder to create. Default: the HF cache (HF_HOME).", show_default=False
+        ),
     ] = None,
     revision: Annotated[str, typer.Option(metavar="REVISION", help="Branch, tag or commit.")] = "main",
     include: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Take these files, such as '*.json'; may be repeated. Default: safetensors (else .bin, else Meta's"
+            help="Download these files, such as '*.json'; may be repeated. Default: safetensors (else .bin, else Meta's"
             " .pth) with config and tokenizer.",
             show_default=False,
         ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave these out; may be repeated.", show_default=False)
+        list[str] | None, typer.Option(metavar="PATTERN", help="Skip these files; may be repeated.", show_default=False)
     ] = None,
-    original: Annotated[bool, typer.Option("--original", help="Take the folder original/ too.")] = False,
+    original: Annotated[bool, typer.Option("--original", help="Download the folder original/ too.")] = False,
     token: Annotated[
         str | None,
         typer.Option(
-            metavar="TOKEN", help="Default: HF_TOKEN, else what `hf auth login` has stored.", show_default=False
+            metavar="TOKEN", help="Default: HF_TOKEN, else the token stored by `hf auth login`.", show_default=False
         ),
     ] = None,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files that are fetched at a time.")] = 4,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; fetch nothing.")] = False,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Files to download at a time.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; download nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Fetch a model from the Hugging Face hub and print its folder, which every command reads as it is.
+    """Download a model from the Hugging Face hub and print its folder, which every command can read.
 
-    Broken off, the same command goes on where it stopped. Every file is checked against the hub's checksum.
-    HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HTTPS_PROXY mean what they always mean.
+    After an interruption the same command resumes. Every file is checked against the hub's checksum.
+    HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HTTPS_PROXY are respected.
 
     \b
     Examples:
@@ -54,16 +56,16 @@ def download(
       titan download Qwen/Qwen3-0.6B qwen3-0.6b --revision main
       titan download meta-llama/Llama-3.1-8B --original --exclude '*.safetensors' --dry-run
     """
-    from converters.sizes import tell_bytes
+    from converters.sizes import format_bytes
     from titan_tools.console import count, note, print_json, progress, table
-    from titan_tools.hub.choose import Choice
+    from titan_tools.hub.download import FileSelection
     from titan_tools.hub.download import download as fetch
 
     report = fetch(
         repository,
         dst,
         revision=revision,
-        choice=Choice(include or (), exclude or (), original),
+        selection=FileSelection(include or (), exclude or (), original),
         token=token,
         workers=workers,
         dry_run=dry_run,
@@ -73,13 +75,13 @@ def download(
         print_json(report.to_json())
         return
     for folder in report.stale:
-        note(f"{folder} is left of a download of another commit; remove it if nobody wants to finish that")
+        note(f"{folder} is an unfinished download of another commit; remove it if it is not needed")
     fetched = report.num_fetched_bytes
-    here = "" if fetched == report.num_bytes else f", {tell_bytes(report.num_bytes - fetched)} of it here already"
-    what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {tell_bytes(report.num_bytes)}"
+    here = "" if fetched == report.num_bytes else f", {format_bytes(report.num_bytes - fetched)} already downloaded"
+    what = f"{repository} at {report.commit[:12]}: {count(len(report.files), 'file')}, {format_bytes(report.num_bytes)}"
     if dry_run:
         table(("file", "bytes", "here"), [(f.name, f.num_bytes, f.num_bytes_here) for f in report.files])
-        note(f"{what}{here}; nothing was fetched")
+        note(f"{what}{here}; nothing was downloaded")
         return
     note(f"{what}{here}, {report.secs:.1f} s")
     print(report.path)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from titan_tools.commands.convert_options import ModelFrom
-from titan_tools.early_interrupts import interrupts_end_it
+from titan_tools.interrupts import exit_on_interrupt
 
 
 class _DType(StrEnum):
@@ -221,7 +221,7 @@ def infer(
     """
     from dataclasses import replace
 
-    with interrupts_end_it():
+    with exit_on_interrupt():
         from titan_tools.infer.decoding.sampling import Sampling
         from titan_tools.infer.request import Request, load_request
         from titan_tools.infer.run import infer

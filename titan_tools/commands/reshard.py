@@ -55,7 +55,9 @@ def reshard(
     workers: Workers = DEFAULT_WORKERS,
     allow_missing: Annotated[
         bool,
-        typer.Option("--allow-missing", help="Go on where weights or optimizer states are missing; they are listed."),
+        typer.Option(
+            "--allow-missing", help="Reshard although weights or optimizer states are missing; they are listed."
+        ),
     ] = False,
     no_digest: NoDigest = False,
     resume: Resume = False,
@@ -78,16 +80,16 @@ def reshard(
     """
     from converters.layout import MeshShape
     from converters.reshard import reshard as reshard_checkpoint
+    from converters.sizes import parse_bytes
     from titan_tools.console import print_json, progress
-    from titan_tools.conversion import parse_size
-    from titan_tools.resharding import print_report
+    from titan_tools.conversion_page import print_resharding
 
     report = reshard_checkpoint(
         src,
         dst,
         mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
         num_files=num_files,
-        shard_bytes=None if shard_size is None else parse_size(shard_size),
+        shard_bytes=None if shard_size is None else parse_bytes(shard_size, option="--shard-size"),
         dtype=dtype,
         optimizer_dtype=optimizer_dtype,
         drop=[name.strip() for name in drop.split(",") if name.strip()] if drop else (),
@@ -103,4 +105,4 @@ def reshard(
     if as_json:
         print_json(report.to_json())
     else:
-        print_report(report)
+        print_resharding(report)

@@ -41,11 +41,10 @@ def train(
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.errors import ConfigError
-    from converters.families.registry import get_family
     from titan_tools.launch import count_gpus, inside_launch, rank_errors, run_ranks
     from titan_tools.memory.allocator_settings import choose_allocator
     from trainer.config.load import load_config
-    from trainer.parallel_dims import fit_layout, required_world_size
+    from trainer.job import required_world_size, resolve_job
     from trainer.watching.log_rank import shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
@@ -74,9 +73,8 @@ def train(
                 "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU",
             ],
         )
-    args = get_family(settings.model.name).flavors[settings.model.flavor]
-    fit_layout(settings, args, num_ranks, option="--nproc")
-    shown_ranks(num_ranks)  # a wrong LOG_RANK is an error before ranks start
+    resolve_job(settings, num_ranks, option="--nproc")  # layout problems are errors before ranks start
+    shown_ranks(num_ranks)  # so is an invalid LOG_RANK
     exit_code = run_ranks(["train", config, *context.args], nproc=num_ranks)
     if exit_code:
         raise typer.Exit(exit_code)

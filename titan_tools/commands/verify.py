@@ -40,7 +40,7 @@ def verify(
     """
     from converters.accept import accept as accept_changes
     from converters.errors import ConfigError
-    from converters.sizes import tell_bytes
+    from converters.sizes import format_bytes
     from converters.verify import verify as verify_checkpoint
     from titan_tools.console import count, non_finite, note, print_json, progress
     from titan_tools.infer.find import newest_step
@@ -60,7 +60,7 @@ def verify(
             print(f"{check.outcome:<12}  " + lines.replace("\n", "\n              "))
         for name, number in report.non_finite.items():
             print(f"note          {non_finite(name, number)}")
-        size = f"{count(report.num_tensors, 'tensor')}, {tell_bytes(report.num_bytes)}"
+        size = f"{count(report.num_tensors, 'tensor')}, {format_bytes(report.num_bytes)}"
         print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
     if not report.ok:
         if accept:

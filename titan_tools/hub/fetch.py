@@ -1,6 +1,5 @@
-"""Fetch one file over HTTP into a part file: go on behind what is there, and check the whole against the hub's sum."""
+"""Download one file over HTTP into a partial file: resume, retry, and verify the hub's checksum."""
 
-import fcntl
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -11,18 +10,19 @@ from typing import BinaryIO
 import httpx2
 from huggingface_hub import get_session
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import hf_raise_for_status
+from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
 
 from converters.errors import CheckpointError
-from titan_tools.hub.errors import AGAIN
+from converters.file_lock import lock_file
+from titan_tools.hub.errors import RESUME
 
-PAUSES_SECS = (1, 2, 4, 8)  # after failures in a row; a byte that arrives starts the row anew
-_PASSING_STATUS = (408, 429, 500, 502, 503, 504)
+PAUSES_SECS = (1, 2, 4, 8)  # after consecutive failures; a received byte resets the count
+_RETRIED_STATUS = (408, 429, 500, 502, 503, 504)
 _BLOCK_BYTES = 1 << 20
 
 
 class Stopped(Exception):
-    """Another file failed; what has arrived of this one stays."""
+    """Another file failed; the partial file of this one is kept."""
 
 
 def fetch(
@@ -34,9 +34,9 @@ def fetch(
     advance: Callable[[int], None],
     stop: Event,
 ) -> None:
-    """Append to `part` what is missing of `num_bytes`. The hub's client has no resuming over processes, so this does.
+    """Append the missing bytes to `part`, up to `num_bytes`. The hub's client cannot resume in a new process.
 
-    Raises httpx2.HTTPError when tries are used up, and CheckpointError where another process fetches the same file.
+    Raises httpx2.HTTPError after the last retry, and CheckpointError if another process downloads the same file.
     """
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
@@ -46,16 +46,16 @@ def fetch(
             try:
                 _append(url, file, have, num_bytes=num_bytes, headers=headers, advance=advance, stop=stop)
             except (httpx2.TransportError, HfHubHTTPError) as error:
-                passing = not isinstance(error, HfHubHTTPError) or error.response.status_code in _PASSING_STATUS
+                retry = not isinstance(error, HfHubHTTPError) or error.response.status_code in _RETRIED_STATUS
                 failures = 0 if file.seek(0, 2) > have else failures
-                if not passing or failures == len(PAUSES_SECS):
+                if not retry or failures == len(PAUSES_SECS):
                     raise
                 if stop.wait(PAUSES_SECS[failures]):
                     raise Stopped from error
                 failures += 1
         if have > num_bytes:
             file.truncate(0)
-            raise CheckpointError(f"{part}: longer than the hub's file; it was emptied", hint=AGAIN)
+            raise CheckpointError(f"{part}: longer than the hub's file; it was truncated", hint=RESUME)
 
 
 def _append(
@@ -68,20 +68,20 @@ def _append(
     advance: Callable[[int], None],
     stop: Event,
 ) -> None:
-    # identity: a compressed answer has other byte positions
+    # identity: byte positions in a compressed response would differ
     asked = {**headers, "Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     with get_session().stream("GET", url, headers=asked) as response:
         if response.is_error:
             response.read()
         hf_raise_for_status(response)
         if have and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            file.truncate(0)  # the server sends all of it again
+            file.truncate(0)  # the server sends the whole file
             advance(-have)
-        for block in response.iter_raw():  # as it arrives: what is held back would be lost at a cut
+        for block in response.iter_raw():  # as they arrive: buffered bytes would be lost at an interruption
             if stop.is_set():
                 raise Stopped
             file.write(block)
-            file.flush()  # what has arrived survives a kill
+            file.flush()  # received bytes survive a kill
             advance(len(block))
     if file.seek(0, 2) < num_bytes:
         raise httpx2.RemoteProtocolError(f"the server ended the file after {file.tell():,} of {num_bytes:,} bytes")
@@ -89,17 +89,15 @@ def _append(
 
 def _lock(file: BinaryIO, part: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file.fileno())
     except BlockingIOError:
-        raise CheckpointError(f"{part}: another download is fetching this file now") from None
-    except OSError:
-        pass  # a file system without locks
+        raise CheckpointError(f"{part}: another process is downloading this file") from None
 
 
 def check_sum(part: Path, etag: str, *, name: str) -> None:
-    """Compare a fetched file with the sum that its ETag is: SHA-256 of large files, git's SHA-1 of small ones.
+    """Compare a file with its ETag: SHA-256 of large files, git's SHA-1 of small ones.
 
-    Raises CheckpointError, having removed the file. A mirror may have ETags of another kind, which say nothing.
+    Removes the file and raises CheckpointError if they differ. ETags of another form, as on mirrors, are not checked.
     """
     if re.fullmatch("[0-9a-f]{64}", etag):
         sum_ = hashlib.sha256()
@@ -113,6 +111,6 @@ def check_sum(part: Path, etag: str, *, name: str) -> None:
     if sum_.hexdigest() != etag:
         part.unlink()
         raise CheckpointError(
-            f"{name}: what arrived is not what the hub's checksum describes; it was deleted",
-            hint="the same command fetches this file anew",
+            f"{name}: the downloaded file does not match the hub's checksum; it was deleted",
+            hint="run the same command again to download this file",
         )

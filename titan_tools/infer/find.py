@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from converters.assets import TOKENIZERS, find_assets
+from converters.containers.hf_cache import snapshot_of
 from converters.errors import CheckpointError, list_offenders
-from converters.formats.hf_cache import snapshot_of
 from converters.manifest import check_files, read_manifest
 from converters.names import DCP_METADATA, TIKTOKEN_MODEL, TOKENIZER_JSON
 from titan_tools.console import note

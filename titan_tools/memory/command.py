@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
+from converters.replace_file import replacing
 from titan_tools.console import count, note, print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
 from titan_tools.memory.constants import Gpu
@@ -93,19 +94,16 @@ def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
 
 def _write(path: Path, write: Callable[[Path], None]) -> None:
     """Write beside it and put it there whole: a full disk must not cost a file that is there. Raises ConfigError."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
     try:
-        write(unfinished)
-        unfinished.replace(path)
+        with replacing(path) as temporary:
+            write(temporary)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
     """What a GPU type has no kernels for."""
-    if gpu is None or not is_float8(config) or config.float8.emulate:
+    if gpu is None or not is_float8(config.model) or config.float8.emulate:
         return []
     major, minor = capability_needed(config.float8)
     if gpu.sm >= 10 * major + minor:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-MIB, GIB = 1024**2, 1024**3
+from converters.sizes import GIB as GIB
+from converters.sizes import MIB as MIB
 
 HOPPER = 90
 

@@ -6,7 +6,7 @@ from converters.errors import ConfigError, list_offenders
 from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
-from trainer.parallel_dims import layout_problems, required_world_size, resolve
+from trainer.job import layout_problems, required_world_size, resolve
 
 
 def resolved_layout(

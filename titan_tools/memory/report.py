@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from titan_tools.console import count, table
 from titan_tools.memory.constants import ENGINES_AGREE, GIB
 from titan_tools.memory.estimate import Estimate, RankEstimate
@@ -106,7 +106,7 @@ def to_try(found: Estimate) -> list[str]:
     saved = rank.reserved_bytes - found.other_reserved_bytes
     said = [str(change) for change in found.changes]
     if found.allocator == "classic" and saved >= _WORTH_SAYING * rank.reserved_bytes:
-        said.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {tell_bytes(saved)} less reserved")
+        said.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(saved)} less reserved")
     return said
 
 

@@ -11,14 +11,14 @@ from typing import Any
 from converters.errors import ConfigError
 from converters.families.registry import get_family
 from converters.layout import MeshShape
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.from_config import run_shape
 from trainer.config.sections import Config
+from trainer.job import layout_problems, resolve, samples_per_step
 from trainer.loss.registry import CHUNKED
-from trainer.parallel_dims import layout_problems, resolve, samples_per_step
 
 MOST = 5
 _MOST_TP = 8  # GPUs of a node, beyond which tensor parallelism is slow
@@ -33,7 +33,7 @@ class Change:
     saved_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.words}: about {tell_bytes(self.saved_bytes)} less"
+        return f"{self.words}: about {format_bytes(self.saved_bytes)} less"
 
 
 def changes(config: Config, dims: MeshShape, gpu: Gpu) -> list[Change]:

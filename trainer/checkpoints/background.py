@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from converters.errors import CheckpointError, TitanError
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 from trainer.agree import on_first
 from trainer.checkpoints.process import PROGRAM, Place
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
@@ -108,7 +108,7 @@ class SaveBeside:
         self.open()
         snapshot = take_snapshot(nested, self._where.memory, is_coordinator=self._is_coordinator)
         if self._step == -1:
-            size = tell_bytes(snapshot.num_bytes)
+            size = format_bytes(snapshot.num_bytes)
             note(f"checkpoints are copied to {size} of host memory on rank 0, which are kept for the next one")
         self._step = todo.step
         # A daemon: a rank that fails must end, whatever is being written; without its manifest nothing is a step.

@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from converters.catalog import TensorInfo
 from converters.commit import check_destination, require_space
+from converters.containers.target import Target
 from converters.convert import convert
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
-from converters.formats.target import Target
+from converters.formats.base import Contents, OutputOptions
+from converters.formats.registry import get_format
 from converters.manifest import check_sizes, list_files
 from converters.model_info import ModelInfo
 from converters.names import EDITABLE, MANIFEST
 from converters.needs import needed_bytes
-from converters.outputs.base import Contents, OutputOptions
-from converters.outputs.registry import get_output
 from converters.view import foreign_view
 from trainer.agree import on_first
 from trainer.config.sections import Checkpoint
@@ -71,7 +71,7 @@ class Exports:
 
 def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> Target:
     """What an export will consist of. Raises where the format cannot hold this model, or lacks a file it needs."""
-    output, options = get_output(kind), OutputOptions()
+    output, options = get_format(kind), OutputOptions()
     family = get_family(info.family)
     naming = output.naming(family, options)
     assert naming is not None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters.errors import CheckpointError
-from converters.sizes import tell_bytes
+from converters.sizes import format_bytes
 
 
 class SaveFailed(CheckpointError):
@@ -26,7 +26,7 @@ class FailedSaves:
     def settle(self, error: BaseException, *, num_bytes: int, last_good_step: int | None, is_final: bool) -> None:
         """Raise the error, or tell it and go on. `is_final`: the run ends here, so what was not saved is lost."""
         good = f"step {last_good_step} is whole" if last_good_step is not None else "there is no checkpoint yet"
-        told = f"a checkpoint needs {tell_bytes(num_bytes)}, {self._told_free()}; {good}"
+        told = f"a checkpoint needs {format_bytes(num_bytes)}, {self._told_free()}; {good}"
         if is_final or self.is_fatal(error):
             if isinstance(error, SaveFailed):
                 why = "the run's end is not saved" if is_final else f"failed saves in a row: {self._in_a_row + 1}"
@@ -45,4 +45,4 @@ class FailedSaves:
 
     def _told_free(self) -> str:
         place = next(p for p in (self._folder, *self._folder.absolute().parents) if p.exists())
-        return f"{tell_bytes(shutil.disk_usage(place).free)} are free on that disk"
+        return f"{format_bytes(shutil.disk_usage(place).free)} are free on that disk"

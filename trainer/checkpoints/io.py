@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorSource
+from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
+from converters.containers.dcp_metadata import dump_metadata
 from converters.dtypes import itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, TitanError, list_offenders
-from converters.formats.dcp_item import blob_item, item_shell, read_blob_item
-from converters.formats.dcp_metadata import dump_metadata
 from converters.layout import DISTCP_FILE, row_blocks
 from converters.manifest import FileSum
 from converters.names import DCP_METADATA

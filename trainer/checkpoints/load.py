@@ -28,7 +28,7 @@ from converters.names import (
     section_of,
 )
 from converters.open import open_checkpoint
-from converters.training.values import is_number
+from converters.training.optimizer_state import is_number
 from converters.weights import naming_of, open_native
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits

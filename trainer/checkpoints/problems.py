@@ -2,13 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from converters.model_info import ModelInfo
-from trainer.config.sections import Checkpoint, Config, Model
-
-if TYPE_CHECKING:
-    import torch
+from trainer.config.sections import Checkpoint, Model
 
 _EXPORTS = ("last_save_in_hf", "last_save_in_torchtune")
 
@@ -17,16 +13,15 @@ def is_saving(settings: Checkpoint) -> bool:
     return settings.enable and not settings.load_only
 
 
-def initial_path(config: Config) -> Path | None:
-    """The checkpoint that a run without one of its own starts from; None: first weights from the seed."""
-    if config.checkpoint.initial_load_path:
-        return Path(config.checkpoint.initial_load_path)
-    return Path(config.model.hf_assets_path) if config.checkpoint.initial_load_in_hf else None
+def initial_path(settings: Checkpoint, model: Model) -> Path | None:
+    """The checkpoint that a run without one of its own starts from; None means initial weights from the seed."""
+    if settings.initial_load_path:
+        return Path(settings.initial_load_path)
+    return Path(model.hf_assets_path) if settings.initial_load_in_hf else None
 
 
-def checkpoint_problems(config: Config) -> list[str]:
-    """Settings of checkpoints that contradict each other, each with what would do."""
-    settings = config.checkpoint
+def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
+    """Checkpoint settings that contradict each other, each with settings that work."""
     exports = [f"checkpoint.{key}" for key in _EXPORTS if getattr(settings, key)]
     problems = [
         f"{key} converts the last step's checkpoint, and none is saved: set checkpoint.enable, and load_only to false"
@@ -38,7 +33,7 @@ def checkpoint_problems(config: Config) -> list[str]:
             "checkpoint.initial_load_in_hf reads weights only: leave checkpoint.initial_load_model_only true, or name "
             "a DCP checkpoint as checkpoint.initial_load_path"
         )
-    unset = config.model.hf_assets_path == Model().hf_assets_path
+    unset = model.hf_assets_path == Model().hf_assets_path
     if settings.initial_load_in_hf and not settings.initial_load_path and unset:
         problems.append(
             "checkpoint.initial_load_in_hf says no folder: set checkpoint.initial_load_path or model.hf_assets_path"
@@ -66,8 +61,8 @@ def idle_dropout(info: ModelInfo, path: Path) -> str:
     return f"{path}: {fields} is kept for exports and has no effect here: titan trains without dropout"
 
 
-def checkpoint_machine_problems(config: Config, device: "torch.device") -> list[str]:
+def checkpoint_machine_problems(settings: Checkpoint) -> list[str]:
     """Saving in a process of its own shares memory in a way that only Linux has."""
-    if config.checkpoint.async_mode == "async_with_pinned_mem" and not hasattr(os, "memfd_create"):
+    if settings.async_mode == "async_with_pinned_mem" and not hasattr(os, "memfd_create"):
         return ['checkpoint.async_mode = "async_with_pinned_mem" shares memory as only Linux can; "async" is a thread']
     return []

@@ -1,6 +1,5 @@
 """One run per checkpoint folder: two would sweep away each other's unfinished saves. For one process; torch-free."""
 
-import fcntl
 import os
 import socket
 import sys
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from converters.errors import CheckpointError
+from converters.file_lock import lock_file
 from converters.names import RUN_LOCK
 from trainer.checkpoints.step_folders import refuse_foreign
 
@@ -45,12 +45,8 @@ def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
 def _is_taken(descriptor: int) -> bool:
     """Try to take the lock; True, and said, on file systems that know none, as some Lustre mounts."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock_file(descriptor):
+            print("WARNING: a second run in this folder would go unnoticed: no file locks here", file=sys.stderr)
     except BlockingIOError:
         return False
-    except OSError as error:
-        print(
-            f"WARNING: a second run in this folder would go unnoticed: no locks here ({error.strerror})",
-            file=sys.stderr,
-        )
     return True

@@ -21,7 +21,7 @@ AllOr = Annotated[int, Number(low=1, also=(-1,))]  # -1 stands for "as many as t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class JobSection:
     dump_folder: Folder = "./outputs"
     """Folder that everything a run writes lies under; relative to the working folder."""
     description: str = "default job"
@@ -339,7 +339,7 @@ class Experimental:
 class Config:
     """A whole config. `origins` maps `section.key` to where its value came from; what is not in it is a default."""
 
-    job: Job = field(default_factory=Job)
+    job: JobSection = field(default_factory=JobSection)
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trainer.config.sections import Config
+from trainer.config.sections import Dataloader
 
 IGNORED = -100  # a target that the loss skips
 
@@ -30,9 +30,9 @@ def batch_of(windows: Sequence[np.ndarray], *, pin_memory: bool) -> Batch:
     return Batch(tokens.pin_memory(), targets.pin_memory()) if pin_memory else Batch(tokens, targets)
 
 
-def pinning_machine_problems(config: Config, device: torch.device) -> list[str]:
-    """Memory is pinned for a GPU to read; a CPU has nothing to copy."""
+def pinning_machine_problems(training: Dataloader, validation: Dataloader, device: torch.device) -> list[str]:
+    """Pinned memory is for copies to a GPU."""
     if device.type == "cuda":
         return []
-    asked = {"training": config.dataloader.pin_memory, "validation": config.validation_dataloader.pin_memory}
+    asked = {"training": training.pin_memory, "validation": validation.pin_memory}
     return [f"{name}.dataloader.pin_memory needs a GPU to copy batches to" for name, is_on in asked.items() if is_on]

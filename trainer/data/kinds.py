@@ -3,7 +3,7 @@
 from math import ceil
 
 from converters.layout import MeshShape
-from trainer.config.sections import Config
+from trainer.config.sections import Training, Validation
 
 TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
@@ -12,9 +12,8 @@ _STREAMED = (C4, C4_VALIDATION)
 known_kinds = [TOKENS, *TEXT_KINDS, C4, C4_VALIDATION]  # those that come with titan, then those that are registered
 
 
-def data_problems(config: Config, dims: MeshShape) -> list[str]:
-    """Every combination of data keys, or of these with the layout, that cannot be; with what could."""
-    training, validation = config.training, config.validation
+def data_problems(training: Training, validation: Validation, dims: MeshShape) -> list[str]:
+    """Every unsupported combination of data keys, and of data keys with the layout, each with values that work."""
     problems = _source_problems("training", training)
     if training.dataset == C4 and training.dataset_streams % dims.batch:
         problems.append(
@@ -35,7 +34,7 @@ def data_problems(config: Config, dims: MeshShape) -> list[str]:
     return problems
 
 
-def _source_problems(section: str, settings) -> list[str]:
+def _source_problems(section: str, settings: Training | Validation) -> list[str]:
     problems = []
     if settings.dataset not in known_kinds:
         problems.append(f"{section}.dataset = {settings.dataset!r}: there is {', '.join(known_kinds)}")

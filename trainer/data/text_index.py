@@ -1,6 +1,5 @@
 """Text as training data without a step in between: it becomes a token index when first used, and stays one."""
 
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ import xxhash
 from converters.assets import find_assets
 from converters.commit import staged
 from converters.errors import DataError
+from converters.file_lock import lock_file
 from converters.json_file import write_json
 from converters.names import RUN_LOCK, TEMPORARY_PREFIX, TIKTOKEN_MODEL, TOKENIZER_JSON
 from trainer.data.index import INDEX_JSON, TRAIN, VERSION, TokenIndex, digest_of, open_index
@@ -101,7 +101,7 @@ def _settle(
     try:
         preparation.folder.mkdir(parents=True, exist_ok=True)
         with (preparation.folder / RUN_LOCK).open("a") as lock:
-            _wait_for(lock.fileno())
+            lock_file(lock.fileno(), wait=True)  # of two runs that begin at once, one makes the index
             if not _is_whole(place):
                 for left_over in preparation.folder.glob(f"{TEMPORARY_PREFIX}*"):  # of a run that was killed
                     shutil.rmtree(left_over, ignore_errors=True)
@@ -112,14 +112,6 @@ def _settle(
     except OSError as error:
         raise DataError(f"{place} cannot be written: {error.strerror}", hint="nothing is left of it") from error
     return place
-
-
-def _wait_for(descriptor: int) -> None:
-    """Two runs that begin at once make an index once. Where the file system has no locks, each makes its own."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        return
 
 
 def _is_whole(place: Path) -> bool:

@@ -1,13 +1,19 @@
-"""The data that a run learns from, as its config names it: an index, a mixture of several, or a stream."""
+"""Open the training data of a job: an index, a mixture of several, or a stream."""
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 import xxhash
 
 from converters.assets import find_assets
-from trainer.config.sections import Training
+from converters.names import TEXT_INDEXES
+from trainer.agree import on_each, on_first
+from trainer.chosen_model import tokenizer_folder
+from trainer.config.sections import Model, Training
 from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
 from trainer.data.index import TRAIN, digest_of
@@ -17,14 +23,39 @@ from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
 from trainer.data.tokenizer import load_tokenizer, tokenizer_note
+from trainer.job import Job
+from trainer.mesh import Meshes
+from trainer.watching.metrics import note
 
 
 class Loader(Protocol):
-    """Batches without end, and the position in them as plain values that are the same on all ranks."""
+    """Endless batches, and the position in them as plain values that are equal on all ranks."""
 
     def __iter__(self) -> Iterator[Batch]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def text_preparation(model: Model, training: Training, dump_folder: Path, group: dist.ProcessGroup) -> Preparation:
+    """How text is tokenized: by the model's tokenizer, on rank 0 for all ranks, into the dump folder."""
+    tokenizer = tokenizer_folder(model, training)
+    return Preparation(tokenizer, dump_folder / TEXT_INDEXES, once=partial(on_first, group), say=note)
+
+
+def train_loader(job: Job, meshes: Meshes, preparation: Preparation, *, group: dist.ProcessGroup) -> Loader:
+    """This rank's batches, each with all samples of a step; accumulation splits them later."""
+    batch = meshes["batch"]
+    return open_training_data(
+        job.config.training,
+        preparation,
+        vocab_size=job.args.vocab_size,
+        on_each=partial(on_each, group),
+        global_batch_size=job.samples_per_step,
+        dp_rank=batch.get_local_rank(),
+        dp_degree=batch.size(),
+        seed=job.seed,
+        pin_memory=job.config.dataloader.pin_memory,
+    )
 
 
 def open_training_data(
@@ -35,7 +66,7 @@ def open_training_data(
     on_each: Callable[[Callable[[], Any]], list[Any]],
     **batches: Any,
 ) -> Loader:
-    """`batches`: which part of which batches is wanted, and in which order; see TokenLoader."""
+    """`batches` are TokenLoader's arguments: batch size, this rank's part, seed."""
     if settings.dataset == C4:
         return _open_stream(settings, preparation, vocab_size=vocab_size, on_each=on_each, **batches)
     opened = {"vocab_size": vocab_size, "preparation": preparation}
@@ -60,7 +91,7 @@ def _open_stream(
         preparation.say(text)
     refuse_large_vocabulary(tokenizer.vocab_size, vocab_size, str(preparation.tokenizer))
     opened: list[StreamedText] = []
-    on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or none goes on
+    on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or all raise
     text = opened[0]
     assets = sorted((name, digest_of(path)) for name, path in find_assets(preparation.tokenizer).items())
     return StreamLoader(

@@ -8,54 +8,56 @@ import torch
 from torch import Tensor, nn
 
 from converters.errors import UnsupportedError
-from trainer.config.sections import Compile, Config
+from trainer.config.sections import Compile, Training
 from trainer.loss.chunked import ChunkedOutput, LossSum
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
-from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, PLAIN, get_loss, is_loss_parallel
+from trainer.loss.registry import CHUNKED, PLAIN, get_loss
 from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from trainer.mesh import Meshes
 
-
-def leaves_columns(config: Config, meshes: "Meshes") -> bool:
-    """Whether the output module leaves this rank's columns of the logits: not where it computes the loss itself."""
-    return is_loss_parallel(config, meshes.dims) and config.training.loss != CHUNKED
-
-
-def install_loss(part: nn.Module, config: Config, meshes: "Meshes") -> None:
+def install_loss(
+    part: nn.Module,
+    training: Training,
+    compile: Compile,
+    *,
+    tp_mesh: "DeviceMesh | None" = None,
+    is_loss_parallel: bool = False,
+    all_forward_first: bool = False,
+) -> None:
     """Make a part's `forward(x, positions)` a `forward(x, positions, targets)` that returns the summed loss, in fp32.
 
-    A part without the output passes its hidden states on. Only `forward` is replaced, also that of the output: FQNs
-    stay, and what FSDP and tensor parallelism hook around them goes on. Comes before FSDP or DDP wraps the part.
+    A part without the output projection returns its hidden states. Only `forward` is replaced, also the output
+    module's: FQNs do not change, and hooks of FSDP and tensor parallelism still run. Call it before FSDP or DDP wraps
+    the part. `tp_mesh` is None without tensor parallelism; `all_forward_first` says that the pipeline schedule runs
+    all forward passes before the first backward.
     """
     if part.output is None:
         part.forward = partial(_pass_on, part.forward)
-    elif config.training.loss == CHUNKED:
-        pipelined = meshes.dims.pp > 1
-        chunked = ChunkedOutput(
-            part.output,
-            _of_output(choose_loss(config, meshes), config, meshes),
-            num_chunks=config.training.loss_chunks,
-            in_backward=pipelined and config.parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
-        )
+        return
+    group = tp_mesh.get_group() if tp_mesh is not None and is_loss_parallel else None
+    loss_sum = choose_loss(training.loss, compile, group)
+    if training.loss == CHUNKED:
+        if tp_mesh is not None:
+            loss_sum = (_of_columns if is_loss_parallel else _of_whole_logits)(loss_sum)
+        chunked = ChunkedOutput(part.output, loss_sum, num_chunks=training.loss_chunks, in_backward=all_forward_first)
         part.output.forward = chunked
         part.forward = partial(_loss_of_output, part.forward, chunked)
     else:
-        part.forward = partial(_loss_of_logits, part.forward, choose_loss(config, meshes))
+        part.forward = partial(_loss_of_logits, part.forward, loss_sum)
 
 
-def choose_loss(config: Config, meshes: "Meshes") -> LossSum:
-    """The loss of logits as they come, plain local tensors: whole ones, or this rank's columns under loss parallel."""
-    group = {"group": meshes["tp"].get_group()} if is_loss_parallel(config, meshes.dims) else {}
-    name = config.training.loss
+def choose_loss(name: str, compile: Compile, group: "dist.ProcessGroup | None") -> LossSum:
+    """The loss of plain local logits: whole logits, or with a `group` this rank's columns of them."""
     if name not in (CHUNKED, PLAIN):
         loss_sum = get_loss(name).loss_sum
     else:
-        loss_sum = sharded_cross_entropy_sum if group else cross_entropy_sum
-    return maybe_compile_loss(partial(loss_sum, **group), config.compile)
+        loss_sum = cross_entropy_sum if group is None else sharded_cross_entropy_sum
+    return maybe_compile_loss(loss_sum if group is None else partial(loss_sum, group=group), compile)
 
 
 def maybe_compile_loss(loss_sum: LossSum, settings: Compile) -> LossSum:
@@ -63,18 +65,22 @@ def maybe_compile_loss(loss_sum: LossSum, settings: Compile) -> LossSum:
     return torch.compile(loss_sum, backend=settings.backend) if compiles(settings, "loss") else loss_sum
 
 
-def _of_output(loss_sum: LossSum, config: Config, meshes: "Meshes") -> LossSum:
-    """The loss of logits as the output module makes them: sharded over tp, where there is tensor parallelism."""
-    if meshes.dims.tp == 1:
-        return loss_sum
+def _of_columns(loss_sum: LossSum) -> LossSum:
+    """The loss of the output module's DTensor, from this rank's columns."""
 
     def of_columns(logits: "DTensor", targets: Tensor) -> Tensor:
         return loss_sum(logits.to_local(), targets)
 
+    return of_columns
+
+
+def _of_whole_logits(loss_sum: LossSum) -> LossSum:
+    """The loss of the output module's DTensor, gathered."""
+
     def of_whole(logits: "DTensor", targets: Tensor) -> Tensor:
         return loss_sum(logits.full_tensor(), targets)
 
-    return of_columns if is_loss_parallel(config, meshes.dims) else of_whole
+    return of_whole
 
 
 Forward = Callable[[Tensor, Tensor], Tensor]

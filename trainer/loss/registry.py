@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
-from converters.families.base import ModelArgs
 from converters.layout import MeshShape
-from trainer.config.sections import Config
-from trainer.parallel.compile import compiles
+from trainer.config.sections import Parallelism
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
@@ -49,26 +47,27 @@ def loss_names() -> tuple[str, ...]:
     return CHUNKED, PLAIN, *_REGISTERED
 
 
-def is_loss_parallel(config: Config, dims: MeshShape) -> bool:
+def is_loss_parallel(parallelism: Parallelism, dims: MeshShape) -> bool:
     """Whether the loss is computed on vocabulary shards."""
-    return dims.tp > 1 and not config.parallelism.disable_loss_parallel
+    return dims.tp > 1 and not parallelism.disable_loss_parallel
 
 
-def loss_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """A loss that does not exist, one that needs the logits whole, one that cannot be compiled under this schedule."""
-    name, schedule = config.training.loss, config.parallelism.pipeline_parallel_schedule
+def loss_problems(
+    name: str, dims: MeshShape, *, is_loss_parallel: bool, compiles_loss: bool, schedule: str
+) -> list[str]:
+    """An unknown loss, one that needs whole logits, or one that cannot be compiled under this pipeline schedule."""
     if name not in loss_names():
         return [
             f"training.loss = {name!r} does not exist; there are {', '.join(loss_names())},"
             " and what a module in experimental.custom_import registers"
         ]
     problems = []
-    if is_loss_parallel(config, dims) and name in _REGISTERED and not _REGISTERED[name].takes_columns:
+    if is_loss_parallel and name in _REGISTERED and not _REGISTERED[name].takes_columns:
         problems.append(
             f"training.loss = {name!r} takes whole logits, but tensor parallelism leaves each of {dims.tp} ranks its"
             " share of the vocabulary; set parallelism.disable_loss_parallel, or register it with takes_columns"
         )
-    if name != CHUNKED and compiles(config.compile, "loss") and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+    if name != CHUNKED and compiles_loss and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
         problems.append(
             f"schedule {schedule} goes back through the loss twice, which a compiled one cannot unless it is"
             f' {CHUNKED!r}; set training.loss = "{CHUNKED}", or compile.components = []'

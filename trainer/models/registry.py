@@ -6,11 +6,8 @@ from typing import TYPE_CHECKING
 
 from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs, Parameter
-from trainer.models.llama3.plan import tensor_plan
-from trainer.models.llama3.spread import initial_spread
-from trainer.models.qwen3.plan import tensor_plan as qwen3_tensor_plan
-from trainer.models.spread import Spread
-from trainer.models.styles import TensorStyle
+from trainer.models.initialization import Distribution, initial_distribution
+from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,8 +24,8 @@ class TrainerFamily:
     """
 
     build_model: "Callable[[ModelArgs], nn.Module]"
-    tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]]
-    initial_spread: Callable[[str, ModelArgs], Spread]
+    tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
+    initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
 
 
 def _build_llama3(args: ModelArgs) -> "nn.Module":
@@ -43,11 +40,11 @@ def _build_qwen3(args: ModelArgs) -> "nn.Module":
     return build_model(args)
 
 
-_LLAMA = TrainerFamily(_build_llama3, tensor_plan, initial_spread)
+_LLAMA = TrainerFamily(_build_llama3)
 _FAMILIES = {
     "llama3": _LLAMA,
     "llama2": _LLAMA,  # one computation; the numbers differ
-    "qwen3": TrainerFamily(_build_qwen3, qwen3_tensor_plan, initial_spread),
+    "qwen3": TrainerFamily(_build_qwen3),
 }
 
 

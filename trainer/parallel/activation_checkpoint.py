@@ -10,28 +10,25 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.families.base import ModelArgs
-from converters.layout import MeshShape
-from trainer.config.sections import ActivationCheckpoint, Config
-from trainer.parallel.compile import compiles
+from trainer.config.sections import ActivationCheckpoint
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def activation_checkpoint_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """What the chosen mode cannot do together with the rest of the config."""
-    settings, is_compiled = config.activation_checkpoint, compiles(config.compile, "model")
+def activation_checkpoint_problems(
+    settings: ActivationCheckpoint, *, compiles_model: bool, schedule: str | None
+) -> list[str]:
+    """Settings that the chosen mode cannot be combined with. `schedule` is None without a pipeline."""
     is_by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    schedule = config.parallelism.pipeline_parallel_schedule
     problems = []
-    if settings.mode == "memory_budget" and not is_compiled:
+    if settings.mode == "memory_budget" and not compiles_model:
         problems.append(
             "activation_checkpoint.mode = memory_budget is the compiler's choice, and the model is not compiled;"
             " nearest: --compile.enable, or mode = selective with selective_ac_option = op"
         )
-    if settings.mode != "none" and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+    if settings.mode != "none" and schedule in SPLIT_BACKWARD_SCHEDULES:
         # Measured: a checkpointed layer runs 11 times instead of 2, once more for each group of its weights; and torch
         # forbids a second pass over results that `op` has kept.
         problems.append(
@@ -44,7 +41,7 @@ def activation_checkpoint_problems(config: Config, args: ModelArgs, dims: MeshSh
             "activation_checkpoint.debug and selective_ac_option = op both watch a layer's operations, and torch has"
             " room for one of them; nearest: mode = full"
         )
-    if settings.debug and is_compiled and settings.mode in ("full", "selective"):
+    if settings.debug and compiles_model and settings.mode in ("full", "selective"):
         problems.append(
             "activation_checkpoint.debug watches operations, and a compiled layer runs none that it could watch;"
             " nearest: without compile"

@@ -8,9 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from converters.families.base import ModelArgs
-from converters.layout import MeshShape
-from trainer.config.sections import Config
+from trainer.config.sections import Compile, Parallelism
 from trainer.parallel.compile import compiles
 
 if TYPE_CHECKING:
@@ -20,25 +18,26 @@ if TYPE_CHECKING:
 _KEY = "parallelism.enable_async_tensor_parallel"
 
 
-def async_tensor_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """What it needs of the rest of the config."""
-    if not config.parallelism.enable_async_tensor_parallel:
+def async_tensor_problems(parallelism: Parallelism, compile: Compile, *, tp: int) -> list[str]:
+    """Settings that asynchronous tensor parallelism needs and the config does not have."""
+    if not parallelism.enable_async_tensor_parallel:
         return []
     problems = []
-    if dims.tp == 1:
+    if tp == 1:
         problems.append(f"{_KEY}: tensor_parallel_degree is 1, so nothing is moved; nearest: a degree of 2, or without")
-    if not compiles(config.compile, "model"):
+    if not compiles(compile, "model"):
         problems.append(f"{_KEY} is the compiler's work, and the model is not compiled; nearest: --compile.enable")
-    elif config.compile.backend != "inductor":
+    elif compile.backend != "inductor":
         problems.append(
-            f"{_KEY} is the work of compile.backend inductor, not of {config.compile.backend};"
+            f"{_KEY} is the work of compile.backend inductor, not of {compile.backend};"
             " nearest: --compile.backend inductor"
         )
     return problems
 
 
-def async_tensor_machine_problems(config: Config, device: torch.device) -> list[str]:
-    if config.parallelism.enable_async_tensor_parallel and device.type != "cuda":
+def async_tensor_machine_problems(parallelism: Parallelism, device: torch.device) -> list[str]:
+    """Asynchronous tensor parallelism copies between GPUs."""
+    if parallelism.enable_async_tensor_parallel and device.type != "cuda":
         return [f"{_KEY} moves data between GPUs' memories, and this is {device.type}; nearest: without it"]
     return []
 

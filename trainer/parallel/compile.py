@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.families.base import ModelArgs
-from converters.layout import MeshShape
-from trainer.config.sections import Compile, Config
+from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
@@ -21,10 +19,9 @@ def compiles(settings: Compile, component: str) -> bool:
     return settings.enable and component in settings.components
 
 
-def compile_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """What compiled blocks cannot do together with the rest of the config."""
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if compiles(config.compile, "model") and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
+    """Pipeline schedules that compiled blocks do not support. `schedule` is None without a pipeline."""
+    if compiles(settings, "model") and schedule in SPLIT_BACKWARD_SCHEDULES:
         return [
             f"schedule {schedule} splits the backward pass, which torch cannot do with compiled blocks"
             ' (pytorch#161904); nearest: schedule Interleaved1F1B, or compile.components = ["loss"]'
@@ -32,20 +29,22 @@ def compile_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[s
     return []
 
 
-def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
-    """An unknown backend, and a compiler that is missing."""
-    if not config.compile.enable or not config.compile.components:
+def compile_machine_problems(
+    settings: Compile, recompute: ActivationCheckpoint, device: torch.device, *, tp: int
+) -> list[str]:
+    """An unknown backend, a missing compiler, or a combination that this version of torch compiles wrongly."""
+    if not settings.enable or not settings.components:
         return []
     import torch
 
-    backend = config.compile.backend
+    backend = settings.backend
     if backend not in torch.compiler.list_backends(exclude_tags=None):
         useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for those who debug torch
         return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(useful))}"]
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
-    if _mixes_up_what_is_saved(config, device):
+    if compiles(settings, "model") and tp > 1 and _confuses_saved_tensors(recompute, device):
         problems.append(
             "activation_checkpoint of whole layers, compile and tensor parallelism: this torch, on a CPU, mixes up what"
             " a layer keeps for backward; nearest: selective_ac_option = op, or mode = memory_budget"
@@ -53,18 +52,17 @@ def compile_machine_problems(config: Config, device: torch.device) -> list[str]:
     return problems
 
 
-def _mixes_up_what_is_saved(config: Config, device: torch.device) -> bool:
-    """torch 2.13 keeps DTensors' mesh at the end of what backward gets, and then puts a CPU's random state behind it.
+def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: torch.device) -> bool:
+    """Whether this torch mixes up the inputs of a compiled backward under tensor parallelism.
 
-    A GPU's random state goes another way, and earlier torch keeps no mesh.
+    torch 2.13 saves a DTensor's mesh as the last input of backward, and then appends a CPU's random state to it.
+    A GPU's random state is saved elsewhere, and earlier versions save no mesh.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    recompute = config.activation_checkpoint
     is_whole = recompute.mode == "full" or (recompute.mode == "selective" and recompute.selective_ac_option != "op")
-    is_tp = config.parallelism.tensor_parallel_degree > 1
     keeps_mesh = any("Opaque" in base.__name__ for base in DeviceMesh.__mro__)
-    return device.type == "cpu" and is_tp and is_whole and compiles(config.compile, "model") and keeps_mesh
+    return device.type == "cpu" and is_whole and keeps_mesh
 
 
 def why_inductor_cannot(device: torch.device) -> str | None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from converters.families.base import ModelArgs, Parameter
 from converters.layout import MeshShape
-from trainer.config.sections import Config, Float8
+from trainer.config.sections import Float8, Model, Training
 from trainer.loss.registry import CHUNKED
-from trainer.models.styles import TensorStyle
-from trainer.parallel.compile import compiles
+from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.ddp import is_ddp
 
 if TYPE_CHECKING:
@@ -31,19 +30,20 @@ _AUTO_FILTER = "auto_filter_small_kn"
 _MULTIPLE = 16  # of both dims of a weight, and of the tokens: what the matrix units take
 
 
-def is_float8(config: Config) -> bool:
-    return CONVERTER in config.model.converters
+def is_float8(model: Model) -> bool:
+    return CONVERTER in model.converters
 
 
-def precomputes_scales(config: Config) -> bool:
-    return is_float8(config) and config.float8.precompute_float8_dynamic_scale_for_fsdp
-
-
-def float8_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """What float8 cannot do together with the rest of the config."""
-    if not is_float8(config):
-        return []
-    settings = config.float8
+def float8_problems(
+    settings: Float8,
+    training: Training,
+    args: ModelArgs,
+    dims: MeshShape,
+    *,
+    microbatch_size: int,
+    compiles_model: bool,
+) -> list[str]:
+    """Settings that float8 cannot be combined with."""
     gathers, precomputes = settings.enable_fsdp_float8_all_gather, settings.precompute_float8_dynamic_scale_for_fsdp
     problems = []
     if _is_rowwise(settings) and (gathers or precomputes):
@@ -61,12 +61,12 @@ def float8_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
             f"{_SECTION}.enable_fsdp_float8_all_gather needs FSDP, and ranks that hold whole copies (DDP) gather"
             f" nothing; nearest: parallelism.data_parallel_shard_degree = {dims.world_size}, or false"
         )
-    if gathers and config.training.enable_cpu_offload:
+    if gathers and training.enable_cpu_offload:
         problems.append(
             f"{_SECTION}.enable_fsdp_float8_all_gather would cast to float8 on the CPU, where CPU offload keeps the"
             " weights; nearest: training.enable_cpu_offload = false, or no float8 all-gather"
         )
-    if settings.emulate and compiles(config.compile, "model"):
+    if settings.emulate and compiles_model:
         problems.append(
             f"{_SECTION}.emulate does not go with compiled blocks;"
             ' nearest: compile.components = ["loss"], or emulate = false on a GPU that has float8'
@@ -77,29 +77,32 @@ def float8_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
             ' nearest: name the modules, or recipe_name = "rowwise"'
         )
     if not settings.emulate:
-        problems += _token_problems(config, args, dims)
+        problems += _token_problems(settings, training, args, dims, microbatch_size)
     return problems
 
 
-def _token_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[str]:
-    """The product for a weight's gradient runs over tokens, as many as one pass has."""
-    size = config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else config.training.local_batch_size
-    num_tokens = size * config.training.seq_len // dims.cp
+def _token_problems(
+    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, microbatch_size: int
+) -> list[str]:
+    """The product for a weight's gradient runs over the tokens of one forward pass."""
+    num_tokens = microbatch_size * training.seq_len // dims.cp
     if num_tokens % _MULTIPLE == 0:
-        return _chunk_problems(config, args, dims, num_tokens)
+        return _chunk_problems(settings, training, args, dims, num_tokens)
     return [
         f"float8 products take tokens by {_MULTIPLE}, and a pass of a rank has {num_tokens}"
-        f" ({size} samples of {config.training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple of"
-        f" {_MULTIPLE * dims.cp}"
+        f" ({microbatch_size} samples of {training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple"
+        f" of {_MULTIPLE * dims.cp}"
     ]
 
 
-def _chunk_problems(config: Config, args: ModelArgs, dims: MeshShape, num_tokens: int) -> list[str]:
-    """A chunked loss runs the output over a piece of the tokens at a time."""
+def _chunk_problems(
+    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, num_tokens: int
+) -> list[str]:
+    """A chunked loss runs the output projection on one chunk of the tokens at a time."""
     is_possible = args.dim % _MULTIPLE == 0 and args.vocab_size % (dims.tp * _MULTIPLE) == 0
-    is_converted = is_possible and not args.tied and not any(part in "output" for part in config.float8.filter_fqns)
-    num_chunks = config.training.loss_chunks
-    if config.training.loss != CHUNKED or not is_converted or ceil(num_tokens / num_chunks) % _MULTIPLE == 0:
+    is_converted = is_possible and not args.tied and not any(part in "output" for part in settings.filter_fqns)
+    num_chunks = training.loss_chunks
+    if training.loss != CHUNKED or not is_converted or ceil(num_tokens / num_chunks) % _MULTIPLE == 0:
         return []
     nearest = max(n for n in range(1, num_chunks + 1) if ceil(num_tokens / n) % _MULTIPLE == 0)
     return [
@@ -108,13 +111,10 @@ def _chunk_problems(config: Config, args: ModelArgs, dims: MeshShape, num_tokens
     ]
 
 
-def float8_machine_problems(config: Config, device: torch.device) -> list[str]:
-    """torchao, and a GPU that computes in float8."""
-    if not is_float8(config):
-        return []
+def float8_machine_problems(settings: Float8, device: torch.device) -> list[str]:
+    """A missing torchao, or a device without float8 products."""
     if find_spec("torchao") is None:
         return [f"model.converters has {CONVERTER}, which needs torchao; pip install 'torchao>=0.15'"]
-    settings = config.float8
     if settings.emulate:
         return []
     needed = capability_needed(settings)
@@ -138,7 +138,9 @@ def _is_rowwise(settings: Float8) -> bool:
     return settings.recipe_name in ("rowwise", "rowwise_with_gw_hp")
 
 
-def apply_float8(model: nn.Module, config: Config, parameters: Sequence[Parameter], *, tp: int) -> None:
+def apply_float8(
+    model: nn.Module, settings: Float8, parameters: Sequence[Parameter], *, tp: int, compiles_model: bool
+) -> None:
     """Swap the Linears of a model on the meta device for torchao's, whose products are in float8.
 
     All but: those that `filter_fqns` names by a part of their FQN, those whose dims (of each tensor-parallel rank) are
@@ -149,11 +151,10 @@ def apply_float8(model: nn.Module, config: Config, parameters: Sequence[Paramete
         logging.getLogger(talks).setLevel(logging.ERROR)
     from torchao.float8 import convert_to_float8_training
 
-    settings = config.float8
-    is_chosen = _module_filter(settings, _shapes_of_ranks(parameters, tp), is_tied=model.args.tied)
+    is_chosen = _module_filter(settings, weight_shapes(parameters, tp))
     convert_to_float8_training(model, config=_torchao_config(settings), module_filter_fn=is_chosen)
     model.tie()
-    if settings.recipe_name == "rowwise" and compiles(config.compile, "model"):
+    if settings.recipe_name == "rowwise" and compiles_model:
         import torch._inductor.config
 
         # else the compiler computes scales and what is scaled by them in different precision (pytorch#150859)
@@ -172,15 +173,13 @@ def _torchao_config(settings: Float8):
     )
 
 
-def _module_filter(
-    settings: Float8, shapes: Mapping[str, tuple[int, ...]], *, is_tied: bool
-) -> Callable[[nn.Module, str], bool]:
+def _module_filter(settings: Float8, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[nn.Module, str], bool]:
+    """`shapes`: of the weights that may be converted, by module FQN, as a tensor-parallel rank holds them."""
     named = [part for part in settings.filter_fqns if part != _AUTO_FILTER]
     is_large = _gains_by_size(settings) if len(named) < len(settings.filter_fqns) else lambda module, fqn: True
 
     def is_chosen(module: nn.Module, fqn: str) -> bool:
-        shape = shapes.get(f"{fqn}.weight", tuple(module.weight.shape))
-        is_possible = all(size % _MULTIPLE == 0 for size in shape) and not (is_tied and fqn == "output")
+        is_possible = fqn in shapes and all(size % _MULTIPLE == 0 for size in shapes[fqn])
         return is_possible and not any(part in fqn for part in named) and is_large(module, fqn)
 
     return is_chosen
@@ -193,9 +192,12 @@ def _gains_by_size(settings: Float8) -> Callable[[nn.Module, str], bool]:
     return _auto_filter_for_recipe(settings.recipe_name or "tensorwise", filter_fqns=[])
 
 
-def _shapes_of_ranks(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
+def weight_shapes(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
+    """Module FQN → shape on a tensor-parallel rank, of the linear layers; a tied output is the embedding's weight."""
     return {
-        p.fqn: tuple(size // tp if dim == p.tp_dim else size for dim, size in enumerate(p.shape)) for p in parameters
+        p.module: tuple(size // tp if dim == p.tp_dim else size for dim, size in enumerate(p.shape))
+        for p in parameters
+        if p.is_linear_weight
     }
 
 

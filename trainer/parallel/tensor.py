@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from trainer.models.styles import TensorStyle
+from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.embedding import RowsOfVocabulary
 
 _SEQUENCE = Shard(1)  # of [B, L, D]

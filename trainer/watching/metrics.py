@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from converters.families.base import ModelArgs
 from converters.names import RESUMED_FROM
+from converters.sizes import GIB
 
 METRICS_FILE = "metrics.jsonl"
-_GIB = 1024**3
 # Dense bf16 FLOP/s of one device, vendor's figure; the first name found in the device's name counts.
 _PEAK_FLOPS = (
     ("H100 NVL", 835e12),
@@ -116,12 +116,12 @@ def peak_memory(device: torch.device) -> dict[str, float | None]:
     """Most memory this rank has held: reserved on the device, of it in use at once; or resident on the CPU."""
     if device.type == "cuda":
         return {
-            "memory_gib": torch.cuda.max_memory_reserved(device) / _GIB,
-            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / _GIB,
+            "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
     import resource
 
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     return {"memory_gib": resident, "memory_allocated_gib": None}
 
 

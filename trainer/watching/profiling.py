@@ -6,20 +6,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.config.sections import Config, Profiling
+from trainer.config.sections import Profiling
 
 if TYPE_CHECKING:
     import torch
 
-    from converters.families.base import ModelArgs
-    from converters.layout import MeshShape
-
 _MOST_ALLOCATIONS = 100_000  # that a snapshot tells, the latest ones
 
 
-def profiling_problems(config: Config, args: "ModelArgs", dims: "MeshShape") -> list[str]:
-    """A cycle that does not hold its own warm-up and active steps."""
-    settings = config.profiling
+def profiling_problems(settings: Profiling) -> list[str]:
+    """A profiling cycle that is shorter than its warm-up and active steps."""
     needed = settings.profiler_warmup + settings.profiler_active
     if not settings.enable_profiling or needed <= settings.profile_freq:
         return []
@@ -29,9 +25,9 @@ def profiling_problems(config: Config, args: "ModelArgs", dims: "MeshShape") -> 
     ]
 
 
-def profiling_machine_problems(config: Config, device: "torch.device") -> list[str]:
-    """Snapshots are of CUDA's allocator."""
-    if not config.profiling.enable_memory_snapshot or device.type == "cuda":
+def profiling_machine_problems(settings: Profiling, device: "torch.device") -> list[str]:
+    """Memory snapshots are of CUDA's allocator."""
+    if not settings.enable_memory_snapshot or device.type == "cuda":
         return []
     return ["profiling.enable_memory_snapshot: it records CUDA's allocator, and there is no CUDA device here"]
 

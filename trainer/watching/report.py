@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from converters.families.registry import get_family
-from converters.model_info import ModelInfo
 from trainer.checkpoints.run_state import Progress
-from trainer.config.sections import Config, Metrics
+from trainer.config.sections import Metrics
+from trainer.job import Job
 from trainer.step import StepResult
 from trainer.watching.log_rank import shown_ranks
 from trainer.watching.metrics import (
@@ -34,15 +33,14 @@ class Report:
 
     def __init__(
         self,
-        config: Config,
-        info: ModelInfo,
+        job: Job,
         *,
-        num_samples: int,
         device: torch.device,
         rank: int,
         num_done: int | None = None,
     ):
-        """`num_samples`: per step, over all ranks. `num_done`: the step that the run goes on from."""
+        """`num_done` is the step that the run resumes from."""
+        config = job.config
         dump, settings = Path(config.job.dump_folder), config.metrics
         tensorboard = _tensorboard_folder(settings, dump, rank)
         shown = shown_ranks(dist.get_world_size())
@@ -58,10 +56,11 @@ class Report:
         )
         self._device, self._num_ranks = device, dist.get_world_size()
         self._every, self._num_steps = settings.log_freq, config.training.steps
-        self._tokens_per_step = num_samples * config.training.seq_len
-        num_parameters = get_family(info.family).num_parameters(info.args)
+        self._tokens_per_step = job.tokens_per_step
         self._clock = StepClock(
-            flops_per_token=flops_per_token(info.args, num_parameters=num_parameters, seq_len=config.training.seq_len),
+            flops_per_token=flops_per_token(
+                job.args, num_parameters=job.num_parameters, seq_len=config.training.seq_len
+            ),
             num_ranks=self._num_ranks,
             peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
         )

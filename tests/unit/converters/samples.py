@@ -7,10 +7,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from converters.catalog import Box, Catalog, TensorInfo
+from converters.containers.target import Target
 from converters.dtypes import DTYPES
 from converters.engine.copy import CopyResult, copy_tensors
 from converters.engine.read import CatalogReader
-from converters.formats.target import Target
 from converters.manifest import TensorSum, write_manifest
 
 

@@ -13,10 +13,10 @@ import converters.manifest as manifests
 from converters.accept import accept
 from converters.convert import convert
 from converters.errors import CheckpointError
+from converters.formats.base import OutputOptions
 from converters.manifest import read_manifest
 from converters.names import MANIFEST
 from converters.open import open_checkpoint
-from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from tests.tiny_llama import write_llama
 from trainer.checkpoints.export import refuse_others

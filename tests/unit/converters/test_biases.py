@@ -1,5 +1,7 @@
 """Models with biases through every format that can hold them, and the reason where one cannot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_biases_begin_at_zero_and_are_counted():
         family = get_family(name)
         plain = family.flavors["debug_gqa"]
         changed = {"attention_bias": True, "mlp_bias": name == "llama3"}
-        args = type(plain)(**{key: getattr(plain, key) for key in plain.__slots__} | changed)
+        args = replace(plain, **changed)
         assert family.num_parameters(args) == family.num_parameters(plain) + plain.num_layers * biases
         first = InitialWeights(ModelInfo(name, args), seed=1)
         zeros = [fqn for fqn in first.tensors if fqn.endswith(".bias")]

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 from converters.convert import convert
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
 from converters.families.llama3 import LLAMA3
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape, local_box
 from converters.manifest import read_manifest
 from converters.model_info import read_model_info, write_model_info
-from converters.outputs.base import OutputOptions
 from converters.weights import open_native
 from tests.hf_names import interleaved, native_name
 from tests.tiny_llama import write_llama

@@ -14,11 +14,11 @@ from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
+from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.layout import MeshShape
 from converters.manifest import read_manifest
 from converters.open import open_checkpoint
-from converters.outputs.base import OutputOptions
 from converters.plan import find_casts, find_islands
 from converters.reshard import reshard
 from converters.verify import verify

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from converters.convert import convert
 from converters.errors import UnsupportedError
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
-from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from converters.weights import open_native
 from tests.tiny_families import SCALING

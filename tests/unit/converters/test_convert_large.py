@@ -207,7 +207,7 @@ COPY = """
 import sys
 from pathlib import Path
 from converters.execute import execute
-from converters.formats.dcp_write import plan_dcp
+from converters.containers.dcp_write import plan_dcp
 from converters.layout import boxes_for_any_mesh
 from converters.open import open_checkpoint
 from converters.engine.read import CatalogReader

@@ -12,9 +12,9 @@ from converters.catalog import Box
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, UnsupportedError
+from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint
 from converters.open import open_checkpoint
-from converters.outputs.base import OutputOptions
 from converters.verify import verify
 from converters.weights import open_native
 from tests.unit.converters.samples import save_dcp

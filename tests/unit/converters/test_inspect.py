@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from converters.convert import convert
 from converters.errors import CheckpointError
 from converters.fold import TensorLine, fold_lines, tree_rows
+from converters.formats.base import OutputOptions
 from converters.inspect import inspect_checkpoint, summarize_values
 from converters.layout import MeshShape
-from converters.outputs.base import OutputOptions
 from tests.tiny_llama import write_llama
 
 

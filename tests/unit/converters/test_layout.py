@@ -14,10 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.catalog import Box, TensorInfo
+from converters.containers.dcp_write import plan_dcp
 from converters.errors import ConfigError
-from converters.families.base import Parameter
+from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
-from converters.formats.dcp_write import plan_dcp
 from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
@@ -62,7 +62,7 @@ def test_every_rank_holds_what_dtensor_says(mesh):
                     1: (Replicate(), Shard(0), Shard(1)),
                 }[tp_dim]
                 sizes, offsets = compute_local_shape_and_global_offset((rows, cols), device_mesh, placements)
-                box = local_box(Parameter("norm.weight", (rows, cols), tp_dim), mesh, rank)
+                box = local_box(Parameter("norm.weight", (rows, cols), Role.COLUMN, tp_dim), mesh, rank)
                 assert (box and box.sizes) == (tuple(sizes) if math.prod(sizes) else None)
                 assert (box and box.offsets) == (tuple(offsets) if math.prod(sizes) else None)
         finally:

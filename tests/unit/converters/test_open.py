@@ -168,7 +168,7 @@ def test_nothing_here_needs_torch(tmp_path):
     folder = save_dcp(tmp_path / "dcp", {"w": torch.ones(2, 3).bfloat16(), "n": 1})
     script = (
         "import sys; from converters.open import open_checkpoint; from converters.engine.read import CatalogReader\n"
-        "import converters.engine.copy, converters.formats.dcp_write, converters.formats.safetensors_write\n"
+        "import converters.engine.copy, converters.containers.dcp_write, converters.containers.safetensors_write\n"
         "from converters.catalog import Box\n"
         f"reader = CatalogReader(open_checkpoint({str(folder)!r}))\n"
         "assert reader.read('w', Box.whole((2, 3))).astype('float32').sum() == 6\n"

@@ -11,14 +11,14 @@ from safetensors.torch import save_file
 
 import converters.commit as committing
 import converters.engine.copy as copying
+from converters.containers.dcp_write import plan_dcp
+from converters.containers.safetensors_write import plan_safetensors
 from converters.convert import convert
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import Journal, plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import execute
-from converters.formats.dcp_write import plan_dcp
-from converters.formats.safetensors_write import plan_safetensors
 from converters.layout import boxes_for_any_mesh
 from converters.names import JOURNAL, MANIFEST
 from converters.needs import needed_bytes

@@ -304,12 +304,17 @@ def test_layers_that_are_not_there_are_told_before_they_are_counted_out(titan, f
 
 def test_sizes():
     from converters.errors import ConfigError
-    from titan_tools.conversion import parse_size
+    from converters.sizes import parse_bytes
 
-    assert [parse_size(text) for text in ("5GB", "1.5 MiB", "700", "2kb")] == [5 * 10**9, 1536 * 1024, 700, 2000]
+    assert [parse_bytes(text, option="--shard-size") for text in ("5GB", "1.5 MiB", "700", "2kb")] == [
+        5 * 10**9,
+        1536 * 1024,
+        700,
+        2000,
+    ]
     for text in ("", "GB", "-1GB", "5XB", "1e9"):
         with pytest.raises(ConfigError):
-            parse_size(text)
+            parse_bytes(text, option="--shard-size")
 
 
 def test_no_command_here_loads_torch(folder, tmp_path):

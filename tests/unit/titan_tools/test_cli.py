@@ -193,7 +193,7 @@ def test_help_names_arguments_and_values_as_its_text_does(command):
         (MemoryError(), "error: out of memory\n"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "error: out of memory\n"),
         (RuntimeError("CUDA out of memory. GPU 0 …"), "error: out of memory\nhint: CUDA out of memory. GPU 0 …\n"),
-        (RuntimeError("can't start new thread"), "error: no further thread can be started here\n"),
+        (RuntimeError("can't start new thread"), "error: no more threads can be started on this machine\n"),
     ],
     ids=lambda value: type(value).__name__,
 )

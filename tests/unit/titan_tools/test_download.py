@@ -19,8 +19,7 @@ from converters.open import open_checkpoint
 from tests.unit.titan_tools.fake_hub import SHA, Hub
 from titan_tools.hub import download as module
 from titan_tools.hub import fetch
-from titan_tools.hub.choose import Choice, by_default
-from titan_tools.hub.download import download
+from titan_tools.hub.download import FileSelection, download, select_default
 
 NAME = "meta-llama/Tiny"
 WEIGHTS = "model.safetensors"
@@ -84,7 +83,7 @@ def test_into_the_cache_as_the_hubs_own_client_has_it_and_every_command_reads_th
 
 
 def test_into_a_plain_folder(hub, tmp_path):
-    report = download(NAME, tmp_path / "model", choice=Choice(original=True))
+    report = download(NAME, tmp_path / "model", selection=FileSelection(original=True))
     held = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*") if p.is_file()}
     assert held == {"config.json", WEIGHTS, "tokenizer.json", "original/consolidated.00.pth"}
     assert all((tmp_path / "model" / name).read_bytes() == hub.files[name] for name in held)
@@ -105,17 +104,19 @@ def test_what_is_chosen():
         ".gitattributes",
     ]
     bins = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
-    assert by_default([*small, *split, *bins, *others, "consolidated.safetensors"]) == [*small, *split]
-    assert by_default([*small, *bins, *others]) == [*small, *bins]
-    assert by_default(["consolidated.safetensors", "params.json"]) == ["consolidated.safetensors", "params.json"]
-    assert by_default(["consolidated.00.pth", "params.json", "x/y.bin"]) == ["consolidated.00.pth", "params.json"]
-    meta_only = Choice(exclude=["*.safetensors", "*.index.json"], original=True).of([*small, *split, *others])
+    assert select_default([*small, *split, *bins, *others, "consolidated.safetensors"]) == [*small, *split]
+    assert select_default([*small, *bins, *others]) == [*small, *bins]
+    assert select_default(["consolidated.safetensors", "params.json"]) == ["consolidated.safetensors", "params.json"]
+    assert select_default(["consolidated.00.pth", "params.json", "x/y.bin"]) == ["consolidated.00.pth", "params.json"]
+    meta_only = FileSelection(exclude=["*.safetensors", "*.index.json"], original=True).select(
+        [*small, *split, *others]
+    )
     assert meta_only == [*small, "original/consolidated.00.pth", "original/params.json"]
-    assert Choice(include=["token*"], exclude=["*.model"]).of([*small, *split]) == ["tokenizer.json"]
+    assert FileSelection(include=["token*"], exclude=["*.model"]).select([*small, *split]) == ["tokenizer.json"]
 
 
 def test_nothing_wanted_shows_what_there_is(hub):
-    error = refused(NAME, choice=Choice(include=["*.gguf"]))
+    error = refused(NAME, selection=FileSelection(include=["*.gguf"]))
     assert "original/consolidated.00.pth" in error.message
     assert "--include" in error.hint
 
@@ -142,7 +143,7 @@ def test_a_hub_that_goes_down_is_told_and_the_next_try_asks_for_the_rest_only(hu
     hub.cut_after[WEIGHTS], hub.down_after_cut = 500_000, True
     error = refused(NAME, dst)
     assert "503" in error.message
-    assert "goes on where this one stopped" in error.hint
+    assert "run the same command again to resume" in error.hint
     assert not (tmp_path / "model").exists()
     hub.down, hub.asked = False, []
     report = download(NAME, dst)
@@ -161,7 +162,7 @@ def test_what_is_left_of_another_commit_is_named(hub, tmp_path):
     assert str(left) not in done.stderr
     shutil.rmtree(tmp_path / "model")
     done = titan("download", NAME, tmp_path / "model", hub=hub, home=tmp_path / "hf")
-    assert f"{left} is left of a download of another commit" in done.stderr
+    assert f"{left} is an unfinished download of another commit" in done.stderr
 
 
 def test_killed_by_sigkill_the_next_process_goes_on(hub, tmp_path):
@@ -226,7 +227,7 @@ def test_two_downloads_of_one_file_do_not_mix(hub, tmp_path):
     part.parent.mkdir()
     with part.open("ab") as file:
         fetch._lock(file, part)
-        assert "another download" in refused(NAME, tmp_path / "model").message
+        assert "another process is downloading" in refused(NAME, tmp_path / "model").message
     download(NAME, tmp_path / "model")
 
 
@@ -238,8 +239,8 @@ def test_gated_without_with_a_wrong_and_with_the_right_token(hub, tmp_path, monk
     assert "hf auth login" in error.tries
     error = refused(NAME, token="hf_of_somebody_else")
     assert "the account of this token has none" in error.message
-    assert "token is wrong" in refused(NAME, token="hf_bad").hint
-    assert hub.gets(WEIGHTS) == [], "told before a byte is fetched"
+    assert "token is invalid" in refused(NAME, token="hf_bad").hint
+    assert hub.gets(WEIGHTS) == [], "refused before a byte is downloaded"
     monkeypatch.setenv("HF_TOKEN", hub.good_token)
     download(NAME)
     monkeypatch.delenv("HF_TOKEN")
@@ -250,12 +251,12 @@ def test_gated_without_with_a_wrong_and_with_the_right_token(hub, tmp_path, monk
     download(NAME, tmp_path / "other", token=hub.good_token)
 
 
-def test_a_socks_proxy_needs_a_package_and_that_is_no_fault_of_titan(hub, tmp_path):
+def test_a_socks_proxy_needs_a_package_and_the_error_says_so(hub, tmp_path):
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf", ALL_PROXY="socks5://127.0.0.1:9", NO_PROXY="")
-    assert done.returncode == 2 and "SOCKS proxy, for which the package socksio is missing" in done.stderr
+    assert done.returncode == 2 and "a SOCKS proxy needs the package socksio" in done.stderr
 
 
-def test_the_command_line_tells_of_a_gated_repository(hub, tmp_path):
+def test_the_command_line_reports_a_gated_repository(hub, tmp_path):
     hub.gated = True
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
     assert (done.returncode, done.stdout) == (2, "")
@@ -269,7 +270,7 @@ def test_private_missing_and_misspelled_names(hub):
     hub.private = True
     assert "private: no token was sent" in refused(NAME).message
     hub.private = False
-    assert "knows no such model" in refused("meta-llama/None").message
+    assert "no such model" in refused("meta-llama/None").message
     assert "no branch, tag or commit 'v9'" in refused(NAME, revision="v9").message
     assert "owner/name" in refused("https://huggingface.co/meta-llama/Tiny").hint
     download(NAME, revision=SHA)
@@ -279,7 +280,7 @@ def test_no_network_offline_and_a_proxy_that_is_not_there(hub, monkeypatch, tmp_
     for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
         monkeypatch.setattr(constants, name, getattr(constants, name).replace(hub.url, "http://127.0.0.1:9"))
     error = refused(NAME)
-    assert "the connection fails" in error.message
+    assert "the connection failed" in error.message
     assert "HTTPS_PROXY" in error.hint
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = refused(NAME)
@@ -300,12 +301,12 @@ def test_no_room_is_told_before_and_in_the_middle(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "_append", full)
     error = refused(NAME, tmp_path / "model")
     assert "No space left" in error.message
-    assert "goes on where" in error.hint
+    assert "run the same command again" in error.hint
 
 
 @pytest.mark.parametrize("place", ["cache", "folder"])
 def test_files_that_only_the_hubs_client_may_fetch(hub, tmp_path, monkeypatch, place):
-    monkeypatch.setattr(module, "MOST_BYTES_BY_HTTP", 1_000_000)
+    monkeypatch.setattr(module, "MAX_HTTP_BYTES", 1_000_000)
     report = download(NAME, tmp_path / "model" if place == "folder" else None)
     with open(os.path.join(report.path, WEIGHTS), "rb") as file:
         assert file.read() == hub.files[WEIGHTS]
@@ -314,6 +315,6 @@ def test_files_that_only_the_hubs_client_may_fetch(hub, tmp_path, monkeypatch, p
 
 def test_names_that_lead_out_of_the_folder_are_refused(hub, tmp_path):
     hub.files["../evil.json"] = b"{}"
-    error = refused(NAME, tmp_path / "model", choice=Choice(include=["*"]))
+    error = refused(NAME, tmp_path / "model", selection=FileSelection(include=["*"]))
     assert "../evil.json" in error.message
     assert os.listdir(tmp_path) == []

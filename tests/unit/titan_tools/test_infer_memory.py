@@ -119,7 +119,8 @@ def ask_too_much_of_cublas():
 
 
 TOO_MUCH = {
-    ask_too_much_of_torch: f"{(1 << 50) / GIB:.2f} GiB more were refused: a limit of this machine, container or shell",
+    ask_too_much_of_torch: f"an allocation of {(1 << 50) / GIB:.2f} GiB was refused: a limit of this machine, "
+    "container or shell",
     ask_too_much_of_the_system: "a limit of this machine, container or shell",
     ask_too_much_of_python: "a limit of this machine, container or shell",
     ask_too_much_of_a_gpu: "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB",

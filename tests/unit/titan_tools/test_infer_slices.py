@@ -7,7 +7,6 @@ import pytest
 
 from converters.catalog import Box
 from converters.errors import ConfigError
-from converters.families.base import Parameter
 from converters.families.llama3 import FLAVORS, parameters
 from titan_tools.infer.model.slices import check_tp, same_input, slice_for_rank, summed_inputs, valid_tp
 
@@ -82,7 +81,7 @@ def test_a_layer_whose_siblings_are_not_there_is_in_no_group():
 def test_biases_are_cut_as_the_rows_of_their_weights(tp):
     for parameter in parameters(ODD):
         if parameter.tp_dim == 0 and len(parameter.shape) == 2:
-            bias = Parameter(parameter.fqn.replace(".weight", ".bias"), parameter.shape[:1], 0)
+            bias = parameter.bias()
             for rank in range(tp):
                 whole, rows = (slice_for_rank(p, ODD, tp=tp, rank=rank) for p in (parameter, bias))
                 assert (rows.offsets, rows.sizes) == (whole.offsets[:1], whole.sizes[:1]), bias.fqn

@@ -7,8 +7,8 @@ import pytest
 
 from converters.convert import convert
 from converters.errors import CheckpointError, DataError
+from converters.formats.base import OutputOptions
 from converters.model_info import read_model_info
-from converters.outputs.base import OutputOptions
 from tests.tiny_llama import BOS, EOS, write_llama, write_meta, write_tokenizer
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.find import find_tokenizer

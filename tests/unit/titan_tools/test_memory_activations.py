@@ -1,7 +1,6 @@
 """Activations and instants against torch: the real train step on CPU, every tensor counted while it lives."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from converters.families.base import ModelArgs
+from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
 from titan_tools.memory.constants import GPUS
@@ -23,14 +23,14 @@ from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
 from trainer.build import build
 from trainer.config.load import load_config
-from trainer.config.sections import ActivationCheckpoint, Config, Training
+from trainer.config.sections import ActivationCheckpoint, Compile, Training
 from trainer.data.batch import Batch
+from trainer.job import resolve_job
 from trainer.loss.install import install_loss
 from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
-from trainer.parallel_dims import resolve
 from trainer.runner import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
@@ -105,7 +105,7 @@ class FusedNorm(torch.autograd.Function):
 
 
 def family_of(args: ModelArgs) -> str:
-    return "qwen3" if args.qk_norm else "llama3"
+    return "qwen3" if isinstance(args, Qwen3Args) else "llama3"
 
 
 def shape(args: ModelArgs, mode: str, **changes) -> RunShape:
@@ -151,7 +151,7 @@ def peak_without_state(run: RunShape) -> int:
 
 
 SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
-QWEN = replace(SMALL, num_heads=8, num_kv_heads=4, qk_norm=True)  # heads wider, together, than the stream
+QWEN = Qwen3Args(64, 4, 8, 4, 16, 192, vocab_size=256)  # heads wider, together, than the stream
 
 
 @pytest.mark.parametrize("args", [SMALL, QWEN], ids=family_of)
@@ -193,7 +193,7 @@ def test_the_peak_of_a_step_is_torchs(family, mode, changes, chunks, when, monke
     run = shape(args, mode, loss_chunks=chunks)
     model = build_model(args, mode, monkeypatch)
     loss = {"loss": "chunked", "loss_chunks": chunks} if chunks else {"loss": "plain"}
-    install_loss(model, Config(training=Training(**loss)), SimpleNamespace(dims=MeshShape()))
+    install_loss(model, Training(**loss), Compile())
     tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
     with LiveBytes() as live:
         WholeModel(model).forward_backward(tokens, tokens, torch.arange(run.seq_len), 1.0)
@@ -273,8 +273,8 @@ def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
     run = replace(run_shape(config), keeps_scores=False, traits=cpu_attention)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.mesh.world_size)
     try:
-        dims = resolve(config.parallelism, run.mesh.world_size)
-        model = build(config, run.args, dims, make_meshes(dims, "cpu"), torch.device("cpu"))
+        job = resolve_job(config, run.mesh.world_size)
+        model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
         tokens = torch.randint(run.args.vocab_size, (run.microbatch_size, run.seq_len))
         batch = Batch(tokens=tokens, targets=tokens)
         model.forward_backward(batch, 1.0)  # FSDP makes some buffers only once

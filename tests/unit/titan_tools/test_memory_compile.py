@@ -23,9 +23,9 @@ from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
 from titan_tools.memory.trace.pipeline.ranks import trace_ranks
+from trainer.job import resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
-from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

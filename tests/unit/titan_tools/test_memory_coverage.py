@@ -15,9 +15,9 @@ from titan_tools.memory.trace.kernels.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config
+from trainer.job import resolve
 from trainer.loss import registry as loss_registry
 from trainer.models.llama3.model import TransformerBlock
-from trainer.parallel_dims import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

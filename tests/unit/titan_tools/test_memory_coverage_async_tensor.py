@@ -27,7 +27,7 @@ from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 from trainer.fake_ranks import fake_ranks
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

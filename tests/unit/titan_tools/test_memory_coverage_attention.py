@@ -9,7 +9,7 @@ from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels.kernels import Kernels
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels
 from titan_tools.memory.trace.record.offload import HostMemory
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -82,7 +82,7 @@ def drawn(r: random.Random) -> tuple[str, ModelArgs, dict[str, Any]]:
         keys |= {"validation.seq_len": keys["training.seq_len"], "validation.local_batch_size": r.choice([1, 2, 8])}
     num_stages = pp * (1 if schedule in ("1F1B", "GPipe") else 2)
     heads, dim = r.choice([4, 8, 16]), r.choice([512, 1024, 2048])
-    args = ModelArgs(
+    args = get_family(family).args_type(
         dim=dim,
         num_layers=r.choice([n for n in (2, 3, 4, 6, 8, 16) if pp == 1 or n + 2 >= 2 * num_stages]),
         num_heads=heads,
@@ -91,6 +91,5 @@ def drawn(r: random.Random) -> tuple[str, ModelArgs, dict[str, Any]]:
         ffn_hidden=int(r.choice([2, 3, 3.5]) * dim) // 256 * 256,
         vocab_size=r.choice([4096, 32000, 65536, 128256, 32008]),
         tied=r.random() < (0.25 if pp == 1 else 0.1),
-        qk_norm=family == "qwen3",
     )
     return family, args, keys

@@ -19,7 +19,7 @@ from titan_tools.memory.trace.record.owners import owner_of_many
 from titan_tools.memory.trace.traced import trace_rank
 from trainer import moments
 from trainer.config.sections import Config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,14 +7,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from converters.families.registry import get_family
 from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.holdings import groups_of_stage
 from trainer.build import build
 from trainer.config.load import load_config
+from trainer.job import resolve_job
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import resolve
 
 LAYOUTS = {
     "one rank": {},
@@ -49,11 +48,10 @@ def make_config(flavor: str, **parallelism):
 
 def held_bytes(config, world_size: int, rank: int, args=None) -> dict[str, int]:
     """Bytes of parameters, gradients and moments that a rank of the real, sharded model holds."""
-    args = args or get_family(config.model.name).flavors[config.model.flavor]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        dims = resolve(config.parallelism, world_size)
-        model = build(config, args, dims, make_meshes(dims, "cpu"), torch.device("cpu"))
+        job = resolve_job(config, world_size, args=args)
+        model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
         named = model.named_parameters()
         for parameter in named.values():
             parameter.grad = torch.zeros_like(parameter)
@@ -91,8 +89,8 @@ def test_groups_of_a_whole_model_are_fsdps(flavor):
     run = run_shape(config)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        dims = resolve(config.parallelism, 2)
-        model = build(config, run.args, dims, make_meshes(dims, "cpu"), torch.device("cpu"))
+        job = resolve_job(config, 2)
+        model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
         real = fsdp_groups(model.parts[0])
     finally:
         dist.destroy_process_group()

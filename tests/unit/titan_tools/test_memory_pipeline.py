@@ -12,7 +12,7 @@ from titan_tools.memory.trace.pipeline import ranks as pipeline_ranks
 from titan_tools.memory.trace.pipeline.order import END, orders_of_ranks, shortest
 from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, trace_ranks, traced_kinds
 from trainer.config.load import load_config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from titan_tools.memory.parts import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace
 from titan_tools.memory.trace.kernels.kernels import Kernels
-from trainer.parallel_dims import resolve, samples_per_step
+from trainer.job import resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

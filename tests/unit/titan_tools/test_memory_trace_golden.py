@@ -13,7 +13,7 @@ import torch
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels.kernels import Kernels
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,7 @@ from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import _two_shares, estimate
 from titan_tools.memory.two_processes import beside
 from trainer.config.load import load_config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -86,7 +86,7 @@ def test_an_interruption_ends_the_other_process_at_once(children):
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), beside(sleeps):
         raise KeyboardInterrupt
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert not children()
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from converters.errors import UnsupportedError
 from converters.families.registry import all_families, get_family
-from converters.outputs.base import OutputOptions
-from converters.outputs.registry import OUTPUTS
+from converters.formats.base import OutputOptions
+from converters.formats.registry import FORMATS
 from titan_tools.catalog_of_models import list_models
 from titan_tools.commands.models import models
 from trainer.models.registry import get_trainer_family
@@ -32,7 +32,7 @@ def test_every_flavor_is_listed(capsys):
 def test_what_is_listed_is_what_is_done(listed):
     family = get_family(listed["family"])
     assert "convert" in listed["commands"] and {"dcp", "hf", "torch"} <= set(listed["formats"])
-    for name, output in OUTPUTS.items():
+    for name, output in FORMATS.items():
         if name in listed["formats"]:
             output.naming(family, OutputOptions())
         else:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.build
-from converters.families.llama3 import FLAVORS
 from trainer.config.sections import (
     ActivationCheckpoint,
     Compile,
@@ -22,10 +21,10 @@ from trainer.config.sections import (
     Parallelism,
     Training,
 )
+from trainer.data.training_data import train_loader
+from trainer.job import resolve, resolve_job
 from trainer.mesh import make_meshes
 from trainer.parallel.activation_checkpoint import set_memory_budget
-from trainer.parallel_dims import resolve
-from trainer.run_data import train_loader
 from trainer.watching.report import Report
 
 TP2 = Parallelism(tensor_parallel_degree=2)
@@ -41,7 +40,7 @@ def fake_ranks(parallelism: Parallelism, num_ranks: int):
 
 
 def build(config: Config, meshes):
-    return trainer.build.build(config, FLAVORS["debug_gqa"], meshes.dims, meshes, torch.device("cpu"))
+    return trainer.build.build(resolve_job(config, meshes.dims.world_size), meshes, torch.device("cpu"))
 
 
 def config_of(**sections) -> Config:
@@ -51,7 +50,7 @@ def config_of(**sections) -> Config:
 
 def test_asynchronous_tensor_parallelism_is_switched_on_for_its_group(monkeypatch):
     told = []
-    monkeypatch.setattr(trainer.build, "refuse_what_cannot_run", lambda config, device: None)
+    monkeypatch.setattr(trainer.build, "check_hardware", lambda config, device: None)
     monkeypatch.setattr(trainer.build, "enable_async_tp", told.append)
     with fake_ranks(TP2, 2) as meshes:
         asked = replace(TP2, enable_async_tensor_parallel=True)
@@ -88,10 +87,10 @@ def test_what_float8_puts_in_place_of_tensor_parallel_styles_is_applied(monkeypa
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_training_data_is_pinned_if_asked(monkeypatch, pins):
-    monkeypatch.setattr("trainer.run_data.open_training_data", lambda *args, pin_memory, **keys: pin_memory)
+    monkeypatch.setattr("trainer.data.training_data.open_training_data", lambda *args, pin_memory, **keys: pin_memory)
     with fake_ranks(Parallelism(), 1) as meshes:
         config = config_of(dataloader=Dataloader(pin_memory=pins))
-        assert train_loader(config, meshes, None, vocab_size=1, group=None) is pins
+        assert train_loader(resolve_job(config, 1), meshes, None, group=None) is pins
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -99,7 +98,6 @@ def test_lines_are_colored_unless_asked_not_to(monkeypatch, tmp_path, plain):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("trainer.watching.report.MetricsLog", lambda *args, color, **keys: SimpleNamespace(color=color))
     config = replace(config_of(), metrics=Metrics(disable_color_printing=plain))
-    info = SimpleNamespace(family="llama3", args=FLAVORS["debug_gqa"])
     with fake_ranks(Parallelism(), 1):
-        report = Report(config, info, num_samples=1, device=torch.device("cpu"), rank=0)
+        report = Report(resolve_job(config, 1), device=torch.device("cpu"), rank=0)
     assert report._log.color is not plain

@@ -1,6 +1,5 @@
 """Checkpoint settings that contradict each other are refused, each with what would do."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ from trainer.checkpoints.problems import (
     idle_export_dtype,
     initial_path,
 )
-from trainer.config.sections import Checkpoint, Config, Model
+from trainer.config.sections import Checkpoint, Model
 
 
-def _config(**keys):
-    return Config(checkpoint=Checkpoint(**keys))
+def _problems(model=None, **keys):
+    return checkpoint_problems(Checkpoint(**keys), model or Model())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def _config(**keys):
     ],
 )
 def test_what_contradicts_itself_is_told_all_at_once(keys, told):
-    found = checkpoint_problems(_config(**keys))
+    found = _problems(**keys)
     assert len(found) == len(told) and all(t in f for t, f in zip(told, found, strict=True))
 
 
@@ -51,7 +50,7 @@ def test_what_contradicts_itself_is_told_all_at_once(keys, told):
     ],
 )
 def test_what_goes_together_is_let_through(keys):
-    assert checkpoint_problems(_config(**keys)) == []
+    assert _problems(**keys) == []
 
 
 @pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf", "last_save_in_torchtune"])
@@ -62,20 +61,21 @@ def test_a_dtype_that_nothing_is_exported_in_is_told(key):
 
 
 def test_where_a_run_starts_from():
-    assert initial_path(_config()) is None
-    assert initial_path(_config(initial_load_path="a")) == Path("a")
-    assert initial_path(_config(initial_load_path="a", initial_load_in_hf=True)) == Path("a")
-    named = replace(_config(initial_load_in_hf=True), model=Model(hf_assets_path="b"))
-    assert initial_path(named) == Path("b") and checkpoint_problems(named) == []
+    named = Model(hf_assets_path="b")
+    assert initial_path(Checkpoint(), Model()) is None
+    assert initial_path(Checkpoint(initial_load_path="a"), Model()) == Path("a")
+    assert initial_path(Checkpoint(initial_load_path="a", initial_load_in_hf=True), named) == Path("a")
+    assert initial_path(Checkpoint(initial_load_in_hf=True), named) == Path("b")
+    assert _problems(named, initial_load_in_hf=True) == []
 
 
 def test_a_process_that_shares_memory_needs_linux(monkeypatch):
-    config = _config(async_mode="async_with_pinned_mem")
-    assert checkpoint_machine_problems(config, "cpu") == []
+    settings = Checkpoint(async_mode="async_with_pinned_mem")
+    assert checkpoint_machine_problems(settings) == []
     monkeypatch.delattr(module.os, "memfd_create")
-    (told,) = checkpoint_machine_problems(config, "cpu")
+    (told,) = checkpoint_machine_problems(settings)
     assert "only Linux" in told
-    assert checkpoint_machine_problems(_config(async_mode="async"), "cpu") == []
+    assert checkpoint_machine_problems(Checkpoint(async_mode="async")) == []
 
 
 def test_dropout_that_initial_weights_ask_for_is_said_to_have_no_effect():

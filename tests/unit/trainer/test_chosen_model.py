@@ -9,8 +9,9 @@ import pytest
 from converters.errors import CheckpointError, ConfigError
 from converters.families.base import DynamicRope
 from trainer.chosen_model import chosen_model, refuse_other_model
-from trainer.config.sections import Model, Training
+from trainer.config.sections import Config, Model, Training
 from trainer.data.prepare import prepare
+from trainer.job import resolve_job
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def choose(indexes, tmp_path, monkeypatch):
     def choose(hf_assets_path=None, *, data=None):
         named = {} if hf_assets_path is None else {"hf_assets_path": str(hf_assets_path)}
         training = Training(dataset="tokens", dataset_path=str(indexes / data) if data else None)
-        return chosen_model(Model(flavor="debug_gqa", **named), training)
+        return chosen_model(resolve_job(Config(model=Model(flavor="debug_gqa", **named), training=training)))
 
     return choose
 

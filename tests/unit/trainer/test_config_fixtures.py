@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from converters.errors import ConfigError
-from converters.families.registry import get_family
 from trainer.config.load import load_config
 from trainer.config.preset import describe_presets, preset_names
 from trainer.config.refused import REFUSED
 from trainer.config.show import unread
 from trainer.config.toml_file import read_toml
-from trainer.parallel_dims import check_layout, fit_layout, resolve
+from trainer.job import resolve_job
 
 CONFIGS = Path(__file__).parent / "configs"
 EXPERTS = "mixture-of-experts models are not covered yet"
@@ -73,8 +72,7 @@ def test_it_loads_and_its_layout_is_fine(name):
     path = CONFIGS / f"{name}.toml"
     config = load_config(path)
     for world_size in RUN[name]:
-        dims = resolve(config.parallelism, world_size)
-        check_layout(config, get_family(config.model.name).flavors[config.model.flavor], dims)
+        resolve_job(config, world_size)
     written = read_toml(path)
     assert set(config.origins) == set(written)
     # what nothing reads is told, key by key, and harmless
@@ -104,8 +102,7 @@ def world_sizes(name: str) -> list[int]:
 def test_a_preset_is_fine_on_the_ranks_that_it_names(name):
     config = load_config(name)
     (world_size,) = world_sizes(name)
-    dims = fit_layout(config, get_family(config.model.name).flavors[config.model.flavor], world_size)
-    assert dims.world_size == world_size
+    assert resolve_job(config, world_size).dims.world_size == world_size
     assert unread(config) == []
 
 

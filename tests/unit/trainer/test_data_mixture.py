@@ -1,7 +1,7 @@
 """Several sources with weights: exact shares, one order for any layout, and what a config cannot ask for."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import grain
@@ -207,16 +207,16 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
 )
 def test_what_cannot_be_is_told_with_the_layouts_problems(training, validation, batch, told):
     config = Config(training=Training(**training), validation=Validation(enable=bool(validation), **validation))
-    (problem,) = data_problems(config, MeshShape(dp_shard=batch))
+    (problem,) = data_problems(config.training, config.validation, MeshShape(dp_shard=batch))
     assert told in problem
 
 
 def test_what_can_be_is_not_complained_of():
-    streamed = Config(training=Training(dataset="c4"), validation=Validation(enable=True))
+    streamed = Training(dataset="c4")
     same = Training(dataset="tokens", dataset_path="a"), Validation(enable=True, dataset="tokens", dataset_path="a")
-    assert data_problems(streamed, MeshShape(dp_shard=64)) == []
-    assert data_problems(Config(training=same[0], validation=same[1]), MeshShape(dp_shard=3)) == []
-    assert data_problems(replace(streamed, validation=Validation(dataset="c4")), MeshShape()) == []
+    assert data_problems(streamed, Validation(enable=True), MeshShape(dp_shard=64)) == []
+    assert data_problems(*same, MeshShape(dp_shard=3)) == []
+    assert data_problems(streamed, Validation(dataset="c4"), MeshShape()) == []
 
 
 def test_pinned_memory_is_asked_of_torch_and_refused_without_a_gpu(monkeypatch):
@@ -225,10 +225,10 @@ def test_pinned_memory_is_asked_of_torch_and_refused_without_a_gpu(monkeypatch):
     source = {"seq_len": SEQ_LEN, "global_batch_size": 4, "dp_rank": 0, "dp_degree": 1, "seed": 0}
     batch = next(iter(TokenLoader(SOURCES[0], "train", pin_memory=True, **source)))
     assert any(batch.tokens is tensor for tensor in pinned) and any(batch.targets is tensor for tensor in pinned)
-    config = Config(dataloader=Dataloader(pin_memory=True), validation_dataloader=Dataloader(pin_memory=True))
-    assert pinning_machine_problems(config, torch.device("cuda", 0)) == []
-    assert pinning_machine_problems(config, torch.device("cpu")) == [
+    on, off = Dataloader(pin_memory=True), Dataloader()
+    assert pinning_machine_problems(on, on, torch.device("cuda", 0)) == []
+    assert pinning_machine_problems(on, on, torch.device("cpu")) == [
         "training.dataloader.pin_memory needs a GPU to copy batches to",
         "validation.dataloader.pin_memory needs a GPU to copy batches to",
     ]
-    assert pinning_machine_problems(Config(), torch.device("cpu")) == []
+    assert pinning_machine_problems(off, off, torch.device("cpu")) == []

@@ -1,8 +1,9 @@
-"""First weights: the same numbers however they are sliced, of the spread they should have."""
+"""First weights: the same numbers however they are sliced, of the distribution they should have."""
 
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import sleep
 
 import numpy as np
@@ -10,15 +11,15 @@ import pytest
 
 from converters.catalog import Box
 from converters.engine import copy
-from converters.families.base import Parameter
-from converters.families.llama3 import FLAVORS
+from converters.families.base import Parameter, Role
+from converters.families.llama3 import FLAVORS, parameters
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo
 from trainer import init
 from trainer.config.sections import Config, Model, Training
 from trainer.init import InitialWeights, initial_blocks, initial_values
-from trainer.models.llama3.spread import initial_spread
-from trainer.models.spread import Constant, Normal
+from trainer.job import resolve_job
+from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.seed import seed
 
 
@@ -29,7 +30,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("tp_dim", [0, 1])
 def test_shards_are_slices_of_the_whole(small_blocks, tp_dim):
-    parameter = Parameter("layers.3.attention.wo.weight", (30, 12), tp_dim)
+    parameter = Parameter("layers.3.attention.wo.weight", (30, 12), Role.ROW, tp_dim)
     whole = initial_values(parameter, Normal(0.02), seed=1, box=Box.whole(parameter.shape))
     mesh = MeshShape(dp_shard=4, cp=2, tp=3)
     seen = np.zeros(parameter.shape, int)
@@ -43,7 +44,7 @@ def test_shards_are_slices_of_the_whole(small_blocks, tp_dim):
 
 
 def test_memory_is_one_block(small_blocks):
-    parameter = Parameter("output.weight", (100, 8), 0)
+    parameter = Parameter("output.weight", (100, 8), Role.OUTPUT, 0)
     blocks = list(initial_blocks(parameter, Normal(1.0), seed=0, box=Box((3, 0), (50, 8))))
     assert sum(box.num_elements for box, _ in blocks) == 400
     assert max(values.size for _, values in blocks) <= 64
@@ -62,7 +63,7 @@ def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100 * 128)
     monkeypatch.setattr(copy, "BLOCK_BYTES", 17 * 128 * 4)
     monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
-    seed(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64)), tmp_path / "seed")
+    seed(resolve_job(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64))), tmp_path / "seed")
     assert len(drawn) < 1.2 * len(set(drawn))
 
 
@@ -87,7 +88,7 @@ def test_threads_that_meet_in_a_block_draw_it_once(monkeypatch):
 
 def test_seed_name_and_block_each_change_the_values(small_blocks):
     def draw(fqn: str, seed: int) -> np.ndarray:
-        return initial_values(Parameter(fqn, (16, 8), 0), Normal(1.0), seed=seed, box=Box.whole((16, 8)))
+        return initial_values(Parameter(fqn, (16, 8), Role.COLUMN, 0), Normal(1.0), seed=seed, box=Box.whole((16, 8)))
 
     first = draw("layers.1.attention.wq.weight", 0)
     assert not np.array_equal(first, draw("layers.1.attention.wq.weight", 1))
@@ -96,8 +97,8 @@ def test_seed_name_and_block_each_change_the_values(small_blocks):
     assert np.array_equal(first, draw("layers.1.attention.wq.weight", 0))
 
 
-def test_spread_is_what_was_asked_for():
-    parameter = Parameter("output.weight", (2000, 500), 0)
+def test_values_have_the_distribution_asked_for():
+    parameter = Parameter("output.weight", (2000, 500), Role.OUTPUT, 0)
     values = initial_values(parameter, Normal(0.5, cut=3.0), seed=3, box=Box.whole(parameter.shape))
     assert np.abs(values).max() <= 1.5
     assert values.std() == pytest.approx(0.5 * 0.9866, rel=2e-3)  # the std of a normal cut at ±3σ
@@ -105,17 +106,21 @@ def test_spread_is_what_was_asked_for():
     assert (initial_values(parameter, Constant(1.0), seed=3, box=Box((5, 0), (2, 500))) == 1).all()
 
 
-def test_the_rule_for_each_parameter():
-    args = FLAVORS["debug_gqa"]
-    assert initial_spread("tok_embeddings.weight", args) == Normal(1.0)
-    assert initial_spread("output.weight", args) == Normal(128**-0.5, cut=3.0)
-    assert initial_spread("tok_embeddings.weight", FLAVORS["debug_tied"]) == Normal(128**-0.5, cut=3.0)
-    assert initial_spread("layers.3.attention.wq.weight", args) == Normal(0.02)
-    assert initial_spread("layers.3.feed_forward.w1.weight", args) == Normal(0.02)
+def test_the_distribution_of_each_role():
+    def found(args) -> dict:
+        return {p.fqn.removesuffix(".weight"): initial_distribution(p, args) for p in parameters(args)}
+
+    args = replace(FLAVORS["debug_gqa"], num_layers=12)
+    drawn = found(args)
+    assert drawn["tok_embeddings"] == Normal(1.0)
+    assert drawn["output"] == Normal(128**-0.5, cut=3.0)
+    assert found(FLAVORS["debug_tied"])["tok_embeddings"] == Normal(128**-0.5, cut=3.0)
+    for module in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+        assert drawn[f"layers.3.{module}"] == Normal(0.02)
     for module in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
-        assert initial_spread(f"layers.3.{module}.weight", args) == Normal(0.02 / 8**0.5)
+        assert drawn[f"layers.3.{module}"] == Normal(0.02 / 8**0.5)
     for norm in ("norm", "layers.0.attention_norm", "layers.11.ffn_norm"):
-        assert initial_spread(f"{norm}.weight", args) == Constant(1.0)
+        assert drawn[norm] == Constant(1.0)
 
 
 def test_values_do_not_move_between_versions():

@@ -1,7 +1,5 @@
 """The loss in pieces: torch's numbers, for any output module, and no whole logits at any moment."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs
-from converters.layout import MeshShape
-from trainer.config.sections import Config, Parallelism, Training
+from trainer.config.sections import Compile, Training
 from trainer.data.batch import IGNORED
 from trainer.loss.chunked import ChunkedOutput
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.loss.install import install_loss
+from trainer.loss.registry import ALL_FORWARD_FIRST
 from trainer.models.llama3.model import Transformer
 from trainer.runner import WholeModel
 
@@ -179,7 +177,7 @@ class LargestTensor(TorchDispatchMode):
 def make_model(**training) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(ARGS)
-    install_loss(model, Config(training=Training(**training)), SimpleNamespace(dims=MeshShape()))
+    install_loss(model, Training(**training), Compile())
     return model
 
 
@@ -204,8 +202,7 @@ def test_a_model_trains_as_with_whole_logits_and_never_makes_them():
 @pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS", "1F1B"])
 def test_pieces_wait_for_backward_where_many_microbatches_go_forward_first(schedule):
     model = Transformer(ARGS)
-    config = Config(parallelism=Parallelism(pipeline_parallel_schedule=schedule))
-    install_loss(model, config, SimpleNamespace(dims=MeshShape(pp=2)))
+    install_loss(model, Training(), Compile(), all_forward_first=schedule in ALL_FORWARD_FIRST)
     tokens_BL = torch.zeros(1, LENGTH, dtype=torch.int64)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -223,7 +220,7 @@ def test_names_stay_and_a_part_without_the_output_passes_its_hidden_states_on():
     stage.norm = stage.output = None
     tokens_BL = torch.zeros(1, 8, dtype=torch.int64)
     expected = stage(tokens_BL, torch.arange(8))
-    install_loss(stage, Config(), SimpleNamespace(dims=MeshShape(pp=2)))
+    install_loss(stage, Training(), Compile())
     assert torch.equal(stage(tokens_BL, torch.arange(8), tokens_BL), expected)
 
 
@@ -240,7 +237,7 @@ class PastTheOutput(Transformer):
 @pytest.mark.parametrize("family", [AfterTheOutput, PastTheOutput])
 def test_a_model_that_does_not_end_with_its_output_is_refused(family):
     model = family(ARGS)
-    install_loss(model, Config(), SimpleNamespace(dims=MeshShape()))
+    install_loss(model, Training(), Compile())
     with pytest.raises(UnsupportedError, match="ends with a call of its `output` module") as told:
         step_of(model)
     assert told.value.tries == ("--training.loss plain",)

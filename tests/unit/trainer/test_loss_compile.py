@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.backends.registry import register_backend
 
-from trainer.config.sections import Compile, Config
+from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.data.batch import IGNORED
 from trainer.loss.chunked import ChunkedOutput
 from trainer.loss.cross_entropy import cross_entropy_sum, sharded_cross_entropy_sum
@@ -13,7 +13,7 @@ from trainer.loss.install import maybe_compile_loss
 from trainer.parallel.compile import compile_machine_problems
 
 CPU = torch.device("cpu")
-INDUCTOR_HERE = not compile_machine_problems(Config(compile=Compile(enable=True)), CPU)
+INDUCTOR_HERE = not compile_machine_problems(Compile(enable=True), ActivationCheckpoint(), CPU, tp=1)
 BACKENDS = ["aot_eager", *([pytest.param("inductor", marks=pytest.mark.slow)] if INDUCTOR_HERE else [])]
 graphs: list[torch.fx.GraphModule] = []
 

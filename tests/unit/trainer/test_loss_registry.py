@@ -8,9 +8,9 @@ from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
 from trainer.config.sections import Compile, Config, Parallelism, Training
+from trainer.job import layout_problems, resolve_job
 from trainer.loss import registry as loss_registry
-from trainer.loss.registry import loss_problems, register_loss
-from trainer.parallel_dims import check_layout
+from trainer.loss.registry import register_loss
 
 ARGS = FLAVORS["debug_gqa"]
 
@@ -28,28 +28,33 @@ def config(loss: str, compile_: Compile | None = None, **parallelism) -> Config:
     return Config(training=Training(loss=loss), parallelism=Parallelism(**parallelism), compile=compile_ or Compile())
 
 
+def loss_problems(config: Config, dims: MeshShape) -> list[str]:
+    """Problems of the layout that are the loss's; the other features' are not of interest here."""
+    return [problem for problem in layout_problems(config, ARGS, dims) if "training.loss" in problem]
+
+
 def test_an_unknown_loss_is_an_error_that_names_those_that_exist():
     register_loss("mine", a_loss)
     with pytest.raises(ConfigError, match="training.loss = 'plane' does not exist; there are chunked, plain, mine"):
-        check_layout(config("plane"), ARGS, MeshShape())
+        resolve_job(config("plane"), args=ARGS)
 
 
 @pytest.mark.parametrize("loss", ["chunked", "plain", "mine"])
 @pytest.mark.parametrize("dims", [MeshShape(), MeshShape(pp=2), MeshShape(cp=2, dp_shard=2)])
 def test_a_known_loss_goes_everywhere_but_beside_loss_parallel(loss, dims):
     register_loss("mine", a_loss)
-    assert loss_problems(config(loss), ARGS, dims) == []
+    assert loss_problems(config(loss), dims) == []
 
 
 def test_a_loss_of_whole_logits_is_refused_beside_loss_parallel():
     register_loss("mine", a_loss)
     register_loss("sharded", a_loss, takes_columns=True)
     tp = MeshShape(tp=2)
-    (told,) = loss_problems(config("mine"), ARGS, tp)
+    (told,) = loss_problems(config("mine"), tp)
     assert "set parallelism.disable_loss_parallel, or register it with takes_columns" in told
-    assert loss_problems(config("mine", disable_loss_parallel=True), ARGS, tp) == []
+    assert loss_problems(config("mine", disable_loss_parallel=True), tp) == []
     for loss in ("sharded", "chunked", "plain"):
-        assert loss_problems(config(loss), ARGS, tp) == []
+        assert loss_problems(config(loss), tp) == []
 
 
 @pytest.mark.parametrize("name", ["chunked", "plain"])
@@ -60,8 +65,8 @@ def test_losses_of_titans_own_cannot_be_replaced(name):
 
 def test_a_compiled_loss_under_a_split_backward_must_be_the_chunked_one():
     compiled, split = Compile(enable=True, components=("loss",)), {"pipeline_parallel_schedule": "ZBVZeroBubble"}
-    (told,) = loss_problems(config("plain", compiled, **split), ARGS, MeshShape(pp=2))
+    (told,) = loss_problems(config("plain", compiled, **split), MeshShape(pp=2))
     assert 'set training.loss = "chunked"' in told
-    assert loss_problems(config("chunked", compiled, **split), ARGS, MeshShape(pp=2)) == []
-    assert loss_problems(config("plain", replace(compiled, components=()), **split), ARGS, MeshShape(pp=2)) == []
-    assert loss_problems(config("plain", compiled), ARGS, MeshShape(pp=2)) == []
+    assert loss_problems(config("chunked", compiled, **split), MeshShape(pp=2)) == []
+    assert loss_problems(config("plain", replace(compiled, components=()), **split), MeshShape(pp=2)) == []
+    assert loss_problems(config("plain", compiled), MeshShape(pp=2)) == []

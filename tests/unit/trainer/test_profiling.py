@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from converters.errors import ConfigError, UnsupportedError
-from converters.families.registry import get_family
-from converters.layout import MeshShape
+from trainer.build import check_hardware
 from trainer.config.sections import Config, Profiling
-from trainer.machine import refuse_what_cannot_run
-from trainer.parallel_dims import check_layout
+from trainer.job import resolve_job
 from trainer.watching.profiling import profiled
 
 
@@ -43,10 +41,9 @@ def test_without_profiling_nothing_is_written(tmp_path):
 
 def test_a_cycle_that_cannot_hold_its_steps_is_a_problem_of_the_layout():
     config = Config(profiling=Profiling(enable_profiling=True, profile_freq=3, profiler_warmup=3, profiler_active=1))
-    args = get_family("llama3").flavors["debug_gqa"]
     with pytest.raises(ConfigError, match=r"profile_freq = 3 is less .*warmup 3 \+ profiler_active 1; nearest: 4"):
-        check_layout(config, args, MeshShape())
-    check_layout(Config(profiling=Profiling(profile_freq=3)), args, MeshShape())  # off: it does not matter
+        resolve_job(config)
+    resolve_job(Config(profiling=Profiling(profile_freq=3)))  # off: it does not matter
 
 
 @pytest.fixture
@@ -82,5 +79,5 @@ def test_a_snapshot_is_written_when_memory_runs_out_and_not_for_other_errors(tmp
 def test_snapshots_are_refused_where_there_is_no_cuda():
     config = Config(profiling=Profiling(enable_memory_snapshot=True))
     with pytest.raises(UnsupportedError, match=r"enable_memory_snapshot: it records CUDA"):
-        refuse_what_cannot_run(config, torch.device("cpu"))
-    refuse_what_cannot_run(config, torch.device("cuda", 0))
+        check_hardware(config, torch.device("cpu"))
+    check_hardware(config, torch.device("cuda", 0))

@@ -10,9 +10,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.errors import ConfigError
 from trainer.config.sections import Parallelism
+from trainer.job import resolve
 from trainer.mesh import make_meshes
 from trainer.own_gpu import own_gpu
-from trainer.parallel_dims import resolve
 from trainer.ranks import join_ranks, set_train_timeout
 
 

@@ -20,6 +20,7 @@ from converters.open import open_checkpoint
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
 from trainer.init import InitialWeights
+from trainer.job import resolve_job
 from trainer.seed import seed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,7 +32,7 @@ def _cut(**degrees):
 
 
 def test_stock_dcp_reads_the_first_weights(tmp_path):
-    report = seed(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2), tmp_path / "seed")
+    report = seed(resolve_job(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2)), tmp_path / "seed")
     weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=3)
     loaded = {fqn: torch.zeros(info.shape) for fqn, info in weights.tensors.items()}
     with warnings.catch_warnings():
@@ -46,7 +47,10 @@ def test_stock_dcp_reads_the_first_weights(tmp_path):
 
 
 def test_each_rank_of_the_mesh_finds_its_boxes_as_whole_chunks(tmp_path):
-    seed(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2), tmp_path / "seed")
+    seed(
+        resolve_job(_cut(data_parallel_shard_degree=2, tensor_parallel_degree=2, pipeline_parallel_degree=2)),
+        tmp_path / "seed",
+    )
     catalog, mesh = open_checkpoint(tmp_path / "seed"), MeshShape(pp=2, dp_shard=2, tp=2)
     assert sorted({c.file for t in catalog.tensors.values() for c in t.chunks}) == [f"__{r}_0.distcp" for r in range(8)]
     for parameter in LLAMA3.parameters(FLAVORS["debug_gqa"]):
@@ -61,7 +65,7 @@ def test_values_depend_on_the_seed_and_not_on_the_mesh(tmp_path):
         ("other", replace(CONFIG, debug=Debug(seed=4))),
         ("half", replace(CONFIG, training=Training(seq_len=64, dtype="bfloat16"))),
     ):
-        seed(config, tmp_path / name)
+        seed(resolve_job(config), tmp_path / name)
     sums = {name: read_manifest(tmp_path / name).tensors for name in ("one", "cut", "other", "half")}
     assert sums["one"] == sums["cut"]
     assert sums["one"]["output.weight"] != sums["other"]["output.weight"]
@@ -70,13 +74,13 @@ def test_values_depend_on_the_seed_and_not_on_the_mesh(tmp_path):
 
 def test_a_layout_that_cannot_be_and_a_folder_that_is_there_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 3"):
-        seed(_cut(tensor_parallel_degree=3), tmp_path / "seed")
+        seed(resolve_job(_cut(tensor_parallel_degree=3)), tmp_path / "seed")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / ".metadata").touch()
     with pytest.raises(CheckpointError, match="exists already"):
-        seed(CONFIG, tmp_path / "taken")
+        seed(resolve_job(CONFIG), tmp_path / "taken")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
-    seed(CONFIG, tmp_path / "taken", overwrite=True)
+    seed(resolve_job(CONFIG), tmp_path / "taken", overwrite=True)
     assert check_files(tmp_path / "taken") == []
 
 

@@ -12,9 +12,9 @@ from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape, stages_of_rank
 from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, Training
+from trainer.job import layout_problems
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
-from trainer.parallel_dims import layout_problems
 from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, schedule_machine_problems, split_model, stage_problems
 
 
@@ -160,7 +160,7 @@ def test_everything_that_does_not_fit_is_told_with_the_nearest_that_does(keys, b
 def test_a_torch_that_splits_backward_wrongly_is_refused(monkeypatch, version, schedule, degree, is_refused):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     parallelism = Parallelism(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
-    told = schedule_machine_problems(Config(parallelism=parallelism), torch.device("cpu"))
+    told = schedule_machine_problems(parallelism)
     assert bool(told) == is_refused and all("needs torch 2.13" in problem for problem in told)
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/training.md, "What is different from torchtitan", against torchtitan 0.2.2's own config classes."""
+"""The table of docs/training.md, "Differences from torchtitan", against torchtitan 0.2.2's own config classes."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MARKED = "No key of torchtitan's"  # in the docstrings of trainer/config/section
 
 def documented() -> dict[str, tuple[str, str]]:
     """Each key of the table: torchtitan's default and ours, as written."""
-    section = PAGE.partition("## What is different from torchtitan\n")[2].partition("\n## ")[0]
+    section = PAGE.partition("## Differences from torchtitan\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w.]+\.\w+)` \| ([^|]+) \| `([^|]+)` \| ([^|]+) \|$", section, re.M)
     assert len(rows) == len({key for key, *_ in rows}) and all(why.strip() for *_, why in rows)
     return {key: (theirs, ours) for key, theirs, ours, _ in rows}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from converters.catalog import Box
 from converters.errors import ConfigError
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import ModelArgs, Parameter, Role
 from converters.layout import chunk_bounds
 
 
@@ -33,7 +33,7 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
     offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
     dim = parameter.tp_dim
     if dim is not None:
-        if tp > args.num_kv_heads and parameter.fqn.rpartition(".")[0].endswith(_PER_KV_HEAD):
+        if tp > args.num_kv_heads and parameter.role is Role.KV_COLUMN:
             # several ranks hold the same KV head: the one that this rank's query heads belong to
             offsets[dim], sizes[dim] = rank * args.num_kv_heads // tp * args.head_dim, args.head_dim
         else:
@@ -42,24 +42,14 @@ def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int)
 
 
 def same_input(parameters: Sequence[Parameter]) -> list[tuple[str, ...]]:
-    """The linear layers that have the same input, a group for each attention and feed-forward; in model order."""
-    modules = list(dict.fromkeys(p.fqn.rpartition(".")[0] for p in parameters))
-    groups = [
-        tuple(module.removesuffix(names[0]) + name for name in names)
-        for module in modules
-        for names in _SAME_INPUT
-        if module.endswith(names[0])
-    ]
-    return [group for group in groups if set(modules).issuperset(group)]
+    """The linear layers that read the same input: one group per attention and feed-forward, in model order."""
+    groups: dict[str, list[str]] = {}
+    for parameter in parameters:
+        if parameter.input_group and parameter.is_linear_weight:
+            groups.setdefault(parameter.input_group, []).append(parameter.module)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
-    """The linear layers whose input features are cut, so that ranks hold partial sums: wo and w2 of each layer."""
-    return [p.fqn.removesuffix(".weight") for p in parameters if p.tp_dim == 1]
-
-
-_PER_KV_HEAD = (".attention.wk", ".attention.wv")
-_SAME_INPUT = (
-    (".attention.wq", ".attention.wk", ".attention.wv"),
-    (".feed_forward.w1", ".feed_forward.w3"),
-)
+    """The linear layers whose input features are sharded, so that ranks hold partial sums: wo and w2 of each layer."""
+    return [p.module for p in parameters if p.role is Role.ROW and not p.is_bias]

@@ -83,7 +83,7 @@ def block_tensors(run: RunShape) -> BlockTensors:
         hidden=tokens * args.ffn_hidden * element // tp,
         logsumexp=tokens * args.num_heads * FP32 // tp,
         norm=_norm_keeps(run, stream, width=args.dim),
-        head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if args.qk_norm else 0,
+        head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if run.has_head_norms else 0,
         masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.traits.mask_tensors else 0,
         scores=tokens * args.num_heads // tp * run.seq_len * element if run.keeps_scores else 0,
     )

@@ -149,7 +149,7 @@ def gathered_bytes(run: RunShape, name: str, elements: int) -> int:
         return elements * run.compute_bytes
     if name.startswith("layers."):
         first = run.family.parameters(replace(run.args, num_layers=1))
-        vectors = [p for p in first if p.fqn.startswith("layers.") and len(p.shape) == 1]  # of norms, and biases
+        vectors = [p for p in first if p.layer is not None and not p.is_linear_weight]  # of norms, and biases
         others = sum(p.shape[0] // (1 if p.tp_dim is None else run.mesh.tp) for p in vectors)
     elif name.endswith("output") and run.float8.converts_output and not run.args.tied:
         weight = run.args.vocab_size // run.mesh.tp * run.args.dim

@@ -1,18 +1,17 @@
 """What of float8 the closed form says nothing of, with the reason."""
 
+from dataclasses import replace
+
 from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 from trainer.parallel.compile import compiles
-from trainer.parallel.float8 import is_float8
-
-_LINEARS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
-_LINEARS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+from trainer.parallel.float8 import is_float8, weight_shapes
 
 
 def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
     """Reasons, each with whether the config asks for that."""
-    if not is_float8(config):
+    if not is_float8(config.model):
         return {}
     settings, is_compiled = config.float8, compiles(config.compile, "model")
     return {
@@ -34,11 +33,12 @@ def float8_gaps(config: Config, dims: MeshShape) -> dict[str, bool]:
 
 def _leaves_some(config: Config, dims: MeshShape) -> bool:
     """By name, by torchao's choice, or as their sizes on a rank are no multiples of 16."""
-    args = get_family(config.model.name).flavors[config.model.flavor]
-    heads, keys = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    sizes = (args.dim, args.ffn_hidden // dims.tp, heads // dims.tp, keys // dims.tp)
-    is_named = any(part in f"layers.0.{name}" for part in config.float8.filter_fqns for name in _LINEARS)
-    return is_named or "auto_filter_small_kn" in config.float8.filter_fqns or any(size % 16 for size in sizes)
+    family, filters = get_family(config.model.name), config.float8.filter_fqns
+    parameters = family.parameters(replace(family.flavors[config.model.flavor], num_layers=1))
+    shapes = weight_shapes([p for p in parameters if p.layer is not None], dims.tp)
+    is_named = any(part in module for part in filters for module in shapes)
+    is_uneven = any(size % 16 for shape in shapes.values() for size in shape)
+    return is_named or "auto_filter_small_kn" in filters or is_uneven
 
 
 def _keeps_whole_blocks(config: Config) -> bool:

@@ -44,7 +44,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
         optimizer=config.optimizer.implementation,
         reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
-        loss_parallel=is_loss_parallel(config, dims),
+        loss_parallel=is_loss_parallel(parallelism, dims),
         loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(config, microbatch),
         validation_seq_len=config.validation.seq_len,
@@ -55,7 +55,7 @@ def run_shape(config: Config, *, world_size: int | None = None, problems: list[s
 
 
 def _float8(config: Config, *, is_tied: bool) -> Float8Products | None:
-    if not is_float8(config):
+    if not is_float8(config.model):
         return None
     is_named = any(part in "output" for part in config.float8.filter_fqns)
     return Float8Products(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.families.base import Family, ModelArgs
+from converters.families.base import Family, ModelArgs, Role
 from converters.layout import MeshShape
 from trainer.loss.registry import ALL_FORWARD_FIRST
 
@@ -74,6 +74,11 @@ class RunShape:
     compiles_loss: bool = False
     float8: Float8Products | None = None
     traits: BuildTraits = BuildTraits()
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether every head of q and k is normalized before attention."""
+        return self.family.has_role(Role.HEAD_NORM, self.args)
 
     @property
     def state_bytes(self) -> int:

@@ -74,7 +74,7 @@ def _waiting(t: BlockTensors, run: RunShape) -> int:
     Under TP those of wo and w2 are gathered; else they are those of the stream.
     """
     of_stream = 2 * (t.whole if run.mesh.tp > 1 else t.stream)
-    of_heads = t.query + t.key if run.args.qk_norm else 0
+    of_heads = t.query + t.key if run.has_head_norms else 0
     return 2 * t.stream + t.query + 2 * t.key + of_heads + of_stream + 2 * t.hidden
 
 

@@ -30,9 +30,8 @@ from titan_tools.memory.published.modules_then import (
 )
 from titan_tools.memory.published.then import Then
 from titan_tools.memory.trace.record.recorder import Recorder
-from trainer.config.sections import Config, Optimizer
+from trainer.config.sections import Compile, Optimizer, Training
 from trainer.loss.install import install_loss
-from trainer.mesh import Meshes
 from trainer.parallel.compile import compiles
 from trainer.train_model import TrainModel
 
@@ -99,14 +98,16 @@ def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.d
     return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
 
 
-def _install_loss(then: Then, part: nn.Module, config: Config, meshes: Meshes) -> None:
+def _install_loss(
+    then: Then, part: nn.Module, training: Training, compile: Compile, *, tp_mesh: DeviceMesh | None, **settings: bool
+) -> None:
     """In place of trainer/loss/install.py's."""
     if part.output is None:
-        install_loss(part, config, meshes)
+        install_loss(part, training, compile, tp_mesh=tp_mesh, **settings)
         return
-    loss = LossOfLogits(part.forward, meshes, then)
-    if compiles(config.compile, "loss"):
-        loss.cross_entropy = torch.compile(loss.cross_entropy, backend=config.compile.backend)
+    loss = LossOfLogits(part.forward, tp_mesh, then)
+    if compiles(compile, "loss"):
+        loss.cross_entropy = torch.compile(loss.cross_entropy, backend=compile.backend)
     part.forward = loss
 
 

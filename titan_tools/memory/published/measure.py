@@ -25,7 +25,7 @@ from titan_tools.memory.trace.traced import trace_rank
 from titan_tools.memory.verdict import judge
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.parallel_dims import resolve
+from trainer.job import resolve
 
 
 @dataclass(frozen=True, slots=True)

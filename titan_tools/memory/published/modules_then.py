@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_tools.memory.published.then import Then
 from trainer.data.batch import IGNORED
-from trainer.mesh import Meshes, local_part
+from trainer.mesh import local_part
 
 
 def python_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -89,8 +90,8 @@ class LossOfLogits:
     In chunks (#996) the logits are taken piece by piece. What is kept are those of all microbatches of a step.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], meshes: Meshes, then: Then):
-        self._forward, self._meshes, self._then = forward, meshes, then
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], tp_mesh: DeviceMesh | None, then: Then):
+        self._forward, self._tp_mesh, self._then = forward, tp_mesh, then
         self._kept: list[Tensor] = []
         self.cross_entropy = _cross_entropy
 
@@ -102,8 +103,8 @@ class LossOfLogits:
             self._kept.clear()
         if self._then.num_logits_kept:
             self._kept.append(logits)
-        if self._meshes.dims.tp > 1:
-            logits = DTensor.from_local(logits, self._meshes["tp"], [Shard(-1)], run_check=False)
+        if self._tp_mesh is not None:
+            logits = DTensor.from_local(logits, self._tp_mesh, [Shard(-1)], run_check=False)
         if not (chunks := self._then.loss_chunks):
             return local_part(self.cross_entropy(logits, targets))
         pairs = zip(logits.chunk(chunks, dim=1), targets.chunk(chunks, dim=1), strict=True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from converters.sizes import GIB
 from titan_tools.memory.replay.columns import Columns, tell_columns
 from titan_tools.memory.replay.peaks import Peak
 from titan_tools.memory.replay.replay import Replayed
 from titan_tools.memory.trace.events import Place
 
-GIB = 1 << 30
 _LIMIT_IN_VIEW = 1.5  # a limit higher than this × reserved would squash the picture: it is named instead
 
 # Bottom to top: what stays through the step, what forward leaves for backward, what comes and goes

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
@@ -28,10 +29,10 @@ from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.fake_ranks import fake_ranks
+from trainer.job import Job
 from trainer.mesh import make_meshes
 from trainer.optim import build_optimizer
-from trainer.parallel_dims import samples_per_step
-from trainer.step import TrainStep
+from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 
 _WITHOUT_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -68,11 +69,11 @@ def capture(
         places_told(recorder),
         offload_seen(recorder) if is_offloaded else nullcontext(),
     ):
-        meshes = make_meshes(dims, "cpu")
-        model = build(config, args, dims, meshes, torch.device("cpu"), memory=tensors)
+        job, meshes = Job.of(config, args, dims), make_meshes(dims, "cpu")
+        model = build(job, meshes, torch.device("cpu"), memory=tensors)
         watch_modules(model.parts, recorder)
         per_batch = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        _watch_microbatches(model, recorder, per_batch=per_batch if dims.pp > 1 else 0)
+        observer = _StepPlaces(model, recorder, per_batch=per_batch if dims.pp > 1 else 0)
         with tensors:
             for _ in range(2):  # forward's thread and autograd's have a handle of cuBLAS each
                 if size := cublas_bytes(kernels):
@@ -81,17 +82,23 @@ def capture(
             training = config.training
             with at_home():
                 optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-                step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+                step = TrainStep(
+                    model,
+                    meshes,
+                    max_norm=training.max_norm,
+                    local_batch_size=training.local_batch_size,
+                    observer=observer,
+                )
             model.follow(optimizer)
             _tell_owners(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
                     recorder.leave_out(state["step"])
-            recorder.reclassify(step._clip._shares, "optimizer", owner=_owner_of_all(model, recorder))
-            num_samples = samples_per_step(training, dims.batch) // dims.batch
+            recorder.reclassify(step.clip.shares, "optimizer", owner=_owner_of_all(model, recorder))
+            num_samples = job.samples_per_step // dims.batch
             for number in range(1, num_steps + 1):
-                _one_step(model, step, optimizer, config, recorder, number=number, num_samples=num_samples)
+                _one_step(step, optimizer, config, recorder, number=number, num_samples=num_samples)
             if config.validation.enable:
                 recorder.place = Place(num_steps, "validation", microbatch=-1)
                 _validate(model, config)
@@ -126,7 +133,6 @@ def _remarks_left_out() -> Iterator[None]:
 
 
 def _one_step(
-    model: TrainModel,
     step: TrainStep,
     optimizer: torch.optim.Optimizer,
     config: Config,
@@ -137,22 +143,8 @@ def _one_step(
 ) -> None:
     """As trainer/train.py: gradients, clipping, update."""
     recorder.place = Place(number, "forward", microbatch=-1)
-    clip = step._clip
-
-    def clipped() -> torch.Tensor:
-        recorder.place = Place(number, "clip", microbatch=-1)
-        _tell_gradients(model, recorder)
-        norm = clip()
-        _tell_gradients(model, recorder)  # clipping lays out anew what tensor parallelism has left otherwise
-        return norm
-
-    step._clip = clipped
-    try:
-        step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
-    finally:
-        step._clip = clip
-    recorder.place = Place(number, "optimizer", microbatch=-1)
-    optimizer.step()
+    step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
+    step.update(optimizer)
     recorder.place = Place(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
@@ -178,20 +170,30 @@ def _batch(num_samples: int, seq_len: int) -> Batch:
     return Batch(tokens, targets)
 
 
-def _watch_microbatches(model: TrainModel, recorder: Recorder, *, per_batch: int) -> None:
-    """Number the batches that a step accumulates; a pipeline numbers the microbatches of each, `per_batch` of them."""
-    once = model.forward_backward
-    seen = {"step": 0, "batches": 0}
+@dataclass(frozen=True, slots=True)
+class _StepPlaces:
+    """Tells the recorder where the step stands. A pipeline splits each batch into `per_batch` microbatches."""
 
-    def forward_backward(batch: Batch, num_valid_tokens: float) -> torch.Tensor:
-        step = recorder.place.step
-        seen["batches"] = seen["batches"] + 1 if seen["step"] == step else 0
-        seen["step"] = step
-        recorder.first_microbatch = seen["batches"] * per_batch
-        recorder.place = Place(step, "forward", -1, -1) if per_batch else Place(step, "forward", 0, seen["batches"])
-        return once(batch, num_valid_tokens)
+    model: TrainModel
+    recorder: Recorder
+    per_batch: int
 
-    model.forward_backward = forward_backward
+    @contextmanager
+    def during(self, phase: Phase, number: int = 0) -> Iterator[None]:
+        recorder, step = self.recorder, self.recorder.place.step
+        match phase:
+            case "forward_backward":
+                recorder.first_microbatch = number * self.per_batch
+                recorder.place = Place(step, "forward", -1, -1) if self.per_batch else Place(step, "forward", 0, number)
+                yield
+            case "clip":
+                recorder.place = Place(step, "clip", microbatch=-1)
+                _tell_gradients(self.model, recorder)
+                yield
+                _tell_gradients(self.model, recorder)  # clipping lays out anew what tensor parallelism left otherwise
+            case "update":
+                recorder.place = Place(step, "optimizer", microbatch=-1)
+                yield
 
 
 def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:

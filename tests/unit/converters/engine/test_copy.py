@@ -16,13 +16,13 @@ import torch
 
 import converters.engine.copy as copying
 from converters.catalog import Box, TensorInfo
+from converters.containers.dcp_write import plan_dcp
+from converters.containers.safetensors_write import plan_safetensors
 from converters.engine.casts import count_non_finite
 from converters.engine.copy import copy_tensors, whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, UnsupportedError
-from converters.formats.dcp_write import plan_dcp
-from converters.formats.safetensors_write import plan_safetensors
 from converters.manifest import check_files
 from converters.open import open_checkpoint
 from tests.unit.converters.samples import raw, read_all, write

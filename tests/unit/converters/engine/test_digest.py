@@ -8,8 +8,7 @@ import pytest
 from xxhash import xxh3_128_intdigest
 
 from converters.catalog import Box
-from converters.engine.digest import TensorDigest
-from converters.engine.short_hash import sum_of_hashes
+from converters.engine.digest import TensorDigest, sum_of_hashes
 from tests.unit.converters.test_cover import split
 
 

@@ -15,9 +15,9 @@ from converters.families import qwen3
 from converters.families.llama import HF, LLAMA_NAMINGS
 from converters.families.llama2 import FLAVORS as LLAMA2_FLAVORS
 from converters.families.registry import all_families, get_family
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
 from converters.model_info import ModelInfo, meta_params, read_model_info
-from converters.outputs.base import OutputOptions
 from converters.rules import RopeHalves
 from converters.view import detect_naming, foreign_view, native_view
 from converters.weights import open_native

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3Config
 
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import ModelArgs, RopeScaling
+from converters.families.base import RopeScaling
 from converters.families.registry import get_family, read_hf_config, read_meta_params
 from converters.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
 from converters.model_numbers import check_args
@@ -29,7 +29,7 @@ def models(draw, family: str | None = None, like_meta: bool = False) -> ModelInf
     if family != "llama2" and draw(st.booleans()):
         low, original = (1.0, 8192) if like_meta else (draw(st.floats(0.5, 2)), draw(st.integers(1, 2**20)))
         scaling = RopeScaling(draw(st.floats(1, 64)), low, low + draw(st.floats(0.5, 8)), original)
-    args = ModelArgs(
+    args = get_family(family).args_type(
         dim=dim,
         num_layers=draw(st.integers(1, 200)),
         num_heads=heads,
@@ -42,7 +42,6 @@ def models(draw, family: str | None = None, like_meta: bool = False) -> ModelInf
         rope_scaling=scaling,
         max_seq_len=draw(st.integers(1, 2**20)),
         tied=draw(st.booleans()),
-        qk_norm=family == "qwen3",
     )
     if not get_family(family).claims(args):  # made so that it does
         args = (

@@ -11,8 +11,8 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.training import FullModelHFCheckpointer, FullModelMetaCheckpointer
 
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
-from converters.outputs.base import OutputOptions
 from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama
 

@@ -16,8 +16,8 @@ from torchtune.data import padded_collate_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.manifest import read_manifest
-from converters.outputs.base import OutputOptions
 from tests.unit.converters.torchtune.torchtune_folders import STYLES, make_case
 
 TUNE = Path(sys.executable).with_name("tune")

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from torchtune import config
 
 from converters.convert import convert
-from converters.outputs.base import OutputOptions
+from converters.formats.base import OutputOptions
 from tests.checkpoint_forms import write_byte_ranks
 from tests.tiny_families import SCALING
 from tests.tiny_llama import write_llama

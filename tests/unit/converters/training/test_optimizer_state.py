@@ -6,16 +6,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from converters.catalog import Box
+from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from converters.formats.dcp_item import read_blob_item
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
-from converters.training.loader_state import tell_loader_state
+from converters.training.sections import tell_loader_state
 from converters.verify import verify
 
 ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)

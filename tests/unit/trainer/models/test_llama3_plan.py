@@ -6,8 +6,7 @@ from torch import nn
 
 from converters.families.llama3 import FLAVORS, parameters
 from trainer.models.llama3.model import Transformer
-from trainer.models.llama3.plan import tensor_plan
-from trainer.models.styles import TensorStyle
+from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 
 @pytest.mark.parametrize("flavor", ["debug_gqa", "debug_tied"])

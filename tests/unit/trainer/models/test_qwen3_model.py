@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from converters.families.base import ModelArgs
-from converters.families.qwen3 import FLAVORS
+from converters.families.qwen3 import FLAVORS, Qwen3Args
 from converters.families.registry import get_family
 from tests.hf_names import interleaved, native_name
 from trainer.models.llama3.model import Transformer
@@ -13,11 +13,11 @@ from trainer.models.qwen3.model import build_model
 
 SEQ_LEN = 48
 STARTS = (0, 5000, 16000)
-COMMON = {"norm_eps": 1e-6, "rope_theta": 1e6, "qk_norm": True}
+COMMON = {"norm_eps": 1e-6, "rope_theta": 1e6}
 ARGS = {
-    "grouped": ModelArgs(64, 3, 4, 2, 16, 160, 256, **COMMON),
-    "tied": ModelArgs(64, 3, 4, 1, 16, 160, 256, tied=True, **COMMON),
-    "head_dim apart": ModelArgs(48, 2, 4, 2, 32, 96, 256, **COMMON),
+    "grouped": Qwen3Args(64, 3, 4, 2, 16, 160, 256, **COMMON),
+    "tied": Qwen3Args(64, 3, 4, 1, 16, 160, 256, tied=True, **COMMON),
+    "head_dim apart": Qwen3Args(48, 2, 4, 2, 32, 96, 256, **COMMON),
 }
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from converters.families.qwen3 import FLAVORS
 from converters.families.registry import get_family
 from trainer.models.registry import get_trainer_family
-from trainer.models.styles import TensorStyle
+from trainer.models.tensor_plan import TensorStyle
 
 
 def test_the_plan_names_modules_of_the_model():

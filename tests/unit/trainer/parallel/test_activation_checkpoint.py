@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.models.llama3.model import Transformer
@@ -19,7 +18,7 @@ from trainer.parallel.activation_checkpoint import (
     apply_activation_checkpoint,
     set_memory_budget,
 )
-from trainer.parallel.compile import apply_compile
+from trainer.parallel.compile import apply_compile, compiles
 
 ATTENTION, PRODUCT = "_scaled_dot_product_flash_attention_for_cpu", "mm"
 
@@ -193,6 +192,9 @@ OP = [f"{AC}.mode=selective", f"{AC}.selective_ac_option=op"]
     ],
 )
 def test_what_cannot_be_is_told_at_once(words, pp, told):
-    problems = activation_checkpoint_problems(load_config("debug", words), FLAVORS["debug_gqa"], MeshShape(pp=pp))
+    config = load_config("debug", words)
+    schedule = config.parallelism.pipeline_parallel_schedule if pp > 1 else None
+    compiled = compiles(config.compile, "model")
+    problems = activation_checkpoint_problems(config.activation_checkpoint, compiles_model=compiled, schedule=schedule)
     assert len(problems) == len(told)
     assert all(part in problem for part, problem in zip(told, problems, strict=True))

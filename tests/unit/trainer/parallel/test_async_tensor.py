@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape
 from trainer.config.load import load_config
 from trainer.parallel.async_tensor import async_tensor_machine_problems, async_tensor_problems, enable_async_tp
 
@@ -28,17 +26,18 @@ COMPILED = "--compile.enable"
     ],
 )
 def test_what_it_needs_is_told_at_once(words, tp, told):
-    problems = async_tensor_problems(load_config("debug", words), FLAVORS["debug_gqa"], MeshShape(tp=tp))
+    config = load_config("debug", words)
+    problems = async_tensor_problems(config.parallelism, config.compile, tp=tp)
     assert len(problems) == len(told)
     assert all(part in problem for part, problem in zip(told, problems, strict=True))
 
 
 def test_it_needs_gpus():
-    config = load_config("debug", [ON, TP2, COMPILED])
+    config = load_config("debug", [ON, TP2, COMPILED]).parallelism
     (problem,) = async_tensor_machine_problems(config, torch.device("cpu"))
     assert "cpu" in problem
     assert async_tensor_machine_problems(config, torch.device("cuda")) == []
-    assert async_tensor_machine_problems(load_config("debug", [TP2]), torch.device("cpu")) == []
+    assert async_tensor_machine_problems(load_config("debug", [TP2]).parallelism, torch.device("cpu")) == []
 
 
 def test_the_pass_is_switched_on_for_the_group_without_a_warning(monkeypatch):

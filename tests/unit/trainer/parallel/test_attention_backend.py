@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from converters.families.llama3 import FLAVORS
 from trainer.config.sections import Config
+from trainer.job import resolve_job
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 
@@ -71,8 +72,7 @@ def test_a_run_on_a_cpu_has_it(monkeypatch):
     monkeypatch.setattr(train, "widen_attention_on_cpu", lambda parts, device: told.append((parts, device)) or 1 / 0)
     monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
     monkeypatch.setattr(train, "make_meshes", lambda *args: None)
-    monkeypatch.setattr(train.dist, "get_world_size", lambda: 1)
     ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ZeroDivisionError):
-        train.train_alone(Config(), ranks, None, None, None)
+        train.train_locked(resolve_job(Config(), 1), ranks, None, None, None)
     assert told == [(["a part"], ranks.device)]

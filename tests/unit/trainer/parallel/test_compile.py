@@ -9,7 +9,6 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 from converters.families.llama3 import FLAVORS
-from converters.layout import MeshShape
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile, Config
 from trainer.models.registry import get_trainer_family
@@ -30,6 +29,11 @@ MODES = {
 
 def configure(*words: str) -> Config:
     return load_config("debug", list(words))
+
+
+def machine_problems(config: Config, device: torch.device) -> list[str]:
+    tp = config.parallelism.tensor_parallel_degree
+    return compile_machine_problems(config.compile, config.activation_checkpoint, device, tp=tp)
 
 
 @pytest.fixture(autouse=True)
@@ -101,17 +105,18 @@ def test_names_stay_and_hooks_stay_outside():
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_a_split_backward_is_refused_with_what_would_do(schedule):
     words = [f"--parallelism.pipeline_parallel_schedule={schedule}", "--compile.enable"]
-    (problem,) = compile_problems(configure(*words), ARGS, MeshShape(pp=2))
+    compiled, loss_only = configure(*words), configure(*words, "--compile.components=loss")
+    (problem,) = compile_problems(compiled.compile, schedule=schedule)
     assert schedule in problem and "161904" in problem and "Interleaved1F1B" in problem
-    assert compile_problems(configure(*words), ARGS, MeshShape()) == []
-    assert compile_problems(configure(*words, "--compile.components=loss"), ARGS, MeshShape(pp=2)) == []
-    assert compile_problems(configure(words[0]), ARGS, MeshShape(pp=2)) == []
+    assert compile_problems(compiled.compile, schedule=None) == []
+    assert compile_problems(loss_only.compile, schedule=schedule) == []
+    assert compile_problems(configure(words[0]).compile, schedule=schedule) == []
 
 
 def test_an_unknown_backend_is_refused_with_the_list():
-    (problem,) = compile_machine_problems(configure("--compile.enable", "--compile.backend=indcutor"), CPU)
+    (problem,) = machine_problems(configure("--compile.enable", "--compile.backend=indcutor"), CPU)
     assert "'indcutor'" in problem and "aot_eager" in problem and "inductor" in problem
-    assert compile_machine_problems(configure("--compile.backend=indcutor"), CPU) == []  # not in use
+    assert machine_problems(configure("--compile.backend=indcutor"), CPU) == []  # not in use
 
 
 def test_inductor_without_a_compiler_is_refused_with_what_would_do(monkeypatch):
@@ -119,23 +124,23 @@ def test_inductor_without_a_compiler_is_refused_with_what_would_do(monkeypatch):
         raise InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
-    (problem,) = compile_machine_problems(configure("--compile.enable"), CPU)
+    (problem,) = machine_problems(configure("--compile.enable"), CPU)
     assert "no C++ compiler" in problem and "aot_eager" in problem
-    assert compile_machine_problems(configure("--compile.enable", "--compile.backend=aot_eager"), CPU) == []
+    assert machine_problems(configure("--compile.enable", "--compile.backend=aot_eager"), CPU) == []
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
-    (problem,) = compile_machine_problems(configure("--compile.enable"), CUDA)
+    (problem,) = machine_problems(configure("--compile.enable"), CUDA)
     assert "triton" in problem
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    assert compile_machine_problems(configure("--compile.enable"), CUDA) == []
+    assert machine_problems(configure("--compile.enable"), CUDA) == []
 
 
 def test_whole_layers_again_under_tensor_parallelism_are_refused_where_torch_fails():
     keeps_mesh = torch.__version__ >= "2.13"
     words = ["--compile.enable", "--compile.backend=aot_eager", "--parallelism.tensor_parallel_degree=2"]
     full = [*words, "--activation_checkpoint.mode=full"]
-    assert any("mixes up" in p for p in compile_machine_problems(configure(*full), CPU)) == keeps_mesh
-    assert feature._mixes_up_what_is_saved(configure(*full), CUDA) is False
-    assert compile_machine_problems(configure(*words, "--activation_checkpoint.selective_ac_option=op"), CPU) == []
+    assert any("mixes up" in p for p in machine_problems(configure(*full), CPU)) == keeps_mesh
+    assert feature._confuses_saved_tensors(configure(*full).activation_checkpoint, CUDA) is False
+    assert machine_problems(configure(*words, "--activation_checkpoint.selective_ac_option=op"), CPU) == []
 
 
 def has_compiler() -> bool:
@@ -146,7 +151,7 @@ def has_compiler() -> bool:
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
 def test_inductor_gives_the_same_gradients(family):
     if not has_compiler():  # then it is refused, which the other test is about
-        assert compile_machine_problems(configure("--compile.enable"), CPU)
+        assert machine_problems(configure("--compile.enable"), CPU)
         return
     expected, found = gradients(build(family)), gradients(build(family, backend="inductor"))
     for fqn, gradient in expected.items():

@@ -16,19 +16,20 @@ from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8R
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from converters.errors import ConfigError
+from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Compile, Config, Float8, Model, Parallelism, Training
+from trainer.job import layout_problems, resolve_job
 from trainer.models.registry import get_trainer_family
 from trainer.parallel import float8
+from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import (
     apply_float8,
     float8_machine_problems,
-    float8_problems,
     float8_styles,
     without_float8,
 )
-from trainer.parallel_dims import check_layout
 
 CONVERTERS = ("quantize.linear.float8",)
 LINEARS = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")} | {f"feed_forward.w{n}" for n in (1, 2, 3)}
@@ -43,7 +44,7 @@ def converted_model(chosen: Config, *, tp: int = 1):
     args = family.flavors[chosen.model.flavor]
     with torch.device("meta"):
         model = get_trainer_family(chosen.model.name).build_model(args)
-    apply_float8(model, chosen, family.parameters(args), tp=tp)
+    apply_float8(model, chosen.float8, family.parameters(args), tp=tp, compiles_model=compiles(chosen.compile, "model"))
     return model
 
 
@@ -82,7 +83,7 @@ def test_dims_of_each_rank_are_multiples_of_16(tp, left):
         model = get_trainer_family("llama3").build_model(args)
     for layer in model.layers.values():
         layer.feed_forward.w1 = torch.nn.Linear(args.dim, 48, bias=False, device="meta")
-    apply_float8(model, chosen, shapes, tp=tp)
+    apply_float8(model, chosen.float8, shapes, tp=tp, compiles_model=False)
     found = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert found == of_layers(LINEARS - left, 4) | {"output"}
 
@@ -98,7 +99,7 @@ def test_what_is_too_small_to_gain_is_torchaos_word(recipe):
         name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and is_large(module, name)
     }
     chosen = config(flavor="8B", recipe_name=recipe, filter_fqns=("auto_filter_small_kn", "output"))
-    apply_float8(model, chosen, family.parameters(args), tp=1)
+    apply_float8(model, chosen.float8, family.parameters(args), tp=1, compiles_model=False)
     found = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert found == expected and of_layers({"attention.wk", "attention.wv"}, 2).isdisjoint(found) and found
 
@@ -165,8 +166,10 @@ def test_tensor_parallelism_gathers_float8_where_one_scale_goes_with_it():
 FSDP2 = MeshShape(dp_shard=2)
 
 
-def problems(chosen: Config, dims: MeshShape = FSDP2) -> list[str]:
-    return float8_problems(chosen, get_family("llama3").flavors[chosen.model.flavor], dims)
+def problems(chosen: Config, dims: MeshShape = FSDP2, args: ModelArgs | None = None) -> list[str]:
+    """Problems of the layout that are float8's; the other features' are not of interest here."""
+    found = layout_problems(chosen, args or get_family("llama3").flavors[chosen.model.flavor], dims)
+    return [problem for problem in found if "float8" in problem]
 
 
 GATHERS = {"enable_fsdp_float8_all_gather": True}
@@ -219,7 +222,7 @@ def test_tokens_come_by_16():
     assert "loss_chunks = 8 cuts 64 of them" in problem and "training.loss_chunks = 4" in problem
     assert not told(local_batch_size=1, seq_len=64, loss="plain")
     odd = replace(get_family("llama3").flavors["debug_gqa"], vocab_size=2056)  # its output stays as it is
-    assert not float8_problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), odd, FSDP2)
+    assert not problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), args=odd)
     assert not problems(replace(config(emulate=True), training=Training(local_batch_size=1, seq_len=40)))
     pipelined = replace(
         config(), training=Training(local_batch_size=16, seq_len=8), parallelism=Parallelism(pipeline_parallel_degree=2)
@@ -230,9 +233,8 @@ def test_tokens_come_by_16():
 
 def test_all_problems_are_told_before_a_build():
     chosen = config(recipe_name="rowwise", **GATHERS, **PRECOMPUTES)
-    args = get_family("llama3").flavors["debug_gqa"]
     with pytest.raises(ConfigError, match="a scale for each row"):
-        check_layout(chosen, args, FSDP2)
+        resolve_job(chosen, 2)
 
 
 @pytest.mark.parametrize(
@@ -250,27 +252,26 @@ def test_all_problems_are_told_before_a_build():
 def test_a_gpu_without_float8_is_told(monkeypatch, recipe, capability, told):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = torch.device("cuda", 0)
-    found = float8_machine_problems(config(recipe_name=recipe), gpu)
+    found = float8_machine_problems(Float8(recipe_name=recipe), gpu)
     assert (told in found[0] and len(found) == 1) if told else not found
-    assert not float8_machine_problems(config(recipe_name=recipe, emulate=True), gpu)
+    assert not float8_machine_problems(Float8(recipe_name=recipe, emulate=True), gpu)
 
 
 def test_a_cpu_emulates_or_is_told():
-    (problem,) = float8_machine_problems(config(), torch.device("cpu"))
+    (problem,) = float8_machine_problems(Float8(), torch.device("cpu"))
     assert "needs a GPU" in problem and "quantize.linear.float8.emulate = true" in problem
-    assert not float8_machine_problems(config(emulate=True), torch.device("cpu"))
-    assert not float8_machine_problems(Config(), torch.device("cpu"))
+    assert not float8_machine_problems(Float8(emulate=True), torch.device("cpu"))
 
 
 def test_a_missing_torchao_is_told(monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
-    (problem,) = float8_machine_problems(config(emulate=True), torch.device("cpu"))
+    (problem,) = float8_machine_problems(Float8(emulate=True), torch.device("cpu"))
     assert "pip install 'torchao>=0.15'" in problem
 
 
 def test_problems_are_found_without_torch():
     code = (
-        "import sys, json; from trainer import parallel_dims;"
+        "import sys, json; import trainer.job;"
         "print(json.dumps([name for name in ('torch', 'torchao') if name in sys.modules]))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

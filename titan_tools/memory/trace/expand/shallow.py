@@ -52,13 +52,13 @@ def layer_period(settings: ActivationCheckpoint) -> int:
 
 
 def _are_alike(config: Config, args: ModelArgs) -> bool:
-    left_out = config.float8.filter_fqns if is_float8(config) else ()
+    left_out = config.float8.filter_fqns if is_float8(config.model) else ()
     shapes: dict[int, list] = {}
     for parameter in get_family(config.model.name).parameters(args):
         if (layer := layer_of(parameter.fqn)) != NO_LAYER:
             name = parameter.fqn.partition(f"{layer}.")[2]
             is_left_out = any(part in parameter.fqn for part in left_out)
-            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.tp_dim, is_left_out))
+            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.role, parameter.tp_dim, is_left_out))
     first, *others = shapes.values()
     return len(shapes) == args.num_layers and all(layer == first for layer in others)
 

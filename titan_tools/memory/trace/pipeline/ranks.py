@@ -23,7 +23,7 @@ from titan_tools.memory.trace.pipeline.spans import Captured, NotComposable, Tem
 from titan_tools.memory.trace.pipeline.templates import read_templates
 from titan_tools.memory.trace.traced import trace_rank
 from trainer.config.sections import Config
-from trainer.parallel_dims import samples_per_step
+from trainer.job import samples_per_step
 from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
 
 

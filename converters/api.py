@@ -1,0 +1,197 @@
+"""Public Python API for checkpoints: convert, reshard, verify, compare, inspect and read; register a model family.
+
+Importing it does not import torch. Functions raise the errors of this module, all of them subclasses of TitanError.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from converters.catalog import Box, TensorInfo
+from converters.convert import ConvertReport
+from converters.convert import convert as _convert
+from converters.diff import DiffReport
+from converters.diff import diff as _diff
+from converters.engine.copy import DEFAULT_WORKERS
+from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
+from converters.families import hf_config, llama
+from converters.families.base import Family, ModelArgs, Naming, Parameter
+from converters.families.registry import register as _register_family
+from converters.formats.base import OutputOptions
+from converters.inspect import Inspection, inspect_checkpoint
+from converters.layout import MeshShape
+from converters.reshard import ReshardReport
+from converters.reshard import reshard as _reshard
+from converters.rules import Drop, RopeHalves, Rule, Same
+from converters.verify import verify as _verify
+from converters.verify_report import VerifyReport
+from converters.weights import NativeWeights, open_native
+
+__all__ = [
+    "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
+    "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
+    "Family", "ModelArgs", "Naming", "Parameter", "Rule", "Same", "RopeHalves", "Drop", "llama", "hf_config",
+    "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
+]  # fmt: skip
+
+
+def convert(
+    src: Path | str,
+    dst: Path | str,
+    *,
+    to: str,
+    dtype: str | None = None,
+    for_mesh: str | None = None,
+    shard_bytes: int | None = None,
+    num_shards: int | None = None,
+    model_from: Path | str | None = None,
+    allow_missing: bool = False,
+    allow_extra: bool = False,
+    allow_nonfinite: bool = False,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> ConvertReport:
+    """Convert the weights of a checkpoint of any format to `to`: `dcp`, `hf`, `meta`, `torch` or `torchtune`.
+
+    Args:
+        src: checkpoint folder or file; never changed.
+        dst: folder to create; for `torch` also a `.pt`, `.pth` or `.bin` file.
+        dtype: cast floating-point tensors to this type, such as `"bfloat16"`; None keeps the source's types.
+        for_mesh: for `dcp`: shard for this mesh, such as `"dp_shard=8,tp=2"`.
+        shard_bytes: largest size of an output file, for formats with a free number of files.
+        num_shards: for `meta`: number of `consolidated.NN.pth` files.
+        model_from: folder that describes the model, for a source that does not.
+        allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
+        workers: copying threads.
+        digests: write a digest of each tensor to the manifest.
+        overwrite: replace `dst` once the new output is complete.
+        resume: continue an interrupted run of the same conversion.
+        dry_run: plan and check, write nothing.
+
+    >>> report = convert("my-model", "my-model-dcp", to="dcp", dtype="bfloat16")
+    >>> report.model, report.dtypes.keys()
+    ('llama3, 2 layers, dim 32', dict_keys(['bfloat16']))
+    """
+    mesh = None if for_mesh is None else MeshShape.parse(for_mesh)
+    return _convert(
+        src,
+        dst,
+        to=to,
+        dtype=dtype,
+        options=OutputOptions(mesh=mesh, shard_bytes=shard_bytes, num_shards=num_shards),
+        model_from=model_from,
+        workers=workers,
+        digests=digests,
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+        allow_nonfinite=allow_nonfinite,
+        overwrite=overwrite,
+        resume=resume,
+        dry_run=dry_run,
+    )
+
+
+def reshard(
+    src: Path | str,
+    dst: Path | str,
+    *,
+    for_mesh: str | None = None,
+    num_files: int | None = None,
+    shard_bytes: int | None = None,
+    dtype: str | None = None,
+    optimizer_dtype: str | None = None,
+    drop: Sequence[str] = (),
+    model_from: Path | str | None = None,
+    allow_missing: bool = False,
+    workers: int = DEFAULT_WORKERS,
+    digests: bool = True,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> ReshardReport:
+    """Reshard a DCP training checkpoint, with its optimizer and all other sections.
+
+    Give one of `for_mesh` (such as `"dp_shard=8,tp=2"`), `num_files` and `shard_bytes`. `drop` names sections to leave
+    out: model, optimizer, lr_scheduler, dataloader, train_state, rng. The other arguments are those of `convert`.
+
+    >>> _ = convert("my-model", "step-1", to="dcp")
+    >>> report = reshard("step-1", "step-1-fsdp2", for_mesh="dp_shard=2")
+    >>> report.cut, report.sections.keys()
+    ('mesh dp_shard=2', dict_keys(['model']))
+    """
+    return _reshard(
+        src,
+        dst,
+        mesh=None if for_mesh is None else MeshShape.parse(for_mesh),
+        num_files=num_files,
+        shard_bytes=shard_bytes,
+        dtype=dtype,
+        optimizer_dtype=optimizer_dtype,
+        drop=drop,
+        model_from=model_from,
+        allow_missing=allow_missing,
+        workers=workers,
+        digests=digests,
+        overwrite=overwrite,
+        resume=resume,
+        dry_run=dry_run,
+    )
+
+
+def verify(path: Path | str, *, quick: bool = False, model_from: Path | str | None = None) -> VerifyReport:
+    """Check a checkpoint: structure, names, shapes, checksums, digests. `quick` reads no tensor.
+
+    The report lists each check with its outcome; a checkpoint that cannot be opened is a failed check.
+
+    >>> _ = convert("my-model", "copy", to="hf")
+    >>> report = verify("copy")
+    >>> report.ok, [check.outcome for check in report.checks if check.name == "files"]
+    (True, ['ok'])
+    """
+    return _verify(path, quick=quick, model_from=model_from)
+
+
+def diff(a: Path | str, b: Path | str, *, model_from: Path | str | None = None) -> DiffReport:
+    """Compare two checkpoints of any formats: structure, dtypes and values, by native parameter names.
+
+    >>> _ = convert("my-model", "rounded", to="torch", dtype="bfloat16")
+    >>> report = diff("my-model", "rounded")
+    >>> report.equal, report.first_tensor
+    (False, 'tok_embeddings.weight')
+    """
+    return _diff(a, b, model_from=model_from)
+
+
+def inspect(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
+    """Describe a checkpoint from its headers: model, tensors, sections, values. `fold` groups tensors over layers.
+
+    >>> found = inspect("my-model")
+    >>> found.container, found.naming, found.model["num_layers"], found.num_parameters
+    ('safetensors', 'hf', 2, 42848)
+    """
+    return inspect_checkpoint(path, fold=fold, model_from=model_from)
+
+
+def open_checkpoint(path: Path | str, *, model_from: Path | str | None = None) -> NativeWeights:
+    """Open a checkpoint of any format to read its weights under native names. Use it as a context manager.
+
+    Only headers are read here. `tensors` maps names to TensorInfo (dtype, shape); `read` returns a numpy array of a
+    tensor, or of a `Box` of it, and reads only those bytes. `info` has the family and the numbers of the model.
+
+    >>> with open_checkpoint("my-model") as weights:
+    ...     weights.info.family, weights.tensors["norm.weight"].shape, weights.read("norm.weight").sum()
+    ('llama3', (32,), np.float32(32.0))
+    """
+    return open_native(path, model_from=model_from)
+
+
+def register_family(family: Family) -> None:
+    """Register a model family of your own, or replace one of the same name. Call it when your module is imported.
+
+    >>> from dataclasses import replace
+    >>> from converters.families.registry import get_family
+    >>> register_family(replace(get_family("llama3"), name="my_llama"))
+    """
+    _register_family(family)

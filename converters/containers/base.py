@@ -1,0 +1,39 @@
+"""The record of a container: how its files are recognised in a folder and opened, and what it can hold."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from converters.catalog import Catalog
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFiles:
+    """The files of a checkpoint folder, sorted by what their names say."""
+
+    path: Path
+    entry: str  # the file or index that transformers opens; "" where there is none
+    dcp_metadata: tuple[str, ...]
+    safetensors: tuple[str, ...]
+    torch: tuple[str, ...]  # Meta's shards included
+    meta: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A way to store tensors in files."""
+
+    name: str
+    called: str  # in messages: "a DCP checkpoint"
+    title: str  # on the page of `titan inspect`
+    suffixes: tuple[str, ...]  # of its data files
+    find: Callable[[FolderFiles], str]  # the files by which a folder is recognised, for messages; "": it is another's
+    open_folder: Callable[[FolderFiles], Catalog]
+    keeps_sections: bool = False  # tensors of an optimizer and other state can be among the weights
+    has_checksums: bool = True  # each item carries a CRC32
+    is_for_transformers: bool = False  # transformers chooses the files, and adds a LoRA adapter beside them
+
+
+def name_some(names: tuple[str, ...]) -> str:
+    """The first of several file names, for a message."""
+    return ", ".join(names[:3])

@@ -1,0 +1,109 @@
+"""DCP saved without rank coordination (`use_collectives=False`): one `__N.metadata` a rank, joined into one list.
+
+Nothing was deduplicated then: what ranks hold alike (norms under HSDP, counters) stands in every rank's file. Copies
+are dropped only where their CRC32s say that they are copies.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from converters.catalog import BlobEntry, Chunk, TensorEntry
+from converters.containers.dcp_item import ItemData, read_blob_item, read_item
+from converters.containers.dcp_metadata import DcpEntries
+from converters.containers.paths import checked_file_size
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+
+_METADATA = re.compile(r"__(0|[1-9]\d*)\.metadata")
+_DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
+
+
+def rank_metadata_files(names: Iterable[str]) -> list[str]:
+    """The per-rank metadata files among the names of a folder, in rank order."""
+    return sorted((n for n in names if _METADATA.fullmatch(n)), key=lambda n: int(_METADATA.fullmatch(n)[1]))
+
+
+def check_ranks(folder: Path, names: Sequence[str]) -> None:
+    """Raise CheckpointError where a rank's metadata is missing: between others, or beside that rank's data."""
+    found = {int(_METADATA.fullmatch(name)[1]) for name in rank_metadata_files(names)}
+    with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
+    if missing := sorted((with_data | set(range(max(found)))) - found):
+        raise CheckpointError(
+            f"{folder}: metadata of ranks is missing:" + list_offenders([f"__{rank}.metadata" for rank in missing]),
+            hint="the save was cut off before its end, or the files were not copied",
+        )
+
+
+def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
+    """One list of what all ranks hold, by rank. Raises where ranks hold different things under one name."""
+    tensors: dict[str, TensorEntry] = {}
+    blobs: dict[str, BlobEntry] = {}
+    planner_data: dict[str, tuple] = {}
+    problems: list[str] = []
+    for entries in ranks:
+        planner_data |= entries.planner_data
+        for fqn, entry in entries.tensors.items():
+            known = tensors.setdefault(fqn, TensorEntry(fqn, entry.dtype, entry.shape, ()))
+            if (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                problems.append(f"{fqn}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}")
+                continue
+            held = {chunk.box: chunk for chunk in known.chunks}
+            fresh = [chunk for chunk in entry.chunks if chunk.box not in held and chunk.box.num_elements]
+            for chunk in entry.chunks:
+                if chunk.box in held and (why := _chunks_differ(folder, fqn, held[chunk.box], chunk)):
+                    problems.append(f"{fqn} at {list(chunk.box.offsets)} in {chunk.file}: {why}")
+            tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, (*known.chunks, *fresh))
+        for fqn, blob in entries.blobs.items():
+            if not _same_blob(folder, blobs.setdefault(fqn, blob), blob):
+                problems.append(f"{fqn}: another value in {blob.file} than in {blobs[fqn].file}")
+    if problems:
+        raise UnsupportedError(
+            f"{folder}: saved without rank coordination, and ranks hold different things under one name:"
+            + list_offenders(problems),
+            hint="load it in a job of as many ranks and save it again without use_collectives=False",
+        )
+    return DcpEntries(tensors, blobs, planner_data)
+
+
+def _chunks_differ(folder: Path, fqn: str, one: Chunk, other: Chunk) -> str:
+    a, b = _item(folder, fqn, one), _item(folder, fqn, other)
+    if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides) or a.record[1] != b.record[1]:
+        return f"not laid out as in {one.file}"
+    if a.crc32 is None or b.crc32 is None:
+        return f"may be a copy of that in {one.file}, but there is no CRC32 to tell by"
+    return "" if a.crc32 == b.crc32 else f"other values than in {one.file}"
+
+
+def _item(folder: Path, fqn: str, chunk: Chunk) -> ItemData:
+    start, length = chunk.item
+    checked_file_size(folder, chunk.file)
+    descriptor = os.open(folder / chunk.file, os.O_RDONLY)
+    try:
+        return read_item(
+            lambda offset, num: os.pread(descriptor, num, start + offset),
+            length,
+            what=f"{folder / chunk.file}: {fqn} at {list(chunk.box.offsets)}",
+        )
+    finally:
+        os.close(descriptor)
+
+
+def _same_blob(folder: Path, one: BlobEntry, other: BlobEntry) -> bool:
+    if one is other:
+        return True
+    left, right = _blob(folder, one), _blob(folder, other)
+    if left == right:
+        return True
+    with suppress(CheckpointError):  # two spellings of one plain value
+        a, b = read_blob_item(left), read_blob_item(right)
+        return type(a) is type(b) and a == b
+    return False
+
+
+def _blob(folder: Path, blob: BlobEntry) -> bytes:
+    checked_file_size(folder, blob.file)
+    with (folder / blob.file).open("rb") as file:
+        file.seek(blob.byte_offset)
+        return file.read(blob.length)

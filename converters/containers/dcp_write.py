@@ -1,0 +1,103 @@
+"""Plan a DCP output: items of given boxes in given files, blobs in one small file, `.metadata` at the end."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
+from pathlib import Path
+from zlib import crc32
+
+from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
+from converters.collector import collector_paused
+from converters.containers.dcp_item import item_layout, item_shell
+from converters.containers.dcp_metadata import dump_places
+from converters.containers.dcp_opcodes import Place
+from converters.containers.paths import checked_file_name
+from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
+from converters.cover import cover_problem
+from converters.errors import CheckpointError, list_offenders
+from converters.manifest import FileSum
+from converters.names import DCP_METADATA
+
+BLOB_FILE = "__blobs_0.distcp"  # small, so that ranks which need a step counter do not open each other's data files
+
+
+@collector_paused()
+def plan_dcp(
+    tensors: Mapping[str, TensorInfo],
+    files: Mapping[str, Sequence[tuple[str, Box]]],
+    *,
+    blobs: Mapping[str, bytes] | None = None,
+    planner_data: Mapping[str, tuple] | None = None,
+) -> Target:
+    """A Target for DCP: for each file the boxes in it, in order; `blobs` are finished items (see `blob_item`).
+
+    Raises CheckpointError unless the boxes cover every tensor exactly once.
+    """
+    slots: list[Slot] = []
+    file_bytes: dict[str, int] = {}
+    places: dict[str, list[Place]] = {fqn: [] for fqn in tensors}
+    for file, boxes in files.items():
+        position = 0
+        for fqn, box in boxes:
+            dtype = tensors[fqn].dtype
+            layout = item_layout(dtype, box.sizes)
+            slots.append(Slot(fqn, dtype, box, file, position + layout.data_offset))
+            places[fqn].append(Place(box, file, position, layout.total_bytes))
+            position += layout.total_bytes
+        file_bytes[checked_file_name(file, what="a DCP layout")] = position
+    _check(tensors, places)
+    blobs = dict(blobs or {})
+    if blobs:
+        assert BLOB_FILE not in file_bytes, f"{BLOB_FILE} is taken"
+        assert blobs.keys().isdisjoint(tensors), "a name is a tensor's and a plain value's"
+        file_bytes[BLOB_FILE] = sum(map(len, blobs.values()))
+        starts = accumulate(map(len, blobs.values()), initial=0)
+        places |= {n: [Place(None, BLOB_FILE, s, len(d))] for (n, d), s in zip(blobs.items(), starts, strict=False)}
+    metadata = dump_places(tensors, places, planner_data=planner_data or {})
+    file_bytes[DCP_METADATA] = len(metadata)
+
+    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
+        sums = {}
+        filled = iter(zip(slots, crcs, strict=True))
+        for file, boxes in files.items():  # one after the other: the shells of 470,000 items are a third of a gigabyte
+            pieces: list[tuple[int, bytes]] = []
+            segments: list[Segment] = []
+            for slot, crc in islice(filled, len(boxes)):
+                layout = item_layout(slot.dtype, slot.box.sizes)
+                head, tail = item_shell(slot.dtype, slot.box.sizes, crc)
+                start, end = slot.byte_offset - len(head), slot.byte_offset + layout.data_bytes
+                pieces += [(start, head), (end, tail)]
+                segments += [
+                    Segment(start, len(head), crc32(head)),
+                    Segment(slot.byte_offset, layout.data_bytes, crc),
+                    Segment(end, len(tail), crc32(tail)),
+                ]
+            write_at(folder / file, pieces)
+            sums[file] = joined(segments)
+        if blobs:
+            sums[BLOB_FILE] = write_file(folder / BLOB_FILE, b"".join(blobs.values()))
+        # Last: stock DCP takes a folder without it for no checkpoint at all.
+        sums[DCP_METADATA] = write_file(folder / DCP_METADATA, metadata)
+        return sums
+
+    return Target(dict(tensors), slots, file_bytes, finish)
+
+
+def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]]) -> None:
+    checked: dict[tuple[int, ...], list[str]] = {}  # layers share their boxes: what was found for one holds for all
+    problems = []
+    for fqn, info in tensors.items():
+        boxes = [place.box for place in places[fqn] if place.box is not None]
+        key = (*info.shape, -1, *map(id, boxes))
+        if key not in checked:
+            checked[key] = _problems(info, boxes)
+        problems += [f"{fqn}: {problem}" for problem in checked[key]]
+    if problems:
+        raise CheckpointError(f"the layout does not hold every tensor exactly once:{list_offenders(problems)}")
+
+
+def _problems(info: TensorInfo, boxes: Sequence[Box]) -> list[str]:
+    entry = TensorEntry("", info.dtype, info.shape, tuple(Chunk(box, "", UNLOCATED, ()) for box in boxes))
+    problem = cover_problem(entry) or ("" if boxes else "has no chunk")
+    twice = [at for at, count in Counter(box.offsets for box in boxes).items() if count > 1]
+    return [*([problem] if problem else []), *(f"two chunks at {at}" for at in twice)]

@@ -1,0 +1,276 @@
+"""Open an original Meta release as a catalog: `consolidated.NN.pth`, one file of each model-parallel rank, joined.
+
+Column-parallel weights are cut along dim 0, row-parallel ones along dim 1, norms are in every file; Llama 3 cuts the
+embedding along dim 0, Llama 1 and 2 along dim 1. Nothing in the files says which: the shapes do, held against
+params.json. The order is that of the numbers in the names.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.containers import torch_file
+from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.sniff import refuse_strange_files
+from converters.errors import CheckpointError, TitanError, list_offenders
+from converters.families.base import ModelArgs, Parameter
+from converters.families.registry import read_meta_params
+from converters.json_file import read_json
+from converters.names import META_PARAMS, META_SHARD
+
+_EMBEDDING = "tok_embeddings.weight"
+_VOCABULARY = {_EMBEDDING, "output.weight"}  # params.json of Llama 1 and 2 does not say how large it is
+_KEY_VALUE = (".attention.wk.weight", ".attention.wv.weight")
+_ROOT = re.compile(r"consolidated\.(\d+)")  # what torch.save calls the folder in the zip of consolidated.01.pth
+
+
+def read_catalog(path: Path) -> Catalog:
+    """The catalog of a folder of shards, a tensor's chunks lying in all of them.
+
+    Raises CheckpointError with all offenders: missing or misnamed files, shards that differ in names, shapes or
+    dtypes, and shapes that params.json does not explain. Copies are listed in `Catalog.copies`, not compared.
+    """
+    files = _shard_files(path)
+    if not (path / META_PARAMS).exists():
+        raise CheckpointError(f"{path}: {META_PARAMS} is missing", hint="an original release has it beside the weights")
+    shards = _open_all(path, files)
+    _require_own_names(path, files)
+    if len(files) == 1:
+        _require_whole(path, files, shards[0])
+        shards[0].container = "meta"
+        return shards[0]
+    _require_alike(path, files, shards)
+    return _join(path, files, shards)
+
+
+def _shard_files(path: Path) -> list[str]:
+    """consolidated.00.pth, 01, 02 … without a hole."""
+    found = sorted(p.name for p in path.glob("consolidated.*.pth"))
+    numbers = [int(m.group(1)) for name in found if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", name))]
+    wanted = [META_SHARD.format(index=index) for index in range(max(numbers, default=0) + 1)]
+    problems = [f"{name}: missing" for name in wanted if name not in found]
+    problems += [f"{name}: not a name that a shard has" for name in found if name not in wanted]
+    if problems:
+        raise CheckpointError(
+            f"{path}: the shards are not {META_SHARD.format(index=0)}, {META_SHARD.format(index=1)} and so on:"
+            + list_offenders(problems),
+            hint=f"found: {', '.join(found[:16])}",
+        )
+    return wanted
+
+
+def _open_all(path: Path, files: Sequence[str]) -> list[Catalog]:
+    shards, errors = [], []
+    for file in files:
+        try:
+            shards.append(torch_file.read_catalog(path / file))
+        except TitanError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise CheckpointError(
+            f"{path}: {len(errors)} shards cannot be opened:" + list_offenders([e.message for e in errors]),
+            hint=errors[0].hint,
+        )
+    return shards
+
+
+def _require_own_names(path: Path, files: Sequence[str]) -> None:
+    """torch.save writes a file's name into it, so that shards which changed places can be told. Other writers don't."""
+    renamed = []
+    for number, file in enumerate(files):
+        with (path / file).open("rb") as opened:
+            start = opened.read(128)  # the first entry's header, which was checked when the zip was opened
+        root = start[30 : 30 + int.from_bytes(start[26:28], "little")].decode(errors="replace").partition("/")[0]
+        if (found := _ROOT.fullmatch(root)) and int(found.group(1)) != number:
+            renamed.append(f"{file}: was written as {root}.pth")
+    if renamed:
+        raise CheckpointError(
+            f"{path}: shards that do not have their own names:" + list_offenders(renamed),
+            hint="in another order they are another model; give them their names back",
+        )
+
+
+def _require_alike(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> None:
+    """Every shard must hold the same names with the same shapes and dtypes; the odd ones out are told."""
+    problems = []
+    for fqn in dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values)):
+        told = [_tell(shard, fqn) for shard in shards]
+        usual = Counter(told).most_common(1)[0][0]
+        problems += [
+            f"{fqn}: {one} in {file}, {usual} in others" for file, one in zip(files, told, strict=True) if one != usual
+        ]
+    if problems:
+        raise CheckpointError(
+            f"{path}: the shards differ in what they hold:" + list_offenders(problems),
+            hint="shards of one model hold the same names, shapes and dtypes",
+        )
+
+
+def _tell(shard: Catalog, fqn: str) -> str:
+    entry = shard.tensors.get(fqn)
+    if entry is not None:
+        return f"{entry.dtype} {list(entry.shape)}"
+    return f"{shard.values[fqn]!r:.60}" if fqn in shard.values else "nothing"
+
+
+def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalog:
+    first, count = shards[0], len(shards)
+    args, parameters, dropped = _model(path, first, count)
+    catalog = Catalog(path, "meta", {}, planner_data=dict(first.planner_data), values=dict(first.values))
+    problems, asked, cut = [], set(), []
+    for fqn, entry in first.tensors.items():
+        chunks = [shard.tensors[fqn].chunks[0] for shard in shards]
+        parameter = parameters.get(fqn)
+        if fqn in dropped or (parameter and parameter.tp_dim is None and parameter.shape == entry.shape):
+            catalog.tensors[fqn] = entry
+            catalog.copies[fqn] = tuple(chunks[1:])
+        elif parameter is None:  # nobody knows how it was cut: each part for itself, for the ledger to refuse
+            for file, shard in zip(files, shards, strict=True):
+                catalog.tensors[f"{fqn} in {file}"] = replace(shard.tensors[fqn], fqn=f"{fqn} in {file}")
+        elif (dim := _cut_dim(parameter, entry.shape, count)) is not None:
+            catalog.tensors[fqn] = TensorEntry(fqn, entry.dtype, parameter.shape, _placed(chunks, dim))
+            cut.append(fqn)
+        elif repeats := _repeats(parameter, entry.shape, count, args):
+            whole = _placed(chunks[::repeats], 0)
+            catalog.tensors[fqn] = TensorEntry(fqn, entry.dtype, parameter.shape, whole)
+            copies = [(whole[i // repeats].box, chunk) for i, chunk in enumerate(chunks) if i % repeats]
+            catalog.copies[fqn] = tuple(replace(chunk, box=box) for box, chunk in copies)
+        else:
+            problems.append(f"{fqn}: {list(entry.shape)} in each shard, {list(parameter.shape)} in all")
+            asked.add(_shards_asked(parameter, entry.shape))
+    if problems:
+        if _VOCABULARY.issuperset(cut):  # no other weight fits
+            _require_count(path, files, asked)
+        raise CheckpointError(
+            f"{path}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
+            hint="they are of another model, or one of them is too many",
+        )
+    _require_no_doubles(path, files, shards, cut)
+    return catalog
+
+
+def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[str, Parameter], set[str]]:
+    """Numbers and full shapes as params.json has them, the vocabulary's size where it says none; and what is dropped.
+
+    Nothing else is taken from the weights: half of the shards would make half a model, which fits itself.
+    """
+    params = read_json(path / META_PARAMS)
+    shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
+    embedding = shapes.get(_EMBEDDING, ())
+    if len(embedding) == 2 and embedding[1] == params.get("dim"):
+        shapes[_EMBEDDING] = (embedding[0] * count, embedding[1])
+    try:
+        family, args = read_meta_params(params, shapes)
+    except TitanError as error:
+        raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from None
+    if args.num_layers > len(shard.tensors):  # told before a name is made for each of billions of layers
+        raise CheckpointError(
+            f"{path}: {len(shard.tensors)} tensors cannot be the {args.num_layers:,} layers asked for"
+        )
+    parameters = family.parameters(replace(args, tied=False))  # Meta writes a tied model's output, too
+    return args, {p.fqn: p for p in parameters}, {drop.pattern for drop in family.namings["meta"].drops}
+
+
+def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | None:
+    """The dim along which `count` parts of `shape` make the parameter; None where they do not.
+
+    The embedding's other side is never cut, so no shape fits both of its dims.
+    """
+    dims = (0, 1) if parameter.fqn == _EMBEDDING else (parameter.tp_dim,)
+    for dim in dims:
+        if dim is not None and dim < len(shape):
+            whole = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
+            if whole == parameter.shape:
+                return dim
+    return None
+
+
+def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: ModelArgs) -> int:
+    """How many shards in a row hold the same key/value head, where there are fewer heads than shards; 0 where not so.
+
+    A shard has the queries of num_heads / count heads in a row, so the head that it needs is shard · heads // count.
+    """
+    repeats, rest = divmod(count, args.num_kv_heads)
+    one_head = (args.head_dim, *parameter.shape[1:])
+    return repeats if parameter.fqn.endswith(_KEY_VALUE) and shape == one_head and repeats > 1 and not rest else 0
+
+
+def _placed(chunks: Sequence[Chunk], dim: int) -> tuple[Chunk, ...]:
+    """Chunks of equal size one behind the other along `dim`."""
+    placed = []
+    for number, chunk in enumerate(chunks):
+        offsets = [0] * len(chunk.box.sizes)
+        offsets[dim] = number * chunk.box.sizes[dim]
+        placed.append(replace(chunk, box=Box(tuple(offsets), chunk.box.sizes)))
+    return tuple(placed)
+
+
+def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
+    """The number of shards for which this shape would be right; 0 where there is none."""
+    for dim in range(len(shape)) if len(shape) == len(parameter.shape) else ():
+        if shape[dim] and parameter.shape[dim] % shape[dim] == 0:
+            count = parameter.shape[dim] // shape[dim]
+            if _cut_dim(parameter, shape, count) == dim:
+                return count
+    return 0
+
+
+def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> None:
+    """Raise CheckpointError where all shapes ask for one number of shards, and it is not that of the files."""
+    counts = {*asked} - {0}
+    if len(counts) == 1 and (count := counts.pop()) != len(files):
+        wanted = [META_SHARD.format(index=index) for index in range(count)]
+        odd = [f"{file}: missing" for file in wanted if file not in files]
+        odd += [f"{file}: too many" for file in files if file not in wanted]
+        raise CheckpointError(
+            f"{path}: the weights are cut into {count} shards, and there are {len(files)}:" + list_offenders(odd),
+            hint=f"so say their shapes beside {META_PARAMS}",
+        )
+
+
+def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
+    """A single file may be the first of several. Its shapes are else compared with the model when it is opened."""
+    try:
+        _, parameters, _ = _model(path, shard, 1)
+    except TitanError:
+        return  # told there, too
+    matrices = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in parameters and len(entry.shape) == 2}
+    _require_count(path, files, {_shards_asked(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
+
+
+def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
+    """A shard that is another one's copy, by the CRC32s that torch.save leaves in the file; silent where it left none.
+
+    Weights that are all alike (zeros of a test) are alike in every shard, too, and no double.
+    """
+    marks: dict[tuple, str] = {}
+    doubles = []
+    for file, shard in zip(files, shards, strict=True):
+        chunks = [shard.tensors[fqn].chunks[0] for fqn in cut]
+        mark = tuple((c.crc32, c.record and c.byte_offset - c.record[0], c.box.sizes) for c in chunks)
+        if any(c.crc32 is None for c in chunks) or len(set(mark)) == len({c.box.sizes for c in chunks}):
+            continue
+        if (other := marks.setdefault(mark, file)) != file:
+            doubles.append(f"{file}: holds what {other} holds")
+    if doubles:
+        raise CheckpointError(f"{path}: a shard is there twice:" + list_offenders(doubles))
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    refuse_strange_files(files.path, files.meta)
+    return read_catalog(files.path)
+
+
+META = Container(
+    name="meta",
+    called="an original Meta release",
+    title="Meta's original format",
+    suffixes=(),  # those of torch files
+    find=lambda files: name_some(files.meta),
+    open_folder=_open_folder,
+)

@@ -1,0 +1,277 @@
+"""Open safetensors as a catalog: one file, or a folder with an index. Headers only."""
+
+import re
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from converters.catalog import Box, Catalog, Chunk, TensorEntry
+from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.paths import checked_file_name, checked_file_size
+from converters.containers.sniff import refuse_strange_files
+from converters.containers.tensor_pickle import row_major
+from converters.cover import require_cover
+from converters.dtypes import BY_SAFETENSORS, itemsize
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.json_file import parse_json, read_json
+from converters.names import HF_INDEX, HF_SINGLE
+
+_SHARDING = "DCP_SHARDING_INFO"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def read_catalog(path: Path, entry: str = "") -> Catalog:
+    """The catalog of a `.safetensors` file or of a folder of them.
+
+    `entry`: the file or index that says what the folder holds, file by file and key by key; without one the folder
+    holds one file.
+    """
+    if path.is_file():
+        shards = _sharded_files(path.parent)
+        if path.name in shards and len(shards) > 1:
+            raise CheckpointError(
+                f"{path}: one of {len(shards)} shards, each with a part of the tensors",
+                hint="give the folder of all of them",
+                tries=[str(path.parent)],
+            )
+        return Catalog(path.parent, "safetensors", read_file(path.parent, path.name), file=path.name)
+    if entry.endswith(".json"):
+        return Catalog(path, "safetensors", read_indexed(path, path / entry, read_file))
+    names = [entry] if entry else sorted(p.name for p in path.glob("*.safetensors"))
+    if not entry and names == _sharded_files(path):
+        return Catalog(path, "safetensors", _join_shards(path, names))
+    if len(names) != 1:
+        raise CheckpointError(
+            f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
+            hint="without the index nobody can tell whether a file is missing",
+            tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
+        )
+    return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
+
+
+def _sharded_files(folder: Path) -> list[str]:
+    """What DCP's HuggingFaceStorageWriter(save_distributed=True) wrote: a file of each rank, parts of tensors in it."""
+    return sorted(p.name for p in folder.glob("shard-*-model-*.safetensors"))
+
+
+def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
+    """Each tensor with the parts of it in all files; that they cover it is for the caller to check."""
+    joined: dict[str, TensorEntry] = {}
+    problems = []
+    for name in names:
+        for fqn, part in read_file(folder, name).items():
+            known = joined.setdefault(fqn, replace(part, chunks=()))
+            if (known.dtype, len(known.shape)) != (part.dtype, len(part.shape)):
+                problems.append(f"{fqn}: {part.dtype} {list(part.shape)} in {name}, {known.dtype} in other files")
+                continue
+            shape = tuple(map(max, known.shape, part.shape))
+            joined[fqn] = replace(known, shape=shape, chunks=(*known.chunks, *part.chunks))
+    if problems:
+        raise CheckpointError(f"{folder}: the shards disagree:{list_offenders(problems)}")
+    return joined
+
+
+def read_indexed(
+    folder: Path, index: Path, read_file: Callable[[Path, str], dict[str, TensorEntry]]
+) -> dict[str, TensorEntry]:
+    """The tensors that an index names, held against what its files, each opened by `read_file`, really have."""
+    weight_map = read_weight_map(index)
+    files: dict[str, None] = {}
+    problems: list[str] = []
+    for file in {str(file): file for file in weight_map.values()}.values():
+        try:
+            files[checked_file_name(file, what=index.name)] = None
+        except CheckpointError as error:
+            problems.append(error.message)
+    if problems:  # before any file is opened
+        raise CheckpointError(
+            f"{index}: refused, it leads out of its folder:{list_offenders(problems)}",
+            hint="files of a checkpoint lie beside each other, under plain names",
+        )
+    found: dict[str, TensorEntry] = {}
+    unsupported: list[str] = []
+    for file in files:
+        try:
+            entries = read_file(folder, file)
+        except UnsupportedError as error:
+            unsupported.append(error.message)
+            continue
+        except CheckpointError as error:
+            problems.append(error.message + (f" ({error.hint})" if error.hint else ""))
+            continue
+        for fqn, entry in entries.items():
+            if fqn in found:
+                problems.append(f"{fqn}: in both {found[fqn].chunks[0].file} and {file}")
+            elif fqn not in weight_map:
+                problems.append(f"{fqn}: in {file}, but not in the index")
+            elif weight_map[fqn] != file:
+                problems.append(f"{fqn}: in {file}, but the index says {weight_map[fqn]}")
+            found[fqn] = entry
+    forgotten = _forgotten_files(folder, files)
+    problems += [f"{name}: of the same series as the others, but not in the index" for name in forgotten]
+    if not problems and unsupported:
+        raise UnsupportedError(f"{folder}: files hold what is not covered:{list_offenders(unsupported)}")
+    if not problems:
+        problems = [f"{fqn}: not in {file}" for fqn, file in weight_map.items() if fqn not in found]
+    if problems:
+        raise CheckpointError(
+            f"{index}: the index and the files disagree:{list_offenders(problems)}",
+            hint="an incomplete or mixed download; fetch the folder again",
+        )
+    return {fqn: found[fqn] for fqn in weight_map}
+
+
+def read_weight_map(index: Path) -> dict[str, Any]:
+    """Tensor name → file, as an index says; the names are not checked here."""
+    checked_file_size(index.parent, index.name)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    return weight_map
+
+
+_SERIES = re.compile(r"(.*)-\d+(-of-\d+\.\w+)")
+_ONLY_ONE = re.compile(r".*-of-0*1\.\w+")
+
+
+def is_of_series(name: str) -> bool:
+    """Whether a file is one of several by its name (model-00002-of-00003.safetensors), so that it holds a part only."""
+    return _SERIES.fullmatch(name) is not None and not _ONLY_ONE.fullmatch(name)
+
+
+def index_remarks(folder: Path, num_bytes: int) -> list[str]:
+    """What is odd about an index and harmless, since nobody reads it; `num_bytes`: of all tensors."""
+    index = folder / HF_INDEX
+    if not index.exists() or (folder / HF_SINGLE).exists():
+        return []
+    metadata = read_json(index).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if total is None or total == num_bytes:
+        return []
+    return [f"{HF_INDEX}: says total_size {total!r:.40}, the tensors take {num_bytes}"]
+
+
+def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:
+    """Files of the series that an index names, which it does not name: it is of another time than they are."""
+    series = {match.groups() for name in named if (match := _SERIES.fullmatch(name))}
+    beside = sorted({path.name for path in folder.iterdir()} - set(named))
+    return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.groups() in series]
+
+
+def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file. All rules of the format are checked: no hole, overlap or trailing byte."""
+    path = folder / name
+    size = checked_file_size(folder, name)
+    header, data_offset = _read_header(path, size)
+    tensors: dict[str, TensorEntry] = {}
+    extents: list[tuple[int, int, str]] = []
+    problems: list[str] = []
+    unsupported: list[str] = []
+    sharding = _sharding(header.pop("__metadata__", None), path)
+    for fqn, item in header.items():
+        try:
+            dtype, shape, begin, end = _checked_entry(item)
+            offsets = _offsets(sharding, fqn, len(shape))
+        except UnsupportedError as error:
+            unsupported.append(f"{fqn}: {error.message}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            said = str(error) if type(error) is ValueError else "not a dtype, a shape and two data_offsets"
+            problems.append(f"{fqn}: {said}")
+        else:
+            chunk = Chunk(Box(offsets, shape), name, data_offset + begin, row_major(shape))
+            ends = tuple(map(int.__add__, offsets, shape))
+            tensors[fqn] = TensorEntry(fqn, dtype, ends, (chunk,))
+            extents.append((begin, end, fqn))
+    if unsupported and not problems:
+        raise UnsupportedError(f"{path}: element types that are not covered:{list_offenders(unsupported)}")
+    position = 0
+    for begin, end, fqn in sorted(extents):
+        if begin != position:
+            what = "a hole" if begin > position else "an overlap"
+            problems.append(f"{what} in front of {fqn} (it begins at byte {begin:,}, expected {position:,})")
+        position = end
+    if problems:
+        raise CheckpointError(f"{path}: damaged safetensors header:{list_offenders(problems)}")
+    if data_offset + position != size:
+        raise CheckpointError(
+            f"{path}: {size:,} bytes, but the header describes {data_offset + position:,}",
+            hint="the file was cut off or something was appended to it; fetch it again",
+        )
+    return tensors
+
+
+def _sharding(metadata: Any, path: Path) -> dict[str, Any]:
+    """Where the tensors of a file begin in the whole ones, as DCP's writer says; {} for a file of whole tensors."""
+    raw = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
+    return parse_json(raw.encode(), what=f"{path}: {_SHARDING}") if isinstance(raw, str) else {}
+
+
+def _offsets(sharding: dict[str, Any], fqn: str, num_dims: int) -> tuple[int, ...]:
+    if not sharding:
+        return (0,) * num_dims
+    offsets = tuple(sharding[fqn]["saved_offsets"])
+    if len(offsets) != num_dims or any(type(n) is not int or n < 0 for n in offsets):
+        raise ValueError(f"saved_offsets {str(offsets):.60}")
+    return offsets
+
+
+def _checked_entry(item: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, begin, end) of a header's entry."""
+    begin, end = item["data_offsets"]
+    shape = tuple(item["shape"])
+    if any(type(n) is not int or n < 0 for n in (begin, end, *shape)):
+        raise ValueError(f"offsets {str(item['data_offsets']):.60}, shape {str(item['shape']):.60}")
+    dtype = BY_SAFETENSORS.get(item["dtype"])
+    if dtype is None:
+        raise UnsupportedError(f"{item['dtype']!r:.60}")
+    if end - begin != prod(shape) * itemsize(dtype):
+        raise ValueError(f"{end - begin:,} bytes for shape {str(list(shape)):.60} of {dtype}")
+    return dtype, shape, begin, end
+
+
+def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise CheckpointError(f"{path}: {size} bytes are too few for safetensors")
+        length = struct.unpack("<Q", start)[0]
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointError(
+                f"{path}: a header of {length:,} bytes in a file of {size:,}",
+                hint="the file is cut off, or not safetensors at all",
+            )
+        raw = file.read(length)
+    if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse it, and so must we
+        raise CheckpointError(f"{path}: the safetensors header is no JSON object")
+    return parse_json(raw, what=str(path)), 8 + length
+
+
+def _find(files: FolderFiles) -> str:
+    if files.entry:
+        return files.entry if _is_entry(files.entry) else ""
+    return name_some(files.safetensors)
+
+
+def _is_entry(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    one_file = files.entry.endswith(".safetensors")
+    refuse_strange_files(files.path, [files.entry] if one_file else files.safetensors)
+    return require_cover(read_catalog(files.path, files.entry))
+
+
+SAFETENSORS = Container(
+    name="safetensors",
+    called="a Hugging Face checkpoint (safetensors)",
+    title="safetensors",
+    suffixes=(".safetensors",),
+    find=_find,
+    open_folder=_open_folder,
+    has_checksums=False,
+    is_for_transformers=True,
+)

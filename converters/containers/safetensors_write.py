@@ -1,0 +1,88 @@
+"""Plan a safetensors output: one file, or `model-0000i-of-0000n` with an index, as transformers expects them."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from zlib import crc32
+
+from converters.catalog import Box, TensorInfo
+from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
+from converters.dtypes import DTYPES, itemsize
+from converters.errors import UnsupportedError, list_offenders
+from converters.manifest import FileSum
+from converters.names import HF_INDEX, HF_SINGLE
+
+DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers cuts at
+
+
+def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Target:
+    """A Target with the tensors in their order, in files of at most `shard_bytes` of data (a tensor is never cut)."""
+    unknown = [f"{fqn}: {info.dtype}" for fqn, info in tensors.items() if not DTYPES[info.dtype].safetensors]
+    if unknown:
+        raise UnsupportedError(f"safetensors has no such element type:{list_offenders(unknown)}")
+    groups: list[list[str]] = [[]]
+    room = shard_bytes
+    for fqn, info in tensors.items():
+        size = prod(info.shape) * itemsize(info.dtype)
+        if size > room and groups[-1]:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(fqn)
+        room -= size
+    count = len(groups)
+    names = [HF_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    headers: dict[str, bytes] = {}
+    slots: list[Slot] = []
+    file_bytes: dict[str, int] = {}
+    for file, fqns in zip(names, groups, strict=True):
+        headers[file], placed, file_bytes[file] = _lay_out(file, fqns, tensors)
+        slots += placed
+    index = b""
+    if count > 1:
+        weight_map = {fqn: file for file, fqns in zip(names, groups, strict=True) for fqn in fqns}
+        total = sum(slot.box.num_elements * itemsize(slot.dtype) for slot in slots)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        index = json.dumps(content, indent=2).encode() + b"\n"
+        file_bytes[HF_INDEX] = len(index)
+
+    def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
+        segments = {file: [Segment(0, len(header), crc32(header))] for file, header in headers.items()}
+        for slot, crc in zip(slots, crcs, strict=True):
+            length = slot.box.num_elements * itemsize(slot.dtype)
+            segments[slot.file].append(Segment(slot.byte_offset, length, crc))
+        for file, header in headers.items():
+            write_at(folder / file, [(0, header)])
+        sums = {file: joined(parts) for file, parts in segments.items()}
+        if index:
+            sums[HF_INDEX] = write_file(folder / HF_INDEX, index)
+        return sums
+
+    return Target(dict(tensors), slots, file_bytes, finish)
+
+
+def _lay_out(file: str, fqns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[Slot], int]:
+    # Wide types first: then every tensor is aligned to its own element size, whatever sizes stand in front of it.
+    ordered = sorted(fqns, key=lambda fqn: -itemsize(tensors[fqn].dtype))
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    extents = []
+    for fqn in ordered:
+        info = tensors[fqn]
+        size = prod(info.shape) * itemsize(info.dtype)
+        content[fqn] = {
+            "dtype": DTYPES[info.dtype].safetensors,
+            "shape": list(info.shape),
+            "data_offsets": [position, position + size],
+        }
+        extents.append((fqn, position))
+        position += size
+    raw = json.dumps(content, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    header = struct.pack("<Q", len(raw)) + raw
+    slots = [
+        Slot(fqn, tensors[fqn].dtype, Box.whole(tensors[fqn].shape), file, len(header) + offset)
+        for fqn, offset in extents
+    ]
+    return header, slots, len(header) + position

@@ -1,0 +1,193 @@
+"""What torch pickles for a tensor: read it as a reference into a storage, and write it, both without torch."""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from converters.catalog import TensorInfo
+from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, Refused, Sealed, Stubs, safe_load
+from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
+from converters.errors import CheckpointError, UnsupportedError
+
+# torch's element types that are no plain numbers of whole bytes, or that nothing here can convert
+UNCOVERED_DTYPES = (
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+    *("float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "bcomplex32", "complex32"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A typed storage class of torch, by our dtype name; "" is UntypedStorage, which counts in bytes."""
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeName:
+    """A torch dtype as a pickle names it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage record of the archive: `key` is its entry under `data/`."""
+
+    dtype: str
+    key: str
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as strides over a storage; offset and strides in elements."""
+
+    dtype: str
+    storage: Storage
+    storage_offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _RebuildV2(metaclass=Sealed):
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, metadata=None):  # type: ignore[misc]
+        return _tensor_ref(storage, offset, size, strides, storage.dtype, hooks, metadata)
+
+
+class _RebuildV3(metaclass=Sealed):
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[misc]
+        if dtype.name in UNCOVERED_DTYPES:
+            raise UnsupportedError(f"a tensor of the element type {dtype.name}, which is not covered")
+        return _tensor_ref(storage, offset, size, strides, dtype.name, hooks, metadata)
+
+
+class _RebuildParameter(metaclass=Sealed):
+    def __new__(cls, data, requires_grad, hooks):  # type: ignore[misc]
+        if not isinstance(data, TensorRef) or hooks:
+            raise ValueError("a parameter around something that is not a tensor")
+        return data
+
+
+class _PlainTensor(metaclass=Sealed):
+    """Stands in for torch.Tensor where a pickle names it as the class of a tensor."""
+
+
+class _RebuildFromType(metaclass=Sealed):
+    """A tensor with attributes: FSDP1 hangs its marks on those of a full state dict. They are left out."""
+
+    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[misc]
+        if kind is not _PlainTensor or rebuild not in (_RebuildV2, _RebuildV3):
+            raise UnsupportedError("a tensor of a class of its own, which is not covered")
+        return rebuild(*arguments)
+
+
+TENSOR_STUBS: Stubs = {
+    ("collections", "OrderedDict"): PlainDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildV2,
+    ("torch._utils", "_rebuild_tensor_v3"): _RebuildV3,
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter,
+    ("torch.storage", "UntypedStorage"): StorageType(""),
+    ("torch", "Size"): tuple,
+    **{("torch", storage): StorageType(name) for storage, name in BY_TORCH_STORAGE.items()},
+    **{("torch", name): DTypeName(name) for name in (*DTYPES, *UNCOVERED_DTYPES)},
+    **{
+        ("torch._utils", name): Refused(f"a {kind} tensor")
+        for name, kind in (
+            ("_rebuild_sparse_tensor", "sparse"),
+            ("_rebuild_nested_tensor", "nested"),
+            ("_rebuild_qtensor", "quantized"),
+            ("_rebuild_wrapper_subclass", "wrapped (DTensor, or quantized)"),
+            ("_rebuild_meta_tensor_no_storage", "meta (without values)"),
+            ("_rebuild_device_tensor_from_numpy", "foreign device's"),
+        )
+    },
+    ("torch", "Tensor"): _PlainTensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
+    ("torch.distributed.tensor", "DTensor"): Refused("a DTensor, of which one file has one rank's part"),
+}
+
+
+def load_tensors(data: bytes, *, what: str) -> Any:
+    """The value of a torch.save `data.pkl` with a TensorRef in place of each tensor."""
+    return safe_load(data, {**PLAIN_STUBS, **TENSOR_STUBS}, what=what, persistent=_storage)
+
+
+def _storage(pid: Any) -> Storage:
+    kind, storage_type, key, _location, num_elements = pid
+    plain = isinstance(storage_type, StorageType) and isinstance(key, str) and type(num_elements) is int
+    if kind != "storage" or not plain or num_elements < 0:
+        raise ValueError("a storage of an unknown kind")
+    return Storage(storage_type.dtype, key, num_elements)
+
+
+def _tensor_ref(storage, offset, size, strides, dtype, hooks, metadata) -> TensorRef:
+    if not isinstance(storage, Storage) or hooks or metadata:
+        raise ValueError("a tensor with hooks or metadata")
+    shape, strides = tuple(size), tuple(strides)
+    if any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)) or len(shape) != len(strides):
+        raise ValueError(f"a tensor of shape {shape}, strides {strides}, offset {offset}")
+    width = itemsize(dtype)
+    num_bytes = storage.num_elements * (itemsize(storage.dtype) if storage.dtype else 1)
+    if 0 in shape:
+        return TensorRef(dtype, storage, 0, shape, row_major(shape))
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if (last + 1) * width > num_bytes:
+        raise ValueError(f"a tensor of shape {shape} and strides {strides} over a storage of {num_bytes} bytes")
+    # Strides that overlap let a kilobyte claim to be a terabyte (torch.zeros(1).expand(...)).
+    span = 1
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride < span:
+            raise ValueError(f"a tensor of shape {shape} whose strides {strides} overlap")
+        span = stride * n
+    return TensorRef(dtype, storage, offset, shape, strides)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array of `shape`."""
+    return tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def dump_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The `data.pkl` of torch.save for a contiguous tensor that owns its storage `0`, in the opcodes torch emits."""
+    return b"\x80\x02" + _tensor(dtype, shape, "0") + b"."
+
+
+def dump_tensors(tensors: Mapping[str, TensorInfo], keys: Mapping[str, str]) -> bytes:
+    """The `data.pkl` of torch.save for a flat dict of contiguous tensors. `keys`: name → its storage."""
+    items = [_text(name) + _tensor(info.dtype, info.shape, keys[name]) for name, info in tensors.items()]
+    return b"\x80\x02}(" + b"".join(items) + b"u."
+
+
+def _tensor(dtype: str, shape: tuple[int, ...], key: str) -> bytes:
+    known = DTYPES.get(dtype)
+    if known is None:
+        raise CheckpointError(f"unknown element type {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
+    count = prod(shape)
+    typed = bool(known.torch_storage)
+    rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n" if typed else b"ctorch._utils\n_rebuild_tensor_v3\n"
+    storage = f"ctorch\n{known.torch_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
+    persistent_id = b"(" + _text("storage") + storage.encode() + _text(key) + _text("cpu")
+    persistent_id += _integer(count if typed else count * known.itemsize) + b"tQ"
+    layout = _integer(0) + _integers(shape) + _integers(row_major(shape))
+    hooks = b"\x89ccollections\nOrderedDict\n)R"  # requires_grad=False, no hooks
+    dtype_argument = b"" if typed else f"ctorch\n{dtype}\n".encode()
+    return rebuild + b"(" + persistent_id + layout + hooks + dtype_argument + b"tR"
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _integer(value: int) -> bytes:
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    return b"\x8a\x09" + value.to_bytes(9, "little")
+
+
+def _integers(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_integer, values)) + b"t"

@@ -1,0 +1,62 @@
+"""Open a folder of torch files: the only one, or several with an index (`pytorch_model.bin.index.json`)."""
+
+from pathlib import Path
+
+from converters.catalog import Catalog, TensorEntry
+from converters.containers import safetensors, torch_file
+from converters.containers.base import Container, FolderFiles, name_some
+from converters.containers.sniff import first_bytes, is_safetensors, is_zip, refuse_strange_files, stranger
+from converters.errors import CheckpointError
+from converters.names import DCP_METADATA, HF_INDEX, MANIFEST, TORCH_INDEX
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def open_file(path: Path) -> Catalog:
+    """The catalog of one file of weights. Its first bytes say what it is, never its name."""
+    if path.name in (DCP_METADATA, HF_INDEX, TORCH_INDEX, MANIFEST) or path.suffix == ".distcp":
+        is_whole = path.suffix != ".distcp" or any(path.parent.glob("*.metadata"))
+        hint = "give its folder" if is_whole else f"{DCP_METADATA}, which lists its contents, is missing"
+        tries = [str(path.parent)] if is_whole else []
+        raise CheckpointError(f"{path}: a part of a checkpoint", hint=hint, tries=tries)
+    start = first_bytes(path)
+    if is_zip(start):
+        return torch_file.read_catalog(path)
+    if is_safetensors(start):
+        return safetensors.read_catalog(path)
+    if problem := stranger(path, start):
+        raise problem
+    raise CheckpointError(f"{path}: neither safetensors nor a torch file", hint=f"its first bytes are {start[:16]!r}")
+
+
+def _find(files: FolderFiles) -> str:
+    """A single file; several are recognised only beside safetensors, for the error that lists both."""
+    if files.entry:
+        return files.entry if files.entry.endswith((*TORCH_SUFFIXES, TORCH_INDEX)) else ""
+    if files.dcp_metadata or files.meta:
+        return ""
+    return name_some(files.torch) if files.safetensors or len(files.torch) == 1 else ""
+
+
+def _open_folder(files: FolderFiles) -> Catalog:
+    if files.entry == TORCH_INDEX:
+        refuse_strange_files(files.path, files.torch)
+        index = files.path / TORCH_INDEX
+        return Catalog(files.path, "torch", safetensors.read_indexed(files.path, index, _read_file))
+    return open_file(files.path / (files.entry or files.torch[0]))
+
+
+def _read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
+    return torch_file.read_catalog(folder / name).tensors
+
+
+TORCH = Container(
+    name="torch",
+    called="a torch file",
+    title="a torch file",
+    suffixes=TORCH_SUFFIXES,
+    find=_find,
+    open_folder=_open_folder,
+    keeps_sections=True,
+    is_for_transformers=True,
+)

@@ -1,0 +1,154 @@
+"""The record of a format: names, containers, options, planning, writing, and the help of its commands.
+
+A format is a container with a naming. Each is one constant in the file of its name, listed in registry.py; the
+`titan convert` commands are made from these records, so this package imports numpy only inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from converters.errors import ConfigError
+
+if TYPE_CHECKING:
+    from converters.catalog import TensorInfo
+    from converters.containers.target import Target
+    from converters.families.base import Family, Naming
+    from converters.layout import MeshShape
+    from converters.model_info import ModelInfo
+    from converters.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """How a field of OutputOptions is given on the command line."""
+
+    flag: str
+    help: str
+    refusal: str  # the hint where a format does not take it
+    metavar: str | None = None
+    kind: Any = str  # the type of the argument
+    parse: Callable[[Any], Any] = lambda value: value  # argument → value of the field
+
+    @property
+    def parameter(self) -> str:
+        """The name of the command's parameter."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def _parse_mesh(text: str) -> MeshShape:
+    from converters.layout import MeshShape
+
+    return MeshShape.parse(text)
+
+
+def _parse_bytes(text: str) -> int:
+    from converters.sizes import parse_bytes
+
+    return parse_bytes(text, option="--shard-size")
+
+
+def _option(flag: str, help: str, *, refusal: str, **details: Any) -> Any:
+    return field(default=None, metadata={"option": OptionText(flag, help, refusal, **details)})
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What a user may ask of an output. A field that is not None is refused by a format that does not take it."""
+
+    # the mesh whose ranks will read the output: each chunk is one rank's
+    mesh: MeshShape | None = _option(
+        "--for-mesh",
+        "Cut as this mesh reads it, e.g. dp_shard=64,tp=8,pp=4. Default: row blocks that suit any.",
+        metavar="MESH",
+        parse=_parse_mesh,
+        refusal="it cuts a DCP output as a mesh reads it; other formats have no layout",
+    )
+    shard_bytes: int | None = _option(
+        "--shard-size",
+        "Most bytes in a file, such as 5GB or 500MB. Default: 5GB.",
+        metavar="SIZE",
+        parse=_parse_bytes,
+        refusal="it cuts an output that may be any number of files; this one may not",
+    )
+    # model-parallel shards of an original Meta release
+    num_shards: int | None = _option(
+        "--num-shards",
+        "Write consolidated.00 … for 1, 2, 4, 8 or 16 ranks. Default: 1.",
+        metavar="N",
+        kind=int,
+        refusal="it is the number of consolidated.NN.pth files of Meta's format",
+    )
+    style: str | None = _option(
+        "--style",
+        "The names that torchtune's checkpointer reads. Default: hf.",
+        kind=Literal["hf", "meta", "torchtune"],
+        refusal="it chooses between the checkpointers of torchtune",
+    )
+    device: str | None = _option(
+        "--device",
+        "Where torchtune trains: cpu, cuda, … Written into the recipe.",
+        metavar="DEVICE",
+        refusal="it goes into torchtune's recipe",
+    )
+    # chat file that torchtune's recipe trains on
+    dataset: Path | None = _option(
+        "--dataset",
+        "Chats to train on (JSON or JSON Lines); copied into the folder.",
+        metavar="FILE",
+        kind=Path,
+        refusal="it goes into torchtune's recipe",
+    )
+
+    def given(self) -> set[str]:
+        """Names of the fields that are not None."""
+        return {f.name for f in fields(self) if getattr(self, f.name) is not None}
+
+
+OPTIONS: Mapping[str, OptionText] = {f.name: f.metadata["option"] for f in fields(OutputOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What an output is planned from: the tensors as they will be written, and the model that they are."""
+
+    tensors: Mapping[str, TensorInfo]  # by target name, in order
+    view: View  # gives their values; its ledger says which native tensor each one is
+    family: Family
+    info: ModelInfo
+    dst: Path  # where the complete output will be; it is written elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class CommandHelp:
+    """The help page of one `titan convert` command."""
+
+    short: str  # on the page of `titan convert`
+    text: str
+    examples: tuple[str, ...]  # without `titan convert`
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format that `titan convert` reads and writes."""
+
+    name: str
+    called: str  # in messages: "a DCP checkpoint"
+    containers: tuple[str, ...]  # that hold it, as a source; of the first one it is the usual format
+    takes: tuple[str, ...]  # fields of OutputOptions that it takes, in the order of the help page
+    naming: Callable[[Family, OutputOptions], Naming | None]  # None: native names
+    plan: Callable[[Contents, OutputOptions], Target]
+    write_small_files: Callable[[Path, Contents, OutputOptions], list[str]]  # returns the names of what it wrote
+    from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
+    to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
+    file_suffixes: tuple[str, ...] = ()  # of a DST that is not a folder, but the one file of this format
+    destination_help: str = "The folder to make."
+
+    def check_options(self, options: OutputOptions) -> None:
+        """Raise ConfigError, in the words of the command line, for an option that this format does not take."""
+        for name in sorted(options.given().difference(self.takes)):
+            option = OPTIONS[name]
+            raise ConfigError(f"{option.flag} means nothing for {self.called}", hint=option.refusal)

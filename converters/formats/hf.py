@@ -1,0 +1,60 @@
+"""A folder that transformers opens: safetensors, config.json, tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
+
+if TYPE_CHECKING:
+    from converters.containers.target import Target
+
+
+def _plan(contents: Contents, options: OutputOptions) -> Target:
+    from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
+
+    return plan_safetensors(contents.tensors, shard_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
+
+
+def _write_small_files(folder: Path, contents: Contents, options: OutputOptions) -> list[str]:
+    from converters.assets import write_assets, write_tokenizer_for_hf
+    from converters.catalog import count_dtypes
+    from converters.model_info import write_hf_config
+    from converters.names import HF_CONFIG
+
+    info = contents.info
+    written = write_assets(folder, info.assets, info.generation)
+    written += write_tokenizer_for_hf(
+        folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
+    )
+    write_hf_config(folder, info, dtype=next(iter(count_dtypes(contents.tensors))))
+    return [HF_CONFIG, *written]
+
+
+HF = Format(
+    name="hf",
+    called="a Hugging Face checkpoint",
+    containers=("safetensors", "torch"),
+    takes=("shard_bytes",),
+    naming=lambda family, options: family.namings["hf"],
+    plan=_plan,
+    write_small_files=_write_small_files,
+    to_dcp=CommandHelp(
+        "Hugging Face to DCP.",
+        "Hugging Face safetensors to DCP, ready for `titan train` and torchtitan.",
+        (
+            "hf-to-dcp Llama-3.2-1B llama-1b-dcp",
+            "hf-to-dcp Llama-3.1-70B llama-70b-dcp --for-mesh dp_shard=8,tp=8 --dtype bfloat16",
+            "hf-to-dcp Llama-3.1-405B llama-405b-dcp --for-mesh dp_shard=64,tp=8 --dry-run",
+        ),
+    ),
+    from_dcp=CommandHelp(
+        "DCP to Hugging Face.",
+        "DCP to a folder that transformers opens. Of a training checkpoint, the weights.",
+        (
+            "dcp-to-hf outputs/checkpoint/step-1000 my-model",
+            "dcp-to-hf torchtitan/step-1000 my-model --model-from Llama-3.1-8B --dtype bfloat16",
+        ),
+    ),
+)

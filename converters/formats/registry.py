@@ -1,0 +1,25 @@
+"""The formats that `titan convert` reads and writes. A new one is listed here."""
+
+from collections.abc import Mapping
+
+from converters.errors import UnsupportedError
+from converters.formats.base import Format
+from converters.formats.dcp import DCP
+from converters.formats.hf import HF
+from converters.formats.meta import META
+from converters.formats.torch import TORCH
+from converters.formats.torchtune import TORCHTUNE
+
+FORMATS: Mapping[str, Format] = {format.name: format for format in (DCP, HF, META, TORCH, TORCHTUNE)}
+
+
+def get_format(name: str) -> Format:
+    """The format of that name. Raises UnsupportedError, naming those that exist."""
+    if name not in FORMATS:
+        raise UnsupportedError(f"there is no format {name!r} to write", hint=f"known: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def usual_format(container: str) -> Format:
+    """The format that a checkpoint in this container is taken for."""
+    return next(format for format in FORMATS.values() if format.containers[0] == container)

@@ -1,0 +1,94 @@
+"""The error for a folder that holds no checkpoint: what it is instead, and which path was probably meant."""
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from converters.containers.safetensors import is_of_series
+from converters.containers.torch_folder import open_file
+from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
+from converters.folder import FOREIGN, HF_ENTRIES
+from converters.model_info import says_model
+from converters.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
+
+
+def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[str]) -> TitanError:
+    """The error for a folder that is no checkpoint, with the path that was probably meant."""
+    steps = sorted((step, name) for name in names if (step := step_of(name)) is not None)
+    if steps:
+        return _name_newest(path, [path / name for _, name in steps], called="a folder of checkpoints")
+    inside = [p for name in sorted(names) if (path / name).is_dir() for p in (path / name).iterdir()]
+    inside = [p for p in inside if step_of(p.name) is not None and p.is_dir() and not p.is_symlink()]
+    if inside:
+        return _name_newest(path, sorted(inside, key=lambda p: step_of(p.name) or 0), called="the folder of a run")
+    if runs := [str(path / name) for name in sorted(names) if _is_run(path / name)]:
+        return CheckpointError(f"{path}: a folder of runs, not a checkpoint", tries=runs[:8])
+    epochs = sorted((epoch, name) for name in names if (epoch := epoch_of(name)) is not None)
+    if epochs:
+        return CheckpointError(
+            f"{path}: a run of torchtune, not a checkpoint", tries=[str(path / name) for _, name in epochs[-2:]]
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return CheckpointError(
+            f"{path}: DCP data without {DCP_METADATA}",
+            hint=f"the save was interrupted, or {DCP_METADATA} (a hidden file) was not copied",
+        )
+    if torch_files:
+        return _of_several(path, torch_files)
+    if inside := _checkpoints_inside(path, names):
+        model = path if (path / HF_CONFIG).is_file() else "FOLDER"
+        named = ["" if says_model(place) else f" --model-from {model}" for place in inside]
+        tries = [f"{place}{option}" for place, option in zip(inside, named, strict=True)]
+        return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
+    if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:
+        kinds = ", ".join(sorted({FOREIGN[Path(name).suffix] for name in foreign}))
+        return UnsupportedError(
+            f"{path}: its weights are {kinds} files, which are not supported:{list_offenders(foreign)}",
+            hint="load them with transformers and save them with save_pretrained, which writes safetensors",
+        )
+    expected = f"{DCP_METADATA}, *.safetensors, {META_SHARD.format(index=0)} or one .pt/.pth/.bin file"
+    shown = ", ".join(sorted(names)[:8]) + (", …" if len(names) > 8 else "")
+    return CheckpointError(f"{path}: not a checkpoint; it holds {shown}", hint=f"expected: {expected}")
+
+
+def _of_several(path: Path, torch_files: Sequence[str]) -> TitanError:
+    """Of several torch files without an index none is the checkpoint; those that open are suggested."""
+    opened: list[str] = []
+    problems: list[TitanError] = []
+    for name in torch_files:
+        try:
+            if open_file(path / name).tensors:
+                opened.append(name)
+        except TitanError as error:
+            problems.append(error)
+    if problems and not opened:
+        return problems[0]
+    tries = [] if any(map(is_of_series, torch_files)) else [str(path / name) for name in opened[:2]]
+    what = f"{path}: {len(torch_files)} torch files and no {TORCH_INDEX}:{list_offenders(torch_files)}"
+    return UnsupportedError(what, hint="name the one that holds the weights", tries=tries)
+
+
+def _checkpoints_inside(path: Path, names: Collection[str]) -> list[Path]:
+    """Folders in `path` that hold weights (Accelerate's pytorch_model_fsdp_0, the Trainer's checkpoint-500)."""
+    places = [path / name for name in sorted(names) if not name.startswith("optimizer")]
+    marks = (DCP_METADATA, *HF_ENTRIES)
+    found = [place for place in places if place.is_dir() and any((place / mark).is_file() for mark in marks)]
+    return sorted(found, key=lambda place: [int(number) for number in re.findall(r"\d+", place.name)])
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder holds a folder of steps."""
+    try:
+        return any(step_of(p.parent.name) is not None for p in path.glob(f"*/*/{DCP_METADATA}"))
+    except OSError:
+        return False
+
+
+def _name_newest(path: Path, steps: list[Path], *, called: str) -> CheckpointError:
+    """The error for a folder with `steps`, oldest first, below it; an interrupted save has no .metadata."""
+    complete = [step for step in steps if (step / DCP_METADATA).is_file()]
+    return CheckpointError(
+        f"{path}: {called}, not a checkpoint",
+        hint="its newest complete step was probably meant" if complete else "none of its steps is complete",
+        tries=[str(step) for step in complete[-1:]],
+    )

@@ -1,0 +1,162 @@
+"""Degrees: fitted to a world size, and every problem of a layout told at once with choices that would do."""
+
+from dataclasses import replace
+
+import pytest
+
+from converters.errors import ConfigError
+from converters.families.base import DynamicRope
+from converters.families.llama3 import FLAVORS
+from converters.layout import MeshShape
+from trainer.config.sections import Config, Model, Parallelism, Training, Validation
+from trainer.job import (
+    layout_problems,
+    required_world_size,
+    resolve,
+    resolve_job,
+    sequence_divisor,
+)
+
+GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048
+
+
+def problems(parallelism: dict, *, world_size: int, training: dict | None = None, **sections) -> list[str]:
+    degrees = Parallelism(**parallelism)
+    config = Config(
+        model=Model(flavor="debug_gqa"), parallelism=degrees, training=Training(**(training or {})), **sections
+    )
+    return layout_problems(config, GQA, resolve(degrees, world_size))
+
+
+def test_the_shard_degree_takes_what_is_left():
+    degrees = Parallelism(tensor_parallel_degree=2, pipeline_parallel_degree=2)
+    assert resolve(degrees, 8) == MeshShape(pp=2, dp_shard=2, tp=2)
+    assert required_world_size(degrees) == 4
+    assert required_world_size(replace(degrees, data_parallel_shard_degree=3)) == 12
+
+
+def test_degrees_that_data_and_parameters_see():
+    dims = MeshShape(dp_replicate=2, dp_shard=3, cp=4, tp=5)
+    assert (dims.batch, dims.fsdp, dims.world_size) == (6, 12, 120)
+    assert sequence_divisor(dims) == 40
+    assert sequence_divisor(MeshShape(tp=5)) == 5  # without context parallelism nothing is cut head and tail
+
+
+@pytest.mark.parametrize("world_size", [3, 9])
+def test_ranks_that_cannot_be_shared_out(world_size):
+    with pytest.raises(ConfigError, match="multiply to 4") as raised:
+        resolve(Parallelism(tensor_parallel_degree=4), world_size)
+    assert str(max(world_size // 4, 1) * 4) in raised.value.hint
+
+
+def test_a_product_that_is_not_the_world_size():
+    with pytest.raises(ConfigError, match=r"needs 6 ranks \(dp_shard 3 × tp 2\), but there are 8") as raised:
+        resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 8)
+    assert raised.value.tries == ("--nproc 6",)
+    six = Config(parallelism=Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2))
+    with pytest.raises(ConfigError) as checked:  # a check and a dry run have no --nproc
+        resolve_job(six, 8)
+    assert checked.value.tries == ("--world-size 6",)
+    assert "data_parallel_shard_degree = 4 would fit" in raised.value.hint
+    with pytest.raises(ConfigError) as raised:
+        resolve(Parallelism(data_parallel_shard_degree=3, tensor_parallel_degree=2), 7)
+    assert raised.value.hint == ""  # no shard degree helps
+
+
+def test_a_layout_without_problems():
+    assert problems({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, world_size=8) == []
+    assert resolve_job(Config(), 2).dims == MeshShape(dp_shard=2)
+
+
+def test_tensor_degree_names_what_it_does_not_divide_and_what_would():
+    (problem,) = problems({"tensor_parallel_degree": 8}, world_size=8, training={"seq_len": 64})
+    assert problem == "parallelism.tensor_parallel_degree = 8 does not divide 4 key/value heads; possible: 1, 2, 4"
+    (problem,) = problems({"tensor_parallel_degree": 3}, world_size=3, training={"seq_len": 63})
+    assert all(what in problem for what in ("8 attention heads", "4 key/value heads", "2,048 vocabulary entries"))
+    assert "feed-forward" not in problem  # 384 = 3 × 128
+
+
+def test_sequences_divide_by_tensor_and_twice_context_degree():
+    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
+    assert problems(degrees, world_size=4, training={"seq_len": 64}) == []
+    validation = Validation(enable=True, seq_len=20)
+    told = problems(degrees, world_size=4, training={"seq_len": 62}, validation=validation)
+    assert told == [
+        "training.seq_len = 62 is not a multiple of 8 (tp × 2·cp); nearest: 56 or 64",
+        "validation.seq_len = 20 is not a multiple of 8 (tp × 2·cp); nearest: 16 or 24",
+    ]
+    assert problems(degrees, world_size=4, training={"seq_len": 4})[0].endswith("nearest: 8")
+
+
+def test_dynamic_rope_is_not_covered_beyond_the_trained_length():
+    args = replace(GQA, rope_scaling=DynamicRope(4.0), max_seq_len=64)
+    config = Config(training=Training(seq_len=128), validation=Validation(enable=True, seq_len=96))
+    told = layout_problems(config, args, MeshShape())
+    assert [problem.partition(" tokens")[0] for problem in told] == [
+        "training.seq_len = 128 is beyond the model's 64",
+        "validation.seq_len = 96 is beyond the model's 64",
+    ]
+    assert all(problem.endswith("nearest: 64") for problem in told)
+    assert layout_problems(config, replace(args, max_seq_len=128), MeshShape()) == []
+
+
+def test_global_batch_divides_by_what_the_ranks_take():
+    training = {"global_batch_size": 20, "local_batch_size": 4}
+    assert problems({}, world_size=5, training=training) == []
+    (problem,) = problems({}, world_size=2, training=training)
+    assert "not a multiple of 8" in problem and "16 or 24" in problem
+
+
+def test_microbatches():
+    pipelined = {"pipeline_parallel_degree": 2}
+    (problem,) = problems(pipelined | {"pipeline_parallel_microbatch_size": 3}, world_size=2)
+    assert "does not divide training.local_batch_size = 8; possible: 1, 2, 4, 8" in problem
+    (problem,) = problems(pipelined, world_size=2, training={"local_batch_size": 1})
+    assert "1F1B needs at least 2 microbatches" in problem and "≥ 2 or GPipe" in problem
+    gpipe = pipelined | {"pipeline_parallel_schedule": "GPipe"}
+    assert problems(gpipe, world_size=2, training={"local_batch_size": 1}) == []
+    interleaved = pipelined | {"pipeline_parallel_schedule": "Interleaved1F1B"}
+    (problem,) = problems(interleaved, world_size=2, training={"local_batch_size": 5})
+    assert "training.local_batch_size = 4 or 6" in problem
+    # without a pipeline there are no microbatches to be wrong
+    assert problems({"pipeline_parallel_microbatch_size": 3}, world_size=2) == []
+
+
+def test_stages():
+    (problem,) = problems({"pipeline_parallel_degree": 8}, world_size=8)
+    assert "4 layers cannot be split into 8 pipeline stages" in problem
+    (problem,) = problems({"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 2}, world_size=2)
+    assert "schedule 1F1B on 2 pipeline ranks needs 2 stages, the split has 3" in problem
+    looped = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS"}
+    (problem,) = problems(looped | {"pipeline_parallel_layers_per_stage": 3}, world_size=2)
+    assert "needs 4, 6, … stages, the split has 2" in problem
+
+
+def test_stages_written_out():
+    explicit = (("tok_embeddings", "layers.0", "layers.0"), ("layers.2", "layers.7", "norm", "output"))
+    degrees = {"pipeline_parallel_degree": 2, "module_fqns_per_model_part": explicit}
+    (problem,) = problems(degrees, world_size=2)
+    assert "unknown: layers.7; missing: layers.1, layers.3; given twice: layers.0" in problem
+    swapped = (("tok_embeddings", "layers.1", "layers.0"), ("layers.2", "layers.3", "norm", "output"))
+    (problem,) = problems(degrees | {"module_fqns_per_model_part": swapped}, world_size=2)
+    assert "not in model order" in problem
+
+
+def test_all_problems_at_once():
+    degrees = Parallelism(tensor_parallel_degree=8, pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
+    config = Config(model=Model(flavor="debug_gqa"), parallelism=degrees, training=Training(seq_len=60))
+    with pytest.raises(ConfigError) as raised:
+        resolve_job(config, 16)
+    assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
+
+
+def test_a_kind_of_data_that_nobody_knows_is_told_with_those_that_are_known():
+    config = Config(training=Training(dataset="wikipedia"))
+    (problem,) = layout_problems(config, GQA, MeshShape())
+    assert "'wikipedia': there is tokens" in problem
+
+
+def test_streams_that_cannot_be_dealt_are_told_with_a_number_that_can():
+    config = Config(training=Training(dataset="c4"))
+    (problem,) = layout_problems(config, GQA, MeshShape(dp_shard=96))
+    assert "dataset_streams = 96" in problem

@@ -1,0 +1,98 @@
+"""Public Python API of the tools: estimate GPU memory, load a model for inference, download, list models.
+
+Importing it does not import torch.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titan_tools.hub.download import DownloadReport
+    from titan_tools.memory.estimate import Estimate
+    from titan_tools.memory.replay.allocator import AllocatorName
+
+__all__ = ["download", "estimate", "list_models"]
+
+
+def estimate(
+    config: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    gpu: str | None = None,
+    allocator: "AllocatorName | None" = None,
+) -> "Estimate":
+    """Estimate the peak GPU memory of a training run. No GPU is needed.
+
+    Args:
+        config: TOML file or preset; `overrides` are typed as on the command line.
+        world_size: number of ranks; None: as many as the degrees of the config need.
+        gpu: a GPU type such as `"h100-80"`, or usable GiB; None judges all known types.
+        allocator: `"classic"` or `"expandable"`; None: that of PYTORCH_ALLOC_CONF, else expandable.
+
+    Raises ConfigError for a layout that cannot run, and UnsupportedError for features that are not covered.
+
+    >>> found = estimate("debug", world_size=8, gpu="h100-80")
+    >>> found.verdicts[0].verdict, found.fullest_rank.pp_rank
+    ('fits', 0)
+    """
+    from converters.errors import UnsupportedError, list_offenders
+    from titan_tools.memory.allocator_settings import allocator_of_environment
+    from titan_tools.memory.estimate import estimate as _estimate
+    from titan_tools.memory.gpus import find_gpu
+    from titan_tools.memory.layout import resolved_layout
+    from titan_tools.memory.trace.coverage import trace_gaps
+    from trainer.config.load import load_config
+
+    settings = load_config(config, overrides)
+    dims = resolved_layout(settings, world_size=world_size)
+    if gaps := trace_gaps(settings, dims):
+        raise UnsupportedError("not covered by the estimate:" + list_offenders([gap.reason for gap in gaps], most=50))
+    return _estimate(
+        settings,
+        dims,
+        gpu=None if gpu is None else find_gpu(gpu),
+        allocator=allocator or allocator_of_environment(),
+    )
+
+
+def download(
+    repository: str,
+    dst: Path | str | None = None,
+    *,
+    revision: str = "main",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    token: str | None = None,
+    dry_run: bool = False,
+) -> "DownloadReport":
+    """Download a model from the Hugging Face hub into the HF cache or, with `dst`, into a folder.
+
+    Resumes an interrupted download and checks every file against the hub's checksum. `include` and `exclude` are file
+    name patterns; by default one set of weights, the configs and the tokenizer are downloaded.
+
+    >>> report = download("meta-llama/Llama-3.2-1B", "llama-1b")  # doctest: +SKIP
+    """
+    from titan_tools.hub.download import FileSelection
+    from titan_tools.hub.download import download as _download
+
+    return _download(
+        repository,
+        None if dst is None else Path(dst),
+        revision=revision,
+        selection=FileSelection(include, exclude),
+        token=token,
+        dry_run=dry_run,
+    )
+
+
+def list_models() -> list[dict[str, Any]]:
+    """List the model families, with their flavors, sizes, and the commands and formats that take them.
+
+    >>> [family["family"] for family in list_models()][:3]
+    ['llama3', 'llama2', 'qwen3']
+    """
+    from titan_tools.catalog_of_models import list_models as _list_models
+
+    return _list_models()

@@ -1,0 +1,117 @@
+"""Public Python API for training: load a config, train, write a seed checkpoint; register models, data and losses.
+
+Importing it does not import torch: modules that register extensions are also imported by commands that need none.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.load import load_config as _load_config
+from trainer.config.sections import Config
+from trainer.data.datasets import register_dataset as _register_dataset
+from trainer.data.samples import TokenSource
+from trainer.job import resolve_job
+from trainer.loss.registry import register_loss as _register_loss
+from trainer.models.registry import TrainerFamily
+from trainer.models.registry import register as _register_model
+from trainer.seed import SeedReport
+from trainer.seed import seed as _seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.data.batch import IGNORED
+    from trainer.models.llama3.model import Attention, FeedForward, Transformer
+
+__all__ = [
+    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss",
+    "Config", "SeedReport", "TokenSource", "TrainerFamily",
+    "Attention", "FeedForward", "Transformer", "IGNORED",
+]  # fmt: skip
+
+_NEED_TORCH = {
+    "Attention": "trainer.models.llama3.model",
+    "FeedForward": "trainer.models.llama3.model",
+    "Transformer": "trainer.models.llama3.model",
+    "IGNORED": "trainer.data.batch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the names that need torch on first use."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_NEED_TORCH[name]), name)
+
+
+def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
+    """Load a TOML file or a preset, with overrides as on the command line. Raises ConfigError with all problems.
+
+    >>> config = load_config("debug", ["--training.steps", "5"])
+    >>> config.training.steps, config.origins["training.steps"]
+    (5, 'command line')
+    """
+    return _load_config(source, overrides)
+
+
+def train(config: Config) -> None:
+    """Train on this process as one rank of the job; torchrun or a scheduler has started all ranks.
+
+    Resumes from the newest checkpoint of the run, if there is one. Raises NumericalFault before an update with NaN, and
+    Preempted after it has saved on SIGTERM or SIGUSR1. In a script for torchrun:
+
+    >>> config = load_config("run.toml")
+    >>> train(config)  # doctest: +SKIP
+    """
+    from trainer.train import main
+
+    main(config)
+
+
+def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedReport:
+    """Write the initial weights of a config's model as a DCP checkpoint, without building the model.
+
+    They are the weights that `train` starts with, sharded for the mesh of the config.
+
+    >>> report = seed(load_config("debug"), "seed")
+    >>> report.mesh, report.num_files
+    ('pp=2,dp_shard=2,tp=2', 8)
+    """
+    return _seed(resolve_job(config), Path(dst), overwrite=overwrite)
+
+
+def register_model(name: str, family: TrainerFamily) -> None:
+    """Make a family trainable. `name` is that of the Family registered with `converters.api.register_family`.
+
+    >>> def build_model(args):
+    ...     from trainer.api import Transformer
+    ...     return Transformer(args)
+    >>> register_model("my_llama", TrainerFamily(build_model))
+    """
+    _register_model(name, family)
+
+
+def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> None:
+    """Register a dataset under a name for `training.dataset`. `open_source(dataset_path)` is called on every rank.
+
+    It returns an object with the attributes and methods of TokenSource.
+
+    >>> register_dataset("my_data", lambda path: ...)
+    """
+    _register_dataset(name, open_source)
+
+
+def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns: bool = False) -> None:
+    """Register a loss under a name for `training.loss`.
+
+    `loss_sum(logits_BLV, targets_BL)` returns the summed loss in fp32; it adds nothing for targets equal to IGNORED.
+    The trainer divides it by the number of valid tokens of the whole step. With `takes_columns` the loss also works
+    with loss parallelism: it is called with `group=`, the logits are this rank's even share of the vocabulary in rank
+    order, and it returns the whole loss on every rank of the group.
+
+    >>> register_loss("my_loss", lambda logits, targets: ...)
+    """
+    _register_loss(name, loss_sum, takes_columns=takes_columns)

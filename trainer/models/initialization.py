@@ -1,0 +1,46 @@
+"""The distributions of a model's initial weights. Torch-free: seed checkpoints are written without torch."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+from converters.families.base import ModelArgs, Parameter, Role
+
+_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normal around 0; values beyond `cut` standard deviations are drawn again."""
+
+    std: float
+    cut: float | None = None
+
+
+Distribution = Constant | Normal
+
+
+def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
+    """The distribution of a parameter's initial values, as in torchtitan.
+
+    A tied embedding is drawn like the output projection: as an embedding (std 1) its logits would start √dim wide.
+    """
+    if parameter.is_bias:
+        return Constant(0.0)
+    match parameter.role:
+        case Role.NORM | Role.HEAD_NORM:
+            return Constant(1.0)
+        case Role.EMBEDDING if not args.tied:
+            return Normal(1.0)
+        case Role.EMBEDDING | Role.OUTPUT:
+            return Normal(args.dim**-0.5, cut=3.0)
+        case Role.ROW | Role.UP_COLUMN if parameter.layer is not None:
+            # deeper layers add to a residual stream that has already grown
+            return Normal(_STD / sqrt(2 * (parameter.layer + 1)))
+    return Normal(_STD)

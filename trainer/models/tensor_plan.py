@@ -1,0 +1,47 @@
+"""The tensor-parallel plan of a model, module FQN → style, derived from the roles of its parameters.
+
+Between the blocks the hidden states are sequence shards (sequence parallelism): embedding and row-parallel products end
+in a reduce-scatter over the sequence, norms work on shards, attention and feed-forward gather their input.
+`trainer/parallel/tensor.py` translates the styles to DTensor's.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+from converters.families.base import Parameter, Role
+
+
+class TensorStyle(Enum):
+    """How a module works under tensor parallelism with sequence parallelism."""
+
+    EMBEDDING = "rows of the vocabulary here; output becomes sequence shards"
+    SEQUENCE_SHARDS = "weights replicated, works on sequence shards (norms)"
+    HEADS = "weights replicated, works on the heads here: [B, L, heads, H]"
+    GATHER_SEQUENCE = "input sequence shards are gathered for the module"
+    COLUMNS = "output features here"
+    ROWS = "input features here; partial sums become sequence shards"
+    LOGITS = "gathers its input; columns of the vocabulary here"
+
+
+_STYLES: Mapping[Role, TensorStyle] = {
+    Role.EMBEDDING: TensorStyle.EMBEDDING,
+    Role.OUTPUT: TensorStyle.LOGITS,
+    Role.NORM: TensorStyle.SEQUENCE_SHARDS,
+    Role.HEAD_NORM: TensorStyle.HEADS,
+    Role.COLUMN: TensorStyle.COLUMNS,
+    Role.KV_COLUMN: TensorStyle.COLUMNS,
+    Role.UP_COLUMN: TensorStyle.COLUMNS,
+    Role.ROW: TensorStyle.ROWS,
+}
+
+
+def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
+    """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one."""
+    plan: dict[str, TensorStyle] = {}
+    for parameter in parameters:
+        if not parameter.is_bias:
+            plan[parameter.module] = _STYLES[parameter.role]
+        if parameter.input_group:
+            plan[parameter.input_group] = TensorStyle.GATHER_SEQUENCE
+    plan.setdefault("output", TensorStyle.LOGITS)  # tied: no parameter of its own, but a module
+    return plan
