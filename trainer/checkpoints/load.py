@@ -16,7 +16,7 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import changed_since, check_files, read_manifest
-from converters.model_info import ModelInfo, read_model_info, says_model
+from converters.model_info import ModelInfo, describes_model, read_model_info
 from converters.names import (
     DATALOADER,
     OPTIMIZER,
@@ -51,7 +51,7 @@ def load_state(
     for text in catalog.notes:
         note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
-    found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
+    found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
     refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
     for section, values in state.sections().items():
