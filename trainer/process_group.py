@@ -17,6 +17,12 @@ from converters.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.mesh import Meshes
 
+# Messages of gloo, NCCL and the store when a peer has ended, and when it did not answer in time
+PEER_ENDED = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "Connection refused",
+    "Connection was likely closed", "remote process exited", "Failed to recv",
+)  # fmt: skip
+TIMED_OUT = ("Timed out", "timed out", "Timeout", "timeout")
 # Writing a large checkpoint takes longer than any training step.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 
@@ -51,11 +57,15 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
 
 def set_train_timeout(meshes: "Meshes", secs: int) -> None:
     """Set the timeout of the steps after the first, which includes compilation and the first connections."""
-    public = hasattr(dist, "set_timeout")  # new in torch 2.15, which warns about the private one
-    set_timeout = dist.set_timeout if public else distributed_c10d._set_pg_timeout
     axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
     for group in (None, *(meshes[axis].get_group() for axis in axes)):
         set_timeout(timedelta(seconds=secs), group)
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set how long a collective of a group may take; None means the default group."""
+    is_public = hasattr(dist, "set_timeout")  # new in torch 2.15, which warns about the private one
+    (dist.set_timeout if is_public else distributed_c10d._set_pg_timeout)(timeout, group)
 
 
 def leave_ranks() -> None:

@@ -23,7 +23,7 @@ from trainer.data.training_data import text_preparation, train_loader
 from trainer.dump_folder import make_dump_folder, save_config
 from trainer.job import Job, resolve_job
 from trainer.mesh import make_meshes
-from trainer.observability.flight_recorder import FlightRecorder, failures_told
+from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note
 from trainer.observability.profiling import profiled
 from trainer.observability.report import Report
@@ -62,7 +62,7 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     on_first(ranks.agreement, lambda: save_config(config))
     progress = Progress()
     recorder = FlightRecorder.of(config.comm, dump_folder)
-    with failures_told(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
+    with collective_failures(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
         if is_saving(settings):
             on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
         held.enter_context(attention_backends(ranks.device))
