@@ -153,7 +153,7 @@ HEADERS = {
     "not UTF-8": (header(b'{"\xff": 1}'), "it is not UTF-8"),
     "a list": (header(b"[]"), "neither safetensors|no JSON object"),
     "deep": (header(b'{"a":' * 100_000), "nested too deeply"),
-    "twice": (header(b'{"w": {}, "w": {}}'), "keys that stand twice"),
+    "twice": (header(b'{"w": {}, "w": {}}'), "repeated keys"),
     "hole": (header(entry(data_offsets=[4, 12]), b"\0" * 12), "a hole in front of w"),
     "overlap": (header({"a": entry()["w"], "b": entry()["w"]}), "an overlap in front of b"),
     "shape": (header(entry(shape=[3])), "8 bytes for shape [3]"),
@@ -203,7 +203,7 @@ def test_c15_json_of_a_size_that_is_not_plausible(copy_of, refused, name):
     source = copy_of("hf")
     with (source / name).open("wb") as file:
         file.truncate(300 << 20)
-    refused(source, name, "more than the 268,435,456 that are plausible")
+    refused(source, name, "more than the plausible 268,435,456")
 
 
 @pytest.mark.parametrize("name", [INDEX, "config.json"])

@@ -276,5 +276,5 @@ def test_nothing_to_accept(sound, copy, tmp_path):
         accept(folder)
     (folder / "link.txt").unlink()
     os.mkfifo(folder / "pipe")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="not regular files"):
         accept(folder)

@@ -282,7 +282,7 @@ def test_key_and_value_heads_that_several_shards_share(tmp_path, count, kv_heads
     ranks[1][wk][0, 0] += 1
     ranks[count - 1][wv][-1, -1] += 1
     folder = save(tmp_path / "bad", tmp_path, ranks)
-    with pytest.raises(CheckpointError, match="what they all must hold alike") as error:
+    with pytest.raises(CheckpointError, match="that must be equal in all of them") as error:
         convert(folder, tmp_path / "none", to="dcp")
     for name, number in ((wk, 1), (wv, count - 1)):
         assert f"{name}: consolidated.{number:02d}.pth" in error.value.message
@@ -457,7 +457,7 @@ def test_a_shard_of_another_model_has_other_norms(llama3, four, tmp_path):
     for name in other:
         other[name] = torch.randn_like(other[name])
     torch.save(other, shard(four, 2))
-    error = refused(four, tmp_path, "what they all must hold alike")
+    error = refused(four, tmp_path, "that must be equal in all of them")
     assert all(
         f"layers.{n}.{norm}.weight: consolidated.02.pth" in error.message
         for n in (0, 1)
@@ -470,7 +470,7 @@ def test_one_bit_of_one_norm_is_told(llama3, four, tmp_path):
     other = shards_of(full(llama3), 4)[3]
     other["norm.weight"].view(torch.int32)[7] ^= 1
     torch.save(other, shard(four, 3))
-    error = refused(four, tmp_path, "what they all must hold alike")
+    error = refused(four, tmp_path, "that must be equal in all of them")
     assert error.message.endswith(":\n  norm.weight: consolidated.03.pth")
 
 

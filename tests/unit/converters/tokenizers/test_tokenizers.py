@@ -134,9 +134,9 @@ CHANGES = {
     "<|eot_id|>": lambda c: c | {"added_tokens": moved(c["added_tokens"], "<|eot_id|>", "<|python_tag|>")},
     "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
     "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
-    "count up from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
+    "consecutive from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
     "make no token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
-    "order of the tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
+    "order of their tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
     "another way": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
 }  # fmt: skip
 
@@ -408,7 +408,9 @@ def test_what_goes_with_the_weights_goes_everywhere(name, tmp_path):
     if family_of(name) != "qwen3":
         report = convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
         assert read(tmp_path / "meta", files) == files
-        assert any("tokenizer.json is carried along untranslated" in remark for remark in report.remarks)  # GPT-2's cut
+        assert any(
+            "tokenizer.json is copied without a translation" in remark for remark in report.remarks
+        )  # GPT-2's cut
         assert not (tmp_path / "meta" / "tokenizer.model").exists()
         last = "meta"
     convert(tmp_path / last, tmp_path / "back", to="hf")

@@ -205,7 +205,7 @@ def test_a_factored_state_is_not_permuted_by_guess(tmp_path):
     save(tmp_path / "hf", hf | {"optimizer": states})
     with pytest.raises(CheckpointError, match="4 problems") as error:
         reshard(tmp_path / "hf", tmp_path / "out")
-    assert error.value.message.count("nothing says how to permute it") == 4  # q and k of two layers
+    assert error.value.message.count("its permutation is unknown") == 4  # q and k of two layers
 
 
 def test_frozen_parameters_are_missing_unless_that_is_allowed(tmp_path):
@@ -304,7 +304,7 @@ def test_what_is_not_known_is_kept_and_told(tmp_path):
     state = weights("model.") | {"optimizer": optimizer() | {"loss_scale": 128.0}, "epoch": 4, "note": {"a": [1, "b"]}}
     save(tmp_path / "step", state)
     report = reshard(tmp_path / "step", tmp_path / "out")
-    assert "not known here, kept as they are: optimizer.loss_scale, epoch, note.a" in report.remarks
+    assert "unknown, copied unchanged: optimizer.loss_scale, epoch, note.a" in report.remarks
     assert read(tmp_path / "out", "note.a") == [1, "b"] and read(tmp_path / "out", "epoch") == 4
     report = reshard(tmp_path / "step", tmp_path / "less", drop=["note"])
     assert report.dropped_sections == {"note": 1} and "note.a" not in open_checkpoint(tmp_path / "less").blobs
