@@ -276,8 +276,8 @@ def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, 
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    told = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
+    listed = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
     return CheckpointError(
-        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(told),
+        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(listed),
         hint="; ".join(hints),
     )

@@ -341,7 +341,7 @@ def test_other_sentencepiece_models_are_carried_and_told(changes, said, tmp_path
     assets = find_assets(path.parent)
     assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=64) == []
     remark = tokenizer_remark(assets, to="hf", vocab_size=ROWS)
-    assert said in remark and "carried along untranslated" in remark
+    assert said in remark and "copied without a translation" in remark
     assert tokenizer_remark(assets, to="meta", vocab_size=ROWS) == ""
     assert write_assets(tmp_path / "out", assets, {}) == ["tokenizer.model"]
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()

@@ -322,10 +322,7 @@ def test_kinds_of_loader_state():
 
     loader = TokenLoader(Index(), "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
     ours = [f"dataloader.{key}" for key in loader.state_dict()]
-    assert (
-        describe_loader_state(ours, MeshShape(dp_shard=3))
-        == "dataloader: titan's; kept, it means the same for any mesh"
-    )
+    assert describe_loader_state(ours, MeshShape(dp_shard=3)) == "dataloader: titan's; kept, it fits any mesh"
     stream = StreamLoader(
         Index(),
         None,

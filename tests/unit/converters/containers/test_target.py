@@ -2,7 +2,7 @@
 
 import os
 
-from converters.formats.write_at import write_at
+from converters.containers.target import write_at
 
 
 def test_a_write_in_parts_is_completed(tmp_path, monkeypatch):
