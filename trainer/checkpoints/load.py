@@ -36,9 +36,10 @@ from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
+_OPTIONAL = f"{TRAIN_STATE}.wandb_run_id"  # only in checkpoints of runs that log to Weights & Biases
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 
 
@@ -58,6 +59,8 @@ def load_state(
             note(f"not loaded from {path}: {section}")
             continue
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
+    if _OPTIONAL in catalog.blobs and TRAIN_STATE not in excluded:
+        wanted[_OPTIONAL] = ""
     strange = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
     if strange and TRAIN_STATE not in excluded:
         note(f"not loaded from {path}, because titan has no such thing: {', '.join(sorted(strange))}")
