@@ -15,13 +15,12 @@ from converters.catalog import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
 from converters.rules import Op, RopeHalves, Rule
 
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 TIED_REASON = "tied: equal to the embedding, bit for bit"
 
 

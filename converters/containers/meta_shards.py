@@ -17,14 +17,12 @@ from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_strange_files
 from converters.errors import CheckpointError, TitanError, list_offenders
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.json_file import read_json
 from converters.names import META_PARAMS, META_SHARD
 
-_EMBEDDING = "tok_embeddings.weight"
-_VOCABULARY = {_EMBEDDING, "output.weight"}  # params.json of Llama 1 and 2 does not have its size
-_KEY_VALUE = (".attention.wk.weight", ".attention.wv.weight")
+_VOCABULARY = {EMBEDDING, OUTPUT}  # params.json of Llama 1 and 2 does not have its size
 _ROOT = re.compile(r"consolidated\.(\d+)")  # the folder in the zip of consolidated.01.pth, as torch.save names it
 
 
@@ -164,9 +162,9 @@ def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[s
     """
     params = read_json(path / META_PARAMS)
     shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
-    embedding = shapes.get(_EMBEDDING, ())
+    embedding = shapes.get(EMBEDDING, ())
     if len(embedding) == 2 and embedding[1] == params.get("dim"):
-        shapes[_EMBEDDING] = (embedding[0] * count, embedding[1])
+        shapes[EMBEDDING] = (embedding[0] * count, embedding[1])
     try:
         family, args = read_meta_params(params, shapes)
     except TitanError as error:
@@ -182,7 +180,7 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
 
     The embedding's other side is never cut, so no shape fits both of its dims.
     """
-    dims = (0, 1) if parameter.fqn == _EMBEDDING else (parameter.tp_dim,)
+    dims = (0, 1) if parameter.role is Role.EMBEDDING else (parameter.tp_dim,)
     for dim in dims:
         if dim is not None and dim < len(shape):
             whole = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
@@ -198,7 +196,7 @@ def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: Mod
     """
     repeats, rest = divmod(count, args.num_kv_heads)
     one_head = (args.head_dim, *parameter.shape[1:])
-    return repeats if parameter.fqn.endswith(_KEY_VALUE) and shape == one_head and repeats > 1 and not rest else 0
+    return repeats if parameter.role is Role.KV_COLUMN and shape == one_head and repeats > 1 and not rest else 0
 
 
 def _placed(chunks: Sequence[Chunk], dim: int) -> tuple[Chunk, ...]:

@@ -17,9 +17,9 @@ from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import Parameter
+from converters.families.base import EMBEDDING, OUTPUT, Parameter
 from converters.names import OPTIMIZER
-from converters.view import EMBEDDING, OUTPUT, TIED_REASON
+from converters.view import TIED_REASON
 
 STATE, GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 # States of torch's optimizers, and of Muon, that have their parameter's shape

@@ -110,7 +110,7 @@ def test_weights_of_several_dtypes_are_named(hf, tmp_path):
 def test_no_tokenizer_is_named(hf, tmp_path):
     (hf / "tokenizer.json").unlink()
     (remark,) = convert(hf, tmp_path / "dcp", to="dcp").remarks
-    assert remark.startswith("no tokenizer goes along") and "--model-from" in remark
+    assert remark.startswith("no tokenizer: the source has none") and "--model-from" in remark
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(titan, tmp_path):

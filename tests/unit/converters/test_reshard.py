@@ -184,7 +184,7 @@ def test_what_is_refused(step, tmp_path):
     with pytest.raises(CheckpointError, match="is the source itself"):
         reshard(step, step)
     write_llama(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="no DCP checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a DCP checkpoint"):
         reshard(tmp_path / "hf", tmp_path / "out")
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     (tmp_path / "dcp" / "titan_manifest.json").unlink()

@@ -199,7 +199,7 @@ BAD = {
     "negative": (lambda m: set_first(m, offset=-5), "is not a size"),
     "elsewhere": (lambda m: set_first(m, offset=7), "zip"),
     "zstd": (lambda m: set_first(m, transform_descriptors=["stream.zstd/1"]), "compressed"),
-    "unplaced": (lambda m: m.storage_data.clear(), "says nowhere"),
+    "unplaced": (lambda m: m.storage_data.clear(), "has no location of"),
     "unlisted": (lambda m: m.state_dict_metadata.pop("w"), "does not list"),
     "wrong shape": (
         lambda m: m.state_dict_metadata.update(w=replace(m.state_dict_metadata["w"], size=torch.Size([5, 3]))),

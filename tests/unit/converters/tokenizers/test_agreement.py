@@ -82,7 +82,7 @@ def lower_case(content):
 
 
 CHANGES = {
-    swap_two_tokens: "2 tokens have other ids",
+    swap_two_tokens: "2 tokens have different ids",
     cut_spaces_off: "does not split text by Llama 3's pattern",
     leave_out_merges: "is merged differently",
     other_order: "not in the order of their tokens",
@@ -157,7 +157,7 @@ def no_bytes(content):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (swap_two_tokens, "2 tokens have other ids"),
+        (swap_two_tokens, "2 tokens have different ids"),
         (drop_a_merge, "its merges are not those"),
         (lower_case, "normalizes or splits text differently"),
         (no_bytes, "does not encode unknown characters as bytes"),

@@ -135,9 +135,9 @@ CHANGES = {
     "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
     "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
     "consecutive from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
-    "make no token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
+    "do not result in a token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
     "order of their tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
-    "another way": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
+    "is merged differently": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_another_way_to_a_token_is_another_tokenizer(tmp_path, monkeypatch):
     """Merging "bc" before "ab" by rank, though only ("ab", "c") is listed: the judges disagree, so it is refused."""
     content = table([(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")], whole=True)
     path = write(tmp_path, content)
-    with pytest.raises(UnsupportedError, match="another way"):
+    with pytest.raises(UnsupportedError, match="is merged differently"):
         ranks_of_tokenizer_json(path, vocab_size=ROWS)
     vocab = {text.encode(): id for text, id in content["model"]["vocab"].items() if text.isascii() and len(text) > 1}
     write_ranks(tmp_path / "tokenizer.model", {bytes([i]): i for i in range(256)} | vocab)

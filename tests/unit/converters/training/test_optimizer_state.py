@@ -177,7 +177,7 @@ def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
     assert "optimizer.state.output.weight.exp_avg" not in open_checkpoint(tmp_path / "ours").tensors
     states["state.lm_head.weight.exp_avg"] = states["state.lm_head.weight.exp_avg"] * 2
     save(tmp_path / "bad", hf | {"optimizer": states}, tied)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg: is not .*embed_tokens.*, though .* tied"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg: differs from .*embed_tokens.*, but .* tied"):
         reshard(tmp_path / "bad", tmp_path / "out")
 
 
@@ -231,7 +231,7 @@ def test_what_is_told_twice_or_of_nobody_is_refused(tmp_path):
         reshard(tmp_path / "hf", tmp_path / "out")
     for part in (
         "optimizer.state.model.model.norm.weight.exp_avg  and optimizer.state.model.norm.weight.exp_avg are one state",
-        "twice       optimizer.param_groups.1.lr  is told of output.weight already",
+        "twice       optimizer.param_groups.1.lr  is a repeated setting of output.weight",
         "unexpected  optimizer.param_groups.1.params  lists nobody, ['a list']",
     ):
         assert part in error.value.message
@@ -341,5 +341,5 @@ def test_kinds_of_loader_state():
     assert "at the same dp degree" in describe_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
     with pytest.raises(UnsupportedError, match="2 data-parallel ranks"):
         describe_loader_state(theirs, MeshShape(tp=2))
-    assert "not known here" in describe_loader_state(["dataloader.anything"], None)
+    assert "unknown kind" in describe_loader_state(["dataloader.anything"], None)
     assert describe_loader_state(["train_state.step"], None) == ""
