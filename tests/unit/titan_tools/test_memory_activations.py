@@ -30,7 +30,7 @@ from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
-from trainer.runner import WholeModel
+from trainer.train_model import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = replace(GPUS["h200"], cublas_mib=0)

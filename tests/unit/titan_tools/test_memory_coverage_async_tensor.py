@@ -26,8 +26,8 @@ from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.fake_ranks import fake_ranks
 from trainer.job import resolve
+from trainer.process_group import fake_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

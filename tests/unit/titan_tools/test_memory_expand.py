@@ -14,9 +14,9 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegment
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
-from trainer import moments
 from trainer.config.sections import Config
 from trainer.job import resolve
+from trainer.optim import moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

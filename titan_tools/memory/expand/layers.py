@@ -12,7 +12,7 @@ from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cu
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of
 from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.parallel.float8 import is_float8
-from trainer.stages import split_model
+from trainer.parallel.stages import split_model
 
 # Layers that may differ from those in the middle: at either end the embedding or the loss is their neighbour.
 _NUM_HEAD = _NUM_TAIL = 1

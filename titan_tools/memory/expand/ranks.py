@@ -17,7 +17,7 @@ from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.sections import Config
 from trainer.job import samples_per_step
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES, StageSplit, split_model
 
 
 def trace_rank(

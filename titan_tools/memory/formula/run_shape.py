@@ -13,7 +13,7 @@ from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import is_float8
 from trainer.parallel.fsdp import is_fsdp
-from trainer.stages import split_model
+from trainer.parallel.stages import split_model
 
 FP32 = 4  # bytes
 
