@@ -76,7 +76,7 @@ def without(tp, hidden):
             setattr(shared_memory, hidden, ORIGINALS[hidden])
 
 
-ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "watch_ends")}
+ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "open_pidfds")}
 
 
 @pytest.mark.parametrize("hidden", ORIGINALS)

@@ -6,9 +6,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
+
 from converters.errors import ConfigError
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
+from titan_tools.infer.decoding.likelihood import Likelihood
 from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, check_sampling
 from titan_tools.infer.find import find_checkpoints, find_tokenizer
 from titan_tools.infer.loading import is_damaged, load_weights, open_weights, prepare_work
@@ -17,6 +20,7 @@ from titan_tools.infer.ranks import TPRanks, own_device
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work, generation_settings
 from titan_tools.infer.tasks.one_prompt import make_conversation, make_prompt, new_tokens_that_fit
+from titan_tools.infer.tasks.score import TextScore, score_texts, tokenize_text
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.prompts import Prompt
 
@@ -90,6 +94,17 @@ class Generator:
         (completion,) = generate(self._engine, [tokenized], settings, work.vocabulary, on_text=on_text)
         return completion
 
+    def score(self, text: str, *, completion: str | None = None, num_top: int | None = None) -> TextScore:
+        """The log-likelihood of a text, or of `completion` after `text`, as of `titan infer --score`.
+
+        `num_top`: also the log-probability of each token, with that many of the likeliest tokens. Raises ConfigError
+        for a text without a token to score.
+        """
+        scored = tokenize_text(self._work, id="0", prompt=text, completion=completion)
+        likelihood = Likelihood(self._engine, context=self.context, vocab_size=self._work.args.vocab_size)
+        (score,) = score_texts(likelihood, [scored], num_top=num_top)
+        return score
+
     def _checked(self, tokens: Sequence[Any]) -> list[int]:
         vocab_size = self._work.args.vocab_size
         if not tokens or not all(isinstance(token, int) and 0 <= token < vocab_size for token in tokens):
@@ -101,17 +116,25 @@ def load_for_inference(
     checkpoint: str | PathLike[str],
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     quantize: Literal["int8", "float8"] | None = None,
     compile: bool = False,
     context: int | None = None,
     model_from: str | PathLike[str] | None = None,
 ) -> Generator:
-    """Load a checkpoint of any format in this process: on its GPU if there is one, else on the CPU.
+    """Load a checkpoint of any format for generation in this process.
 
-    `checkpoint`, `dtype`, `quantize`, `compile` and `model_from` are as for `titan infer`: of a training run's folder
-    the newest complete step is taken. `context`: tokens of the longest sequence (default: the model's, at most 8192).
-    Raises TitanError where the checkpoint cannot be read or does not fit the options. A model is loaded once and may
-    complete any number of prompts, one at a time.
+    Args:
+        checkpoint: as for `titan infer`; of a training run's folder the newest complete step is loaded.
+        dtype: of the computation (default: the checkpoint's own).
+        device: default: the GPU if there is one, else the CPU.
+        quantize: round the weights of linear layers to 8 bits.
+        compile: compile the decode step.
+        context: tokens of the longest sequence (default: the model's context, at most 8192).
+        model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.
+
+    Raises CheckpointError where the checkpoint cannot be read, ConfigError where the options do not fit it, and
+    OutOfMemory.
     """
     request = Request(
         Path(checkpoint),
@@ -122,7 +145,7 @@ def load_for_inference(
         compile=compile,
         model_from=None if model_from is None else Path(model_from),
     )
-    ranks = TPRanks(1, 0, own_device(1))
+    ranks = TPRanks(1, 0, own_device(1) if device is None else torch.device(device))
     for found in find_checkpoints(request.checkpoint):
         with open_weights(request, found) as weights:
             work = prepare_work(request, weights)

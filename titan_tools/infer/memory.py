@@ -12,6 +12,7 @@ from converters.errors import TitanError
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
+from converters.sizes import GIB
 from titan_tools.console import count, note
 from titan_tools.infer.decoding.cache import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
@@ -23,7 +24,6 @@ from titan_tools.infer.task import Work
 from titan_tools.launch import inside_launch, started_by_titan
 from titan_tools.machine_errors import as_memory_error
 
-GIB = 1024**3
 _OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
 _BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
 

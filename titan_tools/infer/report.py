@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from converters.sizes import GIB
 from titan_tools.console import count, tally
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Timings
-from titan_tools.infer.memory import GIB
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work

@@ -69,3 +69,13 @@ def test_prompts_without_tokens_of_the_vocabulary_are_refused(hf, prompt):
 def test_messages_need_a_chat_template(hf):
     with pytest.raises(CheckpointError, match="no chat template"):
         load_for_inference(hf).generate([{"role": "user", "content": "hello"}])
+
+
+def test_scores_are_those_of_the_command(titan, hf):
+    generator, text = load_for_inference(hf), "def main(): " * 9
+    expected = result_of(titan, hf, "--score", "--prompt", text)
+    score = generator.score(text, num_top=1)
+    assert score.sum.metrics() == pytest.approx({name: expected[name] for name in score.sum.metrics()})
+    assert sum(one.logprob for one in score.logprobs) == pytest.approx(expected["logprob"], abs=1e-4)
+    prompt, completion = generator.score("def "), generator.score("def ", completion="main(")
+    assert completion.sum.num_bytes == 6 and prompt.text.completion is None

@@ -62,7 +62,7 @@ def test_rows_are_those_that_free_memory_holds(hf, gpu_of, capsys, room_for, row
     gpu_of(others + int(needed(model, args, room_for)))
     assert rows_that_fit(model, args, ranks, rows=8, room=ROOM) == rows
     told = capsys.readouterr().err
-    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time instead of 8: up to ") == (rows < 8)
+    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time instead of 8: each needs ") == (rows < 8)
     assert (told == "") == (rows == 8)
 
 

@@ -24,9 +24,9 @@ REFUSED = {
     ),
     "somebody's request": (
         ("--request", __file__),
-        f"error: --request {__file__}: not what titan writes for the ranks",
+        f"error: --request {__file__}: not a file that titan wrote for its ranks",
     ),
-    "no request": (("--request", "/no/such"), "error: --request /no/such: not what titan writes for the ranks"),
+    "no request": (("--request", "/no/such"), "error: --request /no/such: not a file that titan wrote for its ranks"),
     "out without batch": (
         ("--prompt", "a", "--out", "f"),
         "--out is the results file of a --batch\ntry: --batch FILE",
@@ -38,7 +38,7 @@ REFUSED = {
         "would all be equal: give --temperature\ntry: --temperature 1",
     ),
     "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is for a --batch, or for --samples"),
-    "context of one": (("--prompt", "a", "--context", "99"), "--context is of a conversation"),
+    "context of one": (("--prompt", "a", "--context", "99"), "--context is for a conversation"),
     "from-bos alone": (("--from-bos",), "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input"),
     "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no effect in a chat"),
     "special tokens in a chat": (

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from converters.sizes import MIB
 from titan_tools.infer.decoding.engine import LEAST_SHARED, Engine, RowTokens, num_common
 
-LOGITS_BYTES = 64 * 1024**2  # of fp32 logits at a time; what is computed from them takes as much again
+LOGITS_BYTES = 64 * MIB  # of fp32 logits at a time; what is computed from them takes as much again
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,10 +108,9 @@ class _Pending:
 
 
 class _Scratch:
-    """Memory that is used again: fresh pages, which the kernel must find and clear, cost more than what is read.
+    """Reused memory of at most `most` bytes: to clear fresh pages costs the kernel more than reading the weights.
 
-    It is `most` bytes at most, in use and free. On a CPU it comes from the kernel: malloc would keep what lies between
-    weights that stay.
+    On a CPU it comes from mmap: malloc could not return memory that is between weights that are kept.
     """
 
     def __init__(self, device: torch.device, *, most: int):

@@ -5,7 +5,6 @@ complete file is synced to the disk: after a power failure the last seconds' lin
 them again. To sync every line would take a batch of short answers more time than generating them.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,15 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from converters.commit import fsync
 from converters.errors import ConfigError, list_offenders
+from converters.file_lock import is_open_file, lock_file
+from converters.replace_file import fsync, replacing
 from titan_tools.console import print_json
 from titan_tools.infer.tasks.results_settings import (
     OTHER_OUT,
     ResultsSettings,
     missing_settings,
     read_results_settings,
-    replace_file,
     require_same_settings,
     write_results_settings,
 )
@@ -85,7 +84,8 @@ class ResultsFile:
                 os.fsync(self._descriptor)
                 fsync(self.path.parent)
             else:
-                replace_file(self.path, self._ordered())
+                with replacing(self.path) as temporary, temporary.open("wb") as file:
+                    file.writelines(self._ordered())
         except OSError as error:
             raise ConfigError(
                 f"cannot put {self.path} into the batch's order: {error.strerror}",
@@ -141,7 +141,7 @@ def is_complete(path: Path | None, expected: ExpectedResults) -> bool:
         return False
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _lock(descriptor, path, fcntl.LOCK_SH)
+        _lock(descriptor, path, shared=True)
         return len(_read_results(descriptor, path, expected).lines) == len(expected.keys)
     finally:
         os.close(descriptor)
@@ -164,7 +164,7 @@ def open_results(path: Path, expected: ExpectedResults, *, as_json: bool = False
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     try:
-        _lock(descriptor, path, fcntl.LOCK_EX)
+        _lock(descriptor, path)
         stored = _read_results(descriptor, path, expected)
         if not stored.lines and expected.settings is not None:
             write_results_settings(path, expected.settings)
@@ -175,15 +175,13 @@ def open_results(path: Path, expected: ExpectedResults, *, as_json: bool = False
     return ResultsFile(path, descriptor, expected.keys, stored, as_json=as_json)
 
 
-def _lock(descriptor: int, path: Path, how: int) -> None:
+def _lock(descriptor: int, path: Path, *, shared: bool = False) -> None:
     """Lock the file at `path` without waiting. Raises ConfigError where another process holds or has replaced it."""
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-        is_free = os.path.samestat(os.fstat(descriptor), os.stat(path))
+        lock_file(descriptor, shared=shared)
+        is_free = is_open_file(descriptor, path)
     except BlockingIOError:
         is_free = False
-    except OSError:
-        is_free = True  # a file system without locks: the user must not start two runs with one file
     if not is_free:
         raise ConfigError(f"another titan infer is writing {path} now", hint="wait for it, or give another --out")
 

@@ -4,19 +4,16 @@ It is written before the first result, while the results file is locked and empt
 """
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from converters.commit import fsync
 from converters.errors import CheckpointError, ConfigError, list_offenders
 from converters.families.base import args_to_json
 from converters.json_file import read_json
-from converters.names import TEMPORARY_PREFIX
+from converters.replace_file import replacing
 from titan_tools.infer.task import Work
 
 _SUFFIX = ".settings.json"
@@ -114,7 +111,8 @@ def write_results_settings(out: Path, settings: ResultsSettings) -> None:
     path = settings_path(out)
     content = {"version": _VERSION, "checkpoint": settings.checkpoint, "settings": dict(settings.settings)}
     try:
-        replace_file(path, [json.dumps(content, indent=1).encode(), b"\n"])
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
 
@@ -176,19 +174,3 @@ def recorded_moment(out: Path | None) -> datetime | None:
         return datetime.fromisoformat(moment) if moment else None
     except (TypeError, ValueError):
         raise _invalid_settings(out, f": {moment!r:.60} is not a time") from None
-
-
-def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace the content of a file atomically and sync it to the disk; the mode of an existing file is kept."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync(path.parent)
