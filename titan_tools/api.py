@@ -20,6 +20,7 @@ def load_for_inference(
     checkpoint: Path | str,
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
     quantize: Literal["int8", "float8"] | None = None,
     compile: bool = False,
     context: int | None = None,
@@ -30,6 +31,7 @@ def load_for_inference(
     Args:
         checkpoint: as for `titan infer`; of a run folder the newest complete step.
         dtype: of the computation; default: the checkpoint's own.
+        device: default: the GPU if there is one, else the CPU.
         quantize: round the weights of linear layers to 8 bits.
         compile: compile the decode step.
         context: length of the longest sequence; default: the model's context, at most 8192.
@@ -49,6 +51,7 @@ def load_for_inference(
     return _load(
         checkpoint,
         dtype=dtype,
+        device=device,
         quantize=quantize,
         compile=compile,
         context=context,

@@ -113,6 +113,13 @@ def test_toml_of_the_training_page_loads(text, tmp_path):
     assert load_config(path).origins
 
 
+def test_the_architecture_page_is_current():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert 120 <= len(text.splitlines()) <= 180
+    paths = set(re.findall(r"`((?:converters|trainer|titan_tools|tests)/[\w./]+)`", text))
+    assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
+
+
 def test_scripts_named_in_pages_exist():
     for page in PAGES:
         for path in re.findall(r"(?<![\w/])scripts/[\w./]+\w", page.read_text()):
