@@ -111,7 +111,7 @@ def copy_tensors(
         by_tensor[slot.fqn].append(number)
     indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
     changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
-    files = OpenFiles(folder, flags=_CREATE)
+    files = OpenFiles(folder, flags=os.O_RDWR)  # no O_CREAT: see _create_files
     _create_files(folder, target, resuming=journal is not None)
 
     def run(unit: _Unit) -> _Unit:
@@ -227,7 +227,6 @@ def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Itera
             yield from ([box] for box in boxes)
 
 
-_CREATE = os.O_RDWR | os.O_CREAT
 _RECORDED = ("digest", "source_digest", "non_finite", "overflows", "relative_error", "num_bytes")
 
 
@@ -309,6 +308,11 @@ def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers:
 
 
 def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:
+    """Create every file before a thread writes.
+
+    An interrupt within `Thread.start` leaves a thread that its pool does not know and cannot wait for. Such a thread
+    must not create a file anew in a folder that is being removed.
+    """
     for file in {slot.file for slot in target.slots}:
         (folder / file).touch(exist_ok=resuming)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConfigError
 
@@ -37,6 +38,14 @@ class OptionText:
     def parameter(self) -> str:
         """The name of the command's parameter."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+
+class Style(StrEnum):
+    """The checkpointers of torchtune."""
+
+    hf = "hf"
+    meta = "meta"
+    torchtune = "torchtune"
 
 
 def _parse_mesh(text: str) -> MeshShape:
@@ -85,7 +94,8 @@ class OutputOptions:
     style: str | None = _option(
         "--style",
         "The names that torchtune's checkpointer reads. Default: hf.",
-        kind=Literal["hf", "meta", "torchtune"],
+        kind=Style,
+        parse=str,
         refusal="it chooses between the checkpointers of torchtune",
     )
     device: str | None = _option(

@@ -64,7 +64,7 @@ POSITIONS = torch.stack([torch.arange(24), 20_000 + torch.arange(24)])  # near, 
 def _every_pair() -> list:
     """Every model in every format that can hold it. Most are slow tests: all go through all formats in turn, too."""
     pairs = [(model, form) for model in MODELS for form in FORMATS if (model, FORMATS[form][0]) not in REFUSED]
-    return [pytest.param(*pair, marks=() if pair[0] in ("untied", "tied") else pytest.mark.slow) for pair in pairs]
+    return [pytest.param(*pair, marks=() if pair[0] == "tied" else pytest.mark.slow) for pair in pairs]
 
 
 @pytest.fixture(scope="module", params=MODELS)
