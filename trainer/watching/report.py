@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Metrics
+from trainer.gpus import data_sheet
 from trainer.job import Job
 from trainer.step import StepResult
 from trainer.watching.log_rank import shown_ranks
@@ -18,7 +19,6 @@ from trainer.watching.metrics import (
     MetricsLog,
     StepClock,
     flops_per_token,
-    peak_flops,
     peak_memory,
     step_line,
 )
@@ -62,7 +62,7 @@ class Report:
                 job.args, num_parameters=job.num_parameters, seq_len=config.training.seq_len
             ),
             num_ranks=self._num_ranks,
-            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            peak=data_sheet(torch.cuda.get_device_name(device)).bf16_flops if device.type == "cuda" else None,
         )
 
     def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
