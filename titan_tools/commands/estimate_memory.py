@@ -1,4 +1,4 @@
-"""titan estimate-memory: estimate the peak GPU memory of a run before it starts."""
+"""`titan estimate-memory`: estimate the peak GPU memory of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ import typer
 def estimate_memory(
     context: typer.Context,
     config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="TOML file, as for `titan train`, or a preset's name.")
+        str, typer.Argument(metavar="CONFIG", help="A TOML file as for `titan train`, or the name of a preset.")
     ],
     world_size: Annotated[
         int | None,
@@ -20,14 +20,14 @@ def estimate_memory(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="TYPE", help="Judge this type: h100-80, h100-96, h200, a100-80 (or a100), b200, or usable GiB."
+            metavar="TYPE", help="h100-80, h100-96, h200, a100-80 (or a100), b200, or usable GiB: judge only this one."
         ),
     ] = None,
     allocator: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="classic or expandable (segments).  [default: by PYTORCH_ALLOC_CONF, else expandable]",
+            help="classic or expandable (segments).  [default: that of PYTORCH_ALLOC_CONF, else expandable]",
         ),
     ] = None,
     timeline: Annotated[
@@ -38,9 +38,9 @@ def estimate_memory(
         Path | None,
         typer.Option(metavar="PICKLE", help="Write the fullest rank's allocations for pytorch.org/memory_viz."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Estimate how much GPU memory a run takes at its peak, what takes it, and whether it fits.
+    """Estimate the peak GPU memory of a run, its parts, and whether it fits.
 
     \b
     Examples:
@@ -48,10 +48,10 @@ def estimate_memory(
       titan estimate-memory llama3_70b --world-size 256 --gpu h100-80 --activation_checkpoint.mode=full
       titan estimate-memory llama3_8b --world-size 8 --timeline step.png
 
-    No GPU is needed and no weights are allocated: the real train step runs on fake tensors, as one rank of any job, and
-    a model of torch's CUDA allocator replays what it allocates. Override any key of the config as in `titan train`:
-    --section.key value. With --gpu the exit code is the verdict: 0 fits, 1 does not fit, 5 too close to call. A config
-    that is not covered is refused with exit code 2.
+    No GPU is needed: the train step runs on fake tensors as one rank of the job, and its allocations are replayed by a
+    model of CUDA's allocator. Every key of the config can be given as --section.key VALUE, as for `titan train`. With
+    --gpu the exit code is the verdict: 0 fits, 1 does not fit, 5 too close to call. Features that the estimate does not
+    support are refused with exit code 2.
     """
     from titan_tools.memory.command import estimate_from_command_line
 

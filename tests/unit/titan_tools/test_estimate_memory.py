@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -34,9 +33,9 @@ from trainer.job import resolve_job
 from trainer.loss import registry as loss_registry
 
 
-def in_a_process(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+def in_a_process(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-P", "-m", "titan_tools", "estimate-memory", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def formula_of(preset: str, *overrides: str, world_size: int | None = None) -> Instant:
@@ -218,18 +217,19 @@ def test_what_libraries_say_at_import_is_not_shown():
     assert not done.stderr
 
 
-@pytest.fixture(scope="module")
-def examples() -> list[list[str]]:
-    lines = [line.strip() for line in in_a_process("--help").stdout.splitlines()]
+@pytest.fixture
+def examples(titan) -> list[list[str]]:
+    lines = [line.strip() for line in titan("estimate-memory", "--help").stdout.splitlines()]
     return [line.split()[2:] for line in lines if line.startswith("titan estimate-memory ")]
 
 
 @pytest.mark.parametrize(
     "number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_help_leads_with_examples_that_run(examples, number, tmp_path):
+def test_help_leads_with_examples_that_run(titan, examples, number, tmp_path, monkeypatch):
     assert len(examples) == 3
-    done = in_a_process(*examples[number], folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = titan("estimate-memory", *examples[number])
     assert done.returncode == 0, done.stderr
 
 

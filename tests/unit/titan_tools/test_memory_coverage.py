@@ -103,6 +103,7 @@ WITHOUT_EFFECT = {
         "metrics.enable_tensorboard",
         "metrics.save_tb_folder",
         "metrics.disable_color_printing",
+        "metrics.enable_wandb",
         "metrics.save_for_all_ranks",
         "model.hf_assets_path",
         "model.print_after_conversion",

@@ -1,6 +1,6 @@
 """The numbers of a run that the closed form needs: model, mesh, stages, batch, dtypes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from converters.dtypes import itemsize
@@ -64,16 +64,15 @@ class RunShape:
     compiles_loss: bool = False
     float8: Float8Products | None = None
     cpu_attention: bool = False  # a CPU's kernels: context parallel's masks are tensors, and no buffers in backward
+    has_head_norms: bool = field(init=False)  # every head of q and k is normalized before attention
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_head_norms", self.family.has_role(Role.HEAD_NORM, self.args))
 
     @property
     def state_bytes(self) -> int:
         """Of both moments of one element of a parameter."""
         return 2 * (self.moment_bytes or self.param_bytes)
-
-    @property
-    def has_head_norms(self) -> bool:
-        """Whether every head of q and k is normalized before attention."""
-        return self.family.has_role(Role.HEAD_NORM, self.args)
 
     @property
     def casts_weights(self) -> bool:
