@@ -83,19 +83,18 @@ def estimate(
     """
     from converters.errors import UnsupportedError, list_offenders
     from titan_tools.memory.allocator_settings import allocator_of_environment
+    from titan_tools.memory.command import find_gpu
     from titan_tools.memory.estimate import estimate as _estimate
-    from titan_tools.memory.gpus import find_gpu
-    from titan_tools.memory.layout import resolved_layout
     from titan_tools.memory.trace.coverage import trace_gaps
     from trainer.config.load import load_config
+    from trainer.job import resolve_job
 
     settings = load_config(config, overrides)
-    dims = resolved_layout(settings, world_size=world_size)
-    if gaps := trace_gaps(settings, dims):
+    job = resolve_job(settings, world_size)
+    if gaps := trace_gaps(settings, job.dims):
         raise UnsupportedError("not covered by the estimate:" + list_offenders([gap.reason for gap in gaps], most=50))
     return _estimate(
-        settings,
-        dims,
+        job,
         gpu=None if gpu is None else find_gpu(gpu),
         allocator=allocator or allocator_of_environment(),
     )
