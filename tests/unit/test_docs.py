@@ -120,6 +120,20 @@ def test_the_architecture_page_is_current():
     assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
 
 
+def test_the_format_of_the_architecture_page_converts(hf, tmp_path, monkeypatch):
+    from converters.api import convert, diff, open_checkpoint
+    from converters.formats.registry import FORMATS
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setitem(FORMATS, "native", names["NATIVE"])
+    convert(hf, tmp_path / "native", to="native")
+    assert diff(hf, tmp_path / "native").equal
+    with open_checkpoint(tmp_path / "native") as weights:
+        assert weights.naming == "native"
+
+
 def test_scripts_named_in_pages_exist():
     for page in PAGES:
         for path in re.findall(r"(?<![\w/])scripts/[\w./]+\w", page.read_text()):
