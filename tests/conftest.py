@@ -106,10 +106,10 @@ def hf(tmp_path_factory):
 @pytest.fixture
 def untouched(monkeypatch):
     """Nothing of `titan infer` may get as far as weights or ranks."""
-    from titan_tools.infer import run
+    from titan_tools.infer import loading, run
 
     monkeypatch.setattr(run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
 
 
 @pytest.fixture(scope="module")

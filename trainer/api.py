@@ -11,6 +11,7 @@ from trainer.config.load import load_config as _load_config
 from trainer.config.sections import Config
 from trainer.data.datasets import register_dataset as _register_dataset
 from trainer.data.samples import TokenSource
+from trainer.job import resolve_job
 from trainer.loss.registry import register_loss as _register_loss
 from trainer.models.registry import TrainerFamily
 from trainer.models.registry import register as _register_model
@@ -79,7 +80,7 @@ def seed(config: Config, dst: Path | str, *, overwrite: bool = False) -> SeedRep
     >>> report.mesh, report.num_files
     ('pp=2,dp_shard=2,tp=2', 8)
     """
-    return _seed(config, Path(dst), overwrite=overwrite)
+    return _seed(resolve_job(config), Path(dst), overwrite=overwrite)
 
 
 def register_model(name: str, family: TrainerFamily) -> None:

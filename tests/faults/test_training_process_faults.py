@@ -42,7 +42,7 @@ def _fault(phase, what, rank):
 
     from trainer import train
     from trainer.models.llama3.model import TransformerBlock
-    from trainer.watching.report import Report
+    from trainer.observability.report import Report
 
     def before(owner, name, happen):
         original = getattr(owner, name)

@@ -1,16 +1,16 @@
 """Compare today's behaviour with the recorded one: `python -m tests.recording.record [commands] [options] [folders]`.
 
-It prints a diff and exits with 1 where exit codes, JSON keys, output bytes, options or resumed runs differ; wording is
-not recorded. `--write` writes the recording anew. That is allowed only in a commit whose purpose is to change the
-recorded behaviour (a new option, another file layout), and its message says which lines moved and why; a refactoring
-never rewrites it.
+It prints what differs and exits with 1 where exit codes, JSON keys, output bytes, options or resumed runs differ;
+wording is not recorded. `--write` writes the recording anew. That is allowed only in a commit whose purpose is to
+change the recorded behaviour (a new option, another file layout), and its message says which lines moved and why. A
+refactoring never rewrites it.
 """
 
 import argparse
-import difflib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.recording.running import start_again_in_environment
 
 HERE = Path(__file__).resolve().parent
 MOST_LINES = 200
+ABSENT = "absent"
 
 
 def sections() -> dict[str, Any]:
@@ -34,7 +35,7 @@ def recorded_file(name: str) -> Path:
 
 
 def dump(content: Any, indent: str = "") -> str:
-    """JSON with one short object or list per line, so that a diff shows what differs in full."""
+    """JSON with one short object or list per line, so that a diff of two recordings is short."""
     inline = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, (dict, list)) or len(indent + inline) <= 110:
         return inline
@@ -49,16 +50,32 @@ def dump(content: Any, indent: str = "") -> str:
 
 
 def difference(name: str, found: dict[str, Any]) -> str:
-    """A unified diff against the recording, "" where they are equal."""
+    """One line for each value that is not as recorded, with its case and key; "" where all are equal."""
     from tests.recording.folders import on_this_machine
 
-    recorded = recorded_file(name).read_text()
+    recorded = json.loads(recorded_file(name).read_text())
+    found = json.loads(json.dumps(found))
     if name == "folders":
-        found = on_this_machine(found, json.loads(recorded))
-    lines = list(difflib.unified_diff(recorded.splitlines(), dump(found).splitlines(), "recorded", "found", "", "", 6))
+        found = on_this_machine(found, recorded)
+    lines = list(changes(recorded, found))
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"… and {len(lines) - MOST_LINES} more lines"]
     return "\n".join(lines)
+
+
+def changes(before: Any, now: Any, place: str = "") -> Iterator[str]:
+    """Lines `case > key: recorded → found`; of lists what was removed and added."""
+    if before == now:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            yield from changes(before.get(key, ABSENT), now.get(key, ABSENT), f"{place} > {key}" if place else key)
+    elif isinstance(before, list) and isinstance(now, list):
+        removed = [each for each in before if each not in now]
+        added = [each for each in now if each not in before]
+        yield f"{place}: removed {removed}, added {added}" if removed or added else f"{place}: {before} → {now}"
+    else:
+        yield f"{place}: {before!s:.300} → {now!s:.300}"
 
 
 def main() -> int:

@@ -52,7 +52,7 @@ FORMATS = {
     "torchtune's own": ("torchtune", "out", OutputOptions(style="torchtune")),
 }
 REFUSED = {  # (model, format written) → why; torchtune and Meta's code build no such models
-    ("head_dim apart", "meta"): "params.json cannot say head_dim 16",
+    ("head_dim apart", "meta"): "params.json cannot express head_dim 16",
     ("qwen3", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 tied", "meta"): "Meta's format has no qwen3 models",
     **{(model, "torchtune"): "torchtune 0.6.1" for model in ("head_dim apart", "qwen3", "qwen3 tied")},

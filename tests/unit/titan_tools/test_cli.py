@@ -149,21 +149,6 @@ def test_help_of_a_group_has_examples_that_parse(group):
     assert len(examples_of([group])) >= 2
 
 
-def test_the_shell_completes_commands_and_options(monkeypatch):
-    """As the script does that --show-completion prints; torch is not loaded for it."""
-    monkeypatch.setenv("_TITAN_COMPLETE", "complete_bash")
-    for typed, number, expected in (("titan conv", "1", ["convert"]), ("titan verify --acc", "2", ["--accept"])):
-        monkeypatch.setenv("COMP_WORDS", typed)
-        monkeypatch.setenv("COMP_CWORD", number)
-        done = run_process()
-        assert (done.returncode, done.stdout.split(), done.stderr) == (0, expected, "")
-    monkeypatch.delenv("_TITAN_COMPLETE")
-    shown = subprocess.run(
-        ["bash", "-c", f"{shlex.join(TITAN)} --show-completion; true"], capture_output=True, text=True
-    )
-    assert "_TITAN_COMPLETE=complete_bash" in shown.stdout and shown.stderr == ""
-
-
 def test_help_of_training_says_where_the_keys_are(titan):
     shown = " ".join(titan("train", "-h").stdout.split())
     assert "`titan config show CONFIG` lists them" in shown and "<int range>" not in shown

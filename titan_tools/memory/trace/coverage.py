@@ -81,6 +81,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
         "job.save_config_file",
         "metrics.log_freq",
         "metrics.enable_tensorboard",
+        "metrics.enable_wandb",
         "metrics.save_tb_folder",
         "metrics.disable_color_printing",
         "metrics.save_for_all_ranks",
