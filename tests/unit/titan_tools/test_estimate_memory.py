@@ -18,15 +18,14 @@ from converters.families.llama3 import LLAMA3
 from titan_tools.memory import estimate as estimate_module
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
 from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.constants import GIB, GPUS
+from titan_tools.memory.constants import GIB, GPUS, PARTS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
+from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
-from titan_tools.memory.parts import PARTS
 from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
 from trainer.config.load import load_config
@@ -310,8 +309,8 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
 
     # 8, 9 and 8 layers, each keeping its input; the first block's is the receive buffer, the stage's output is kept too
     per_microbatch = [8 + 1, 9, 8]
-    one_input, turns = 8192 * 4096 * 2, 8192 * 128 * 4
-    kept_by_one = [one_input * each + turns for each in per_microbatch]
+    one_input, rotary = 8192 * 4096 * 2, 8192 * 128 * 4
+    kept_by_one = [one_input * each + rotary for each in per_microbatch]
     assert kept("1F1B") == [n * each for n, each in zip((4, 3, 2), kept_by_one, strict=True)]
     assert kept("GPipe") == [16 * each for each in kept_by_one]
 

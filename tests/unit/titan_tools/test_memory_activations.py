@@ -18,9 +18,8 @@ from converters.layout import MeshShape, split_stages
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants
-from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
-from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
+from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape, run_shape
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile, Training
@@ -168,12 +167,12 @@ QWEN = Qwen3Args(64, 4, 8, 4, 16, 192, vocab_size=256)  # heads wider, together,
 def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
     run = shape(args, mode, compute_bytes=dtype.itemsize)
     model = build_model(args, mode, monkeypatch, dtype)
-    turns = model.rope(torch.arange(run.seq_len))
+    rotary = model.rope(torch.arange(run.seq_len))
     x = torch.randn(run.microbatch_size, run.seq_len, args.dim, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:
         h = x
         for layer in model.layers.values():
-            h = layer(h, turns)
+            h = layer(h, rotary)
         kept = live.live_bytes
     sizes = activations_of(run)
     # the first block's input was there before, the last block's output was made under the count
