@@ -88,7 +88,7 @@ def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor
 
 
 @pytest.mark.parametrize(
-    "name", ["tp2", "v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "cp2"))]
+    "name", ["v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "cp2"))]
 )
 def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs, tmp_path, name):
     whole = whole_runs("debug_tied", "fsdp2")
@@ -170,6 +170,7 @@ def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
     assert pools[2].run(runs.run, config) == ["", ""]
 
 
+@pytest.mark.slow  # of saves in the background in test_async_checkpoint.py
 def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_runs, tmp_path):
     whole = whole_runs("debug_gqa", "fsdp2")
     config = runs.make_config(data, tmp_path, **FSDP2)
@@ -180,6 +181,7 @@ def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_run
     assert runs.differences(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
 
+@pytest.mark.slow  # every format in test_initial_load.py
 def test_initial_weights_may_lie_in_another_format(pools, data, whole_runs, tmp_path):
     step = whole_runs("debug_gqa", "fsdp2") / "checkpoint" / "step-2"
     convert(step, tmp_path / "hf", to="hf")
