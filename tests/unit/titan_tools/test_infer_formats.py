@@ -59,7 +59,7 @@ def every_pair():
     for model in MODELS:
         for name, form in FORMS.items():
             if model.startswith("llama") or not form.llama_only:
-                quick = model == "llama, tied" or name in ("hf", "dcp for a mesh", "torchtitan")
+                quick = model == "llama, tied" or name in ("hf", "dcp for a mesh")
                 yield pytest.param(model, name, marks=() if quick else pytest.mark.slow)
 
 

@@ -92,13 +92,10 @@ CASES = {
         1,
     ),
 }
-# Each axis and way to recompute; the slow set has all of them, deeper and for two steps
+# The slow set has all of them, deeper and for two steps
 QUICK = (
     "FSDP, every 2nd layer",
-    "FSDP, full, gathered for good",
-    "HSDP, op, never left gathered",
     "TP",
-    "CP, for-loop",
     "accumulation, plain loss",
     "tied",
     "DDP",
