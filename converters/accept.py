@@ -9,12 +9,12 @@ from converters.checks import (
     check_container,
     check_items,
     check_model,
+    check_reading,
+    check_structure,
     judge,
     read_through,
-    tell_reading,
-    tell_structure,
 )
-from converters.commit import find_complete, fsync, fsync_folder
+from converters.commit import find_complete, fsync_folder
 from converters.containers.paths import refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
@@ -43,6 +43,7 @@ from converters.names import (
     TOKENIZER_JSON,
 )
 from converters.open import open_checkpoint, require_exists
+from converters.replace_file import fsync
 from converters.verify_report import Changes, Check, VerifyReport
 
 _READ_AS_JSON = {
@@ -53,9 +54,9 @@ _READ_AS_JSON = {
 def accept(path: Path | str, *, model_from: Path | str | None = None, progress: Progress = no_progress) -> VerifyReport:
     """Check a folder without its manifest, compare it with the manifest, and replace the manifest by one rename.
 
-    Where a check fails the report says so and the manifest stays as it is. Raises CheckpointError where there is no
-    manifest, and where files change meanwhile. What a flipped bit of a safetensors file is and what an intended change
-    is, nobody can tell: the report lists every tensor whose values differ.
+    Where a check fails the report says so and the manifest is not changed. Raises CheckpointError where there is no
+    manifest, and where files change meanwhile. A flipped bit of a safetensors file cannot be distinguished from an
+    intended change: the report lists every tensor whose values differ.
     """
     path = Path(path)
     require_exists(path)
@@ -65,7 +66,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
             f"{path}: has no {MANIFEST}, so there is nothing to accept",
-            hint="files without one are read as they are",
+            hint="a folder without a manifest needs no --accept",
             tries=[f"titan verify {path}"],
         )
     before = _states(folder)
@@ -74,14 +75,14 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
     except CheckpointError as error:
         hints = tuple(line for line in (error.hint, *error.tries) if line)
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message, hints),), 0, 0, {})
-    checks = [tell_structure(catalog), _check_json(folder, before)]
+    checks = [check_structure(catalog), _check_json(folder, before)]
     if CONTAINERS[catalog.container].has_checksums:
         checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
     checks += check_container(catalog, is_folder=True)
-    checks += tell_reading(catalog)
+    checks += check_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)
-    if any(check.outcome == "failed" for check in checks):  # values of damaged files tell nothing more
+    if any(check.outcome == "failed" for check in checks):  # reading damaged files would add nothing
         return _report(path, catalog, checks, {}, None)
     non_finite: dict[str, int] = {}
     with progress(catalog.num_bytes, "reading") as advance, CatalogReader(catalog) as reader:
@@ -98,13 +99,13 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
     else:
         files = _changed_files(old.files, sums)
         changes = Changes(files, _changed_tensors(old.tensors, tensors, catalog, files), len(tensors))
-        checks += [_tell("files", len(sums), files), _tell("values", len(tensors), changes.tensors)]
+        checks += [_compare("files", len(sums), files), _compare("values", len(tensors), changes.tensors)]
     if _states(folder) != before:
         raise CheckpointError(
-            f"{folder}: files changed while they were being checked", hint=f"{MANIFEST} was left as it is"
+            f"{folder}: files changed while they were being checked", hint=f"{MANIFEST} was not changed"
         )
     if changes.files or changes.tensors or unreadable:
-        fsync_folder(folder)  # what the manifest says is on the disk before the manifest is
+        fsync_folder(folder)  # the files are on the disk before the manifest is
         write_manifest(folder, tensors=tensors, files=sums, accepted=True)
         fsync(folder)
     return _report(path, catalog, checks, non_finite, changes)
@@ -120,11 +121,11 @@ def _report(
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Every file that a manifest lists, with what changes when it is written to. Raises for what is no regular file."""
+    """File → size, time and inode, for every file that a manifest lists. Raises where one is not a regular file."""
     names = files_to_keep(folder)
     refuse_links_out(folder, [folder / name for name in names])
     if odd := [name for name in names if not (folder / name).is_file()]:
-        raise CheckpointError(f"{folder}: holds what is not a regular file:{list_offenders(odd)}")
+        raise CheckpointError(f"{folder}: not regular files:{list_offenders(odd)}")
     status = {name: (folder / name).stat() for name in names}
     return {name: (s.st_size, s.st_mtime_ns, s.st_ino) for name, s in status.items()}
 
@@ -178,11 +179,11 @@ def _changed_tensors(
         elif was.digest and was.digest != entry.digest:
             changed[fqn] = "its values have changed"
         elif not was.digest and any(chunk.file in files for chunk in catalog.tensors[fqn].chunks):
-            changed[fqn] = "its file has changed, and there was no digest to compare its values with"
+            changed[fqn] = "its file has changed, and it has no digest to compare its values with"
     return changed
 
 
-def _tell(name: str, total: int, changed: Mapping[str, str]) -> Check:
+def _compare(name: str, total: int, changed: Mapping[str, str]) -> Check:
     what = "tensors" if name == "values" else "files"
     if not changed:
         return Check(name, "ok", f"all {total:,} {what} are as titan wrote them")

@@ -1,4 +1,4 @@
-"""The files that travel with weights: tokenizer, chat template, generation config; and the token ids they name."""
+"""The files that are copied along with weights: tokenizer, chat template, generation config; and their token ids."""
 
 import re
 import shutil
@@ -37,21 +37,21 @@ CARRIED = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "vocab.json",  # these two: what Qwen's slow tokenizers open
+    "vocab.json",  # this and the next are for Qwen's slow tokenizers
     "merges.txt",
 )
-# What people read about a model: its licence, which must go along with a copy, and its card
+# The licence, which must accompany a copy of the model, and the model card
 _DOCUMENT = re.compile(
     r"(?i)((readme|licen[cs]e|notice|copying|(acceptable_)?use_policy)([ ._-].*)?(?<!\.py)(?<!\.json)|.+\.md)"
 )
 _MOST_OF_DOCUMENT = 16 << 20  # bytes
 _WEIGHTS = re.compile(r"\.metadata|.*\.safetensors|consolidated\.\d+\.pth|(pytorch_)?model(-\d.*)?\.(bin|pt|pth)")
 TOKENIZERS = (TOKENIZER_JSON, TIKTOKEN_MODEL)
-CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for those beside the default one
+CHAT_TEMPLATES = "additional_chat_templates"  # transformers' folder for all but the default one
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 CLASS_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2}  # of transformers' LlamaConfig
 # Llama 3's ends of text, message and turn. A Meta release does not say whether it is base or Instruct, so all of them
-# end a generation: a base model never says the last two.
+# end a generation: a base model never generates the last two.
 _LLAMA3_ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
@@ -70,7 +70,7 @@ def find_assets(folder: Path) -> dict[str, Path]:
 
 
 def find_documents(folder: Path) -> dict[str, Path]:
-    """Licence and model card of the weights in a folder, by name; none where there are no weights beside them.
+    """Licence and model card of the weights in a folder, by name; none where the folder has no weights.
 
     A project's own README.md in a folder that has only a config or a tokenizer is not the model's.
     """
@@ -92,7 +92,7 @@ def _is_document(folder: Path, path: Path) -> bool:
         return False
     try:
         refuse_links_out(folder, [path])
-    except CheckpointError:  # somebody else's file: listed with what is not carried along
+    except CheckpointError:  # unreadable: the report lists it among the files that are not copied
         return False
     return True
 
@@ -100,24 +100,24 @@ def _is_document(folder: Path, path: Path) -> bool:
 def read_token_ids(
     assets: Mapping[str, Path], *, vocab_size: int, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """bos, eos and pad ids, each by itself: the generation config's, else config.json's, else what the tokenizer names.
+    """bos, eos and pad ids, each from the generation config, else config.json, else the tokenizer.
 
-    So transformers' `generate` takes them, but for two things. Where a generation config leaves one out, so that
-    `generate` has none, the tokenizer is asked before config.json. And 1 and 2 in a config.json are its class's
-    defaults where nobody set ids: the tokenizer knows better.
+    This is the order of transformers' `generate`, with two exceptions. An id that a generation config leaves out, so
+    that `generate` has none, comes from the tokenizer before config.json. And 1 and 2 in a config.json may be the
+    defaults of its class: the tokenizer takes precedence.
     """
     told = _ids_in(config or {})
     if HF_GENERATION_CONFIG in assets:
         sure = _ids_in(read_json(assets[HF_GENERATION_CONFIG]))
     else:
         sure = {key: id for key, id in told.items() if id != CLASS_DEFAULTS.get(key)}
-    # A tokenizer takes its time to read, and a pad id alone is not worth it
+    # Reading a tokenizer is slow, too slow for a pad id alone
     named = {} if CLASS_DEFAULTS.keys() <= sure.keys() else _ids_named_by_tokenizer(assets, vocab_size)
     return told | named | sure
 
 
 def read_carried_ids(assets: Mapping[str, Path], token_ids: Mapping[str, Any]) -> dict[str, Any]:
-    """The token ids in the generation config that goes along: the source's, else one of `token_ids`."""
+    """The token ids in the generation config that is copied: the source's, else one of `token_ids`."""
     return _ids_in(read_json(assets[HF_GENERATION_CONFIG])) if HF_GENERATION_CONFIG in assets else dict(token_ids)
 
 
@@ -161,9 +161,9 @@ def write_assets(folder: Path, assets: Mapping[str, Path], generation: Mapping[s
 
 
 def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_size: int, max_seq_len: int) -> list[str]:
-    """tokenizer.json and tokenizer_config.json beside a lone tokenizer.model, which transformers cannot open alone.
+    """Write tokenizer.json and tokenizer_config.json for a tokenizer.model, which transformers cannot open alone.
 
-    Nothing where there is a tokenizer.json, or none is exact. Returns the names written.
+    Writes nothing where there is a tokenizer.json, or where none would be exact. Returns the names written.
     """
     path = assets.get(TIKTOKEN_MODEL)
     if TOKENIZER_JSON in assets or path is None:
@@ -173,12 +173,12 @@ def write_tokenizer_for_hf(folder: Path, assets: Mapping[str, Path], *, vocab_si
             return write_hf_tokenizer(folder, path, vocab_size=vocab_size, max_seq_len=max_seq_len)
         model = read_sentencepiece(path)
         return write_tokenizer_of_sentencepiece(folder, model, max_seq_len=max_seq_len) if model else []
-    except (CheckpointError, UnsupportedError):  # tokenizer.model is carried as it is; a remark of the report says why
+    except (CheckpointError, UnsupportedError):  # tokenizer.model is copied unchanged; a remark of the report says why
         return []
 
 
 def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_size: int) -> list[str]:
-    """tokenizer.model (tiktoken) beside a lone tokenizer.json, which Meta's code cannot open, where one is exact."""
+    """Write tokenizer.model (tiktoken) for a tokenizer.json, which Meta's code cannot open, where it is exact."""
     if TIKTOKEN_MODEL in assets or TOKENIZER_JSON not in assets:
         return []
     try:
@@ -190,9 +190,9 @@ def write_tokenizer_for_meta(folder: Path, assets: Mapping[str, Path], *, vocab_
 
 
 def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of_meta: bool = False) -> str:
-    """What the readers of format `to` will miss in the tokenizer that was carried along; empty if nothing.
+    """What the readers of format `to` cannot use of the tokenizer that is copied; "" if nothing.
 
-    `of_meta`: the source is a Meta release, so that its readers opened the tokenizer.model.
+    `of_meta`: the source is a Meta release, whose readers open the tokenizer.model.
     """
     path = assets.get(TIKTOKEN_MODEL)
     if to in ("meta", "torchtune") or (to == "hf" and of_meta):
@@ -206,23 +206,23 @@ def tokenizer_remark(assets: Mapping[str, Path], *, to: str, vocab_size: int, of
         elif to == "hf" and path is not None and TOKENIZER_JSON not in assets and looks_like_tiktoken(path):
             if (num_ranks := len(read_ranks(path))) > vocab_size - 2:
                 return (
-                    f"{TIKTOKEN_MODEL} is carried along, and no {TOKENIZER_JSON} is made of it: its {num_ranks:,} "
+                    f"{TIKTOKEN_MODEL} is copied, and no {TOKENIZER_JSON} is made from it: its {num_ranks:,} "
                     f"tokens leave no room for begin and end of text in {vocab_size:,} rows"
                 )
         elif to == "hf" and path is not None and TOKENIZER_JSON not in assets:
             if (model := read_sentencepiece(path)) is None:
-                return f"{TIKTOKEN_MODEL} is carried along unread: it is neither tiktoken nor SentencePiece"
+                return f"{TIKTOKEN_MODEL} is copied unread: it is neither tiktoken nor SentencePiece"
             require_exact(model)
-    except CheckpointError:  # that it cannot be read is a remark of its own
+    except CheckpointError:  # another remark says that it cannot be read
         return ""
     except UnsupportedError as error:
         carried, wanted = (TOKENIZER_JSON, "Meta's code") if to == "meta" else (TIKTOKEN_MODEL, "transformers")
-        return f"{carried} is carried along untranslated, {wanted} may not open it: {error.message}"
+        return f"{carried} is copied without a translation, {wanted} may not open it: {error.message}"
     return ""
 
 
 def largest_token_id(assets: Mapping[str, Path]) -> int | None:
-    """The largest id that the tokenizer among the carried files can give; None where that is not known.
+    """The largest id of the tokenizer among the copied files; None where that is not known.
 
     Raises CheckpointError and UnsupportedError where it cannot be read.
     """
@@ -242,7 +242,7 @@ class _Ids:
 
 
 def _versions(assets: Mapping[str, Path]) -> tuple[tuple[Path, int, int] | None, ...]:
-    """tokenizer.json and tokenizer_config.json, as they are now: a file that was changed is another one."""
+    """tokenizer.json and tokenizer_config.json, with size and time, which identify their content."""
     found = []
     for name in (TOKENIZER_JSON, TOKENIZER_CONFIG):
         status = assets[name].stat() if name in assets else None
@@ -250,7 +250,7 @@ def _versions(assets: Mapping[str, Path]) -> tuple[tuple[Path, int, int] | None,
     return tuple(found)
 
 
-@lru_cache(maxsize=2)  # one tokenizer is asked twice, and may be 30 MB of JSON
+@lru_cache(maxsize=2)  # one tokenizer is read twice, and may be 30 MB of JSON
 def _read_ids(tokenizer: tuple[Path, int, int], settings: tuple[Path, int, int] | None) -> _Ids:
     id_of, next_id = read_table(tokenizer[0])
     config = read_json(settings[0]) if settings else {}

@@ -1,7 +1,6 @@
-"""What a checkpoint holds and where each byte of it lies, whatever the container.
+"""The catalog of a checkpoint: its tensors and values, and the file and offset of each, in any container.
 
-A catalog is made by reading headers only. Everything else (convert, reshard, inspect, diff, verify, the trainer's
-loader) works on it.
+It is built from headers only. Convert, reshard, inspect, diff, verify and the trainer's loader work on it.
 """
 
 from collections import Counter
@@ -58,7 +57,7 @@ UNLOCATED = -1  # a chunk's byte_offset before its DCP item was opened
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor in a file. Element `i` of the box lies at `byte_offset + sum(i[d] * strides[d]) * itemsize`.
+    """A box of a tensor in a file. Element `i` of the box is at `byte_offset + sum(i[d] * strides[d]) * itemsize`.
 
     DCP's `.metadata` names only the item (a zip) around the data. Opening 200,000 items to list a checkpoint would take
     many seconds, so such a chunk starts with `item` alone (`byte_offset` is UNLOCATED); the reader fills in the rest on
@@ -68,7 +67,7 @@ class Chunk:
     box: Box
     file: str  # relative to the catalog's root
     byte_offset: int
-    strides: tuple[int, ...]  # in elements; row-major unless a foreign file says otherwise
+    strides: tuple[int, ...]  # in elements; row-major but in some torch files
     crc32: int | None = None  # of the chunk's whole record, where the container carries one
     record: tuple[int, int] | None = None  # (offset, length) of the bytes that `crc32` covers
     item: tuple[int, int] | None = None  # DCP: (offset, length) of the torch.save zip that holds the data
@@ -112,9 +111,9 @@ class Catalog:
     container: str  # "dcp" | "safetensors" | "torch" | "meta"
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry] = field(default_factory=dict)
-    planner_data: dict[str, tuple] = field(default_factory=dict)  # DCP: flat key → path in the nested state dict
-    values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values beside the tensors, by flat key
-    copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards hold again (see copies.py)
+    planner_data: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # flat key → path in the nested state dict
+    values: dict[str, Any] = field(default_factory=dict)  # torch files: plain values among the tensors, by flat key
+    copies: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # what Meta's shards repeat
     file: str = ""  # the one file that holds all tensors, where there is one: errors name it
     unread: dict[str, str] = field(default_factory=dict)  # weight files of the folder that are not read, and why
     prefixes: dict[str, int] = field(default_factory=dict)  # removed from names (see wrappers.py) → number of tensors
@@ -123,7 +122,7 @@ class Catalog:
 
     @property
     def place(self) -> Path:
-        """What errors about its tensors name: the file, or the folder of several."""
+        """The path that errors about its tensors name: the file, or the folder of several."""
         return self.root / self.file
 
     @property
@@ -141,19 +140,19 @@ class Catalog:
     def num_bytes(self) -> int:
         return sum(t.num_bytes for t in self.tensors.values()) + sum(b.length for b in self.blobs.values())
 
-    def path_of(self, name: str) -> tuple:
+    def path_of(self, name: str) -> tuple[Any, ...]:
         """The keys that lead to an entry in the nested state dict that was saved."""
         return self.planner_data.get(name) or (name,)
 
     def section_of(self, name: str) -> str:
-        """The section of an entry that is no weight: titan's own or, of what titan does not know, its first key."""
+        """The section of an entry that is not a weight: a section of titan's, or else the entry's first key."""
         section = section_of(name)
         return section if section != "model" else str(self.path_of(name)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor as a reader of values sees it: no files."""
+    """Element type and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -165,7 +164,8 @@ class TensorSource(Protocol):
     The engine copies from a source, the trainer and inference load from one.
     """
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         """The values of a box, row-major, in the tensor's own dtype. Memory is the box plus a bounded buffer."""
@@ -173,7 +173,7 @@ class TensorSource(Protocol):
 
 
 def count_dtypes(tensors: Mapping[str, TensorInfo]) -> dict[str, int]:
-    """Bytes by element type, the most first."""
+    """Bytes by element type, the largest first."""
     sizes: Counter[str] = Counter()
     for info in tensors.values():
         sizes[info.dtype] += prod(info.shape) * itemsize(info.dtype)

@@ -13,20 +13,20 @@ from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.registry import get_family
-from converters.model_info import says_model
+from converters.model_info import describes_model
 from converters.names import MANIFEST
 from converters.verify_report import Check
 from converters.view import foreign_view
 from converters.weights import NativeWeights, native_weights
 
 
-def tell_structure(catalog: Catalog) -> Check:
-    """What opening has checked: it raises where anything of it is wrong."""
+def check_structure(catalog: Catalog) -> Check:
+    """The checks that opening has made already."""
     files = catalog.tensor_files
     num_chunks = sum(len(entry.chunks) for entry in catalog.tensors.values())
     parts = [
         f"{num_chunks:,} chunks cover {len(catalog.tensors):,} tensors exactly",
-        f"{len(files):,} files as long as they must be" if len(files) > 1 else "1 file as long as it must be",
+        f"{len(files):,} files of the expected size" if len(files) > 1 else "1 file of the expected size",
     ]
     if catalog.container == "safetensors":
         parts.append("no hole, overlap or trailing byte")
@@ -35,8 +35,8 @@ def tell_structure(catalog: Catalog) -> Check:
     return Check("structure", "ok", "; ".join(parts))
 
 
-def tell_reading(catalog: Catalog) -> list[Check]:
-    """What a user should know of how the weights were found; []: nothing."""
+def check_reading(catalog: Catalog) -> list[Check]:
+    """A warning for notes on how the weights were found."""
     return [Check("reading", "warning", "how the weights were found", tuple(catalog.notes))] if catalog.notes else []
 
 
@@ -50,7 +50,7 @@ def check_container(catalog: Catalog, *, is_folder: bool) -> list[Check]:
 def _check_index(catalog: Catalog) -> list[Check]:
     """A warning for oddities of the index that opening accepts."""
     remarks = index_remarks(catalog.root, sum(entry.num_bytes for entry in catalog.tensors.values()))
-    return [Check("index", "warning", "every tensor is where it should be, but", tuple(remarks))] if remarks else []
+    return [Check("index", "warning", "all tensors are where the index says, but", tuple(remarks))] if remarks else []
 
 
 def _check_gaps(catalog: Catalog) -> list[Check]:
@@ -58,6 +58,7 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
     extents: dict[str, set[tuple[int, int]]] = {}
     for entry in catalog.tensors.values():
         for chunk in entry.chunks:
+            assert chunk.item is not None
             extents.setdefault(chunk.file, set()).add(chunk.item)
     for blob in catalog.blobs.values():
         extents.setdefault(blob.file, set()).add((blob.byte_offset, blob.length))
@@ -74,7 +75,7 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
 
 
 def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, RowNumbers | None]:
-    """Whether the tensors are those of the model; and how stored rows are numbered natively, for the digests."""
+    """Whether the tensors are those of the model; and the native numbers of stored rows, for the digests."""
     name = "names and shapes"
     try:
         with native_weights(catalog, model_from=model_from) as weights:
@@ -84,8 +85,9 @@ def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check,
     except UnsupportedError as error:
         return Check(name, "not possible", error.message), None
     except CheckpointError as error:
-        outcome = "failed" if model_from or says_model(catalog.root) else "not possible"
-        return Check(name, outcome, error.message), _rows_of_a_part(catalog, model_from)
+        is_known = bool(model_from) or describes_model(catalog.root)
+        check = Check(name, "failed" if is_known else "not possible", error.message)
+        return check, _rows_of_a_part(catalog, model_from)
 
 
 def _native_rows(weights: NativeWeights) -> RowNumbers | None:
@@ -96,7 +98,7 @@ def _native_rows(weights: NativeWeights) -> RowNumbers | None:
 
 
 def _rows_of_a_part(catalog: Catalog, model_from: Path | str | None) -> RowNumbers | None:
-    """Of a model that is not whole (`convert --allow-missing`): what there is of it has its digests all the same."""
+    """The row numbers of an incomplete model (`convert --allow-missing`), for the digests of the tensors it has."""
     try:
         with native_weights(catalog, model_from=model_from, allow_missing=True, allow_extra=True) as weights:
             return _native_rows(weights)
@@ -105,7 +107,7 @@ def _rows_of_a_part(catalog: Catalog, model_from: Path | str | None) -> RowNumbe
 
 
 def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") -> Check:
-    """Each record of torch's against the CRC32 that torch writes and never looks at."""
+    """Compare each record with the CRC32 that torch writes and never checks."""
     problems, num_summed, num_unsummed = [], 0, 0
     with CatalogReader(catalog) as reader:
         for fqn, entry in catalog.tensors.items():

@@ -1,4 +1,4 @@
-"""Pause Python's garbage collector while very many small objects are made: it would look at all of them, often."""
+"""Pause Python's garbage collector while millions of small objects are made, which it would scan repeatedly."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Also a decorator. For code that makes no cycles; what it drops is freed at once all the same."""
+    """Context manager or decorator, for code without reference cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Whole or not at all: an output is made in `.tmp-<id>` beside its place and moved there by one rename.
+"""Atomic outputs: a folder is written as `.tmp-<id>` beside its destination and renamed when it is complete.
 
-With `overwrite`, the kernel exchanges the two folders where it can (renameat2); elsewhere the old one steps aside
-first, and `find_complete` knows where to look if a kill comes between the two renames.
+With `overwrite`, the kernel exchanges the two folders where it can (renameat2); elsewhere the old one is renamed
+first, and `find_complete` finds it if a kill comes between the two renames.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from converters.errors import CheckpointError, list_offenders
@@ -25,17 +26,17 @@ _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 
-# A folder that holds one of these may be replaced by a checkpoint; anything else is somebody's work. So is a folder
-# in it that no checkpoint has: .git, src. A config.json alone is no mark, many projects have one.
+# Only a folder that holds one of these is a checkpoint, which may be replaced, and only without subfolders that no
+# checkpoint has, such as .git or src. A config.json alone is not enough: many projects have one.
 CHECKPOINT_MARKS = (
     DCP_METADATA, MANIFEST, "*.distcp", "*.safetensors", "pytorch_model*.bin", META_SHARD.format(index=0),
 )  # fmt: skip
-_FOLDERS_IN_CHECKPOINTS = {ASSETS_FOLDER, "original", ".cache"}  # titan's, Meta's beside the hub's, `hf download`'s
+_FOLDERS_IN_CHECKPOINTS = {ASSETS_FOLDER, "original", ".cache"}  # titan's, the hub's for Meta's files, `hf download`'s
 
 
 @contextmanager
 def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> Iterator[Path]:
-    """A temporary folder beside `dst`, which becomes `dst` when the block ends well and is removed when it does not.
+    """A temporary folder beside `dst`, which becomes `dst` when the block succeeds and is removed when it fails.
 
     Write the manifest last inside the block. Raises CheckpointError before any work where `dst` exists already.
     """
@@ -52,10 +53,10 @@ def staged(dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPO
 def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
     """Raise CheckpointError unless `dst` may be written.
 
-    It may where it is absent or an empty folder, and, with `overwrite`, where it is a folder that holds a mark.
+    It may be absent or an empty folder or, with `overwrite`, a folder that holds one of `marks`.
     """
     if dst.is_symlink():
-        raise CheckpointError(f"{dst}: is a link; give the place itself")
+        raise CheckpointError(f"{dst}: is a link; give its target")
     if not dst.exists():
         return
     if not dst.is_dir():
@@ -66,14 +67,14 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHEC
             what = "a mount point" if is_mount else "the current folder"
             raise CheckpointError(f"{dst}: is {what}, which cannot be replaced", tries=[str(dst / "NEW_FOLDER")])
         return
-    if not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite is no help here
+    if not any(any(dst.glob(mark)) for mark in marks):  # first: --overwrite would not help
         raise CheckpointError(
-            f"{dst}: exists already and holds something else than what would be written; it is not replaced",
+            f"{dst}: exists already and is not what would be written; it is not replaced",
             hint="give a new folder, or remove this one yourself",
         )
     if strange := sorted(p.name for p in dst.iterdir() if p.is_dir() and p.name not in _FOLDERS_IN_CHECKPOINTS):
         raise CheckpointError(
-            f"{dst}: exists already and holds folders that are no part of a checkpoint; it is not replaced:"
+            f"{dst}: exists already and holds folders that do not belong to a checkpoint; it is not replaced:"
             + list_offenders(strange),
             hint="give a new folder, or remove this one yourself",
         )
@@ -82,20 +83,20 @@ def check_destination(dst: Path, *, overwrite: bool, marks: Sequence[str] = CHEC
 
 
 def new_staging(dst: Path, identifier: str) -> Path:
-    """Make the folder `.tmp-<identifier>` beside `dst`. All ranks of a job give one identifier and call it each."""
+    """Make the folder `.tmp-<identifier>` beside `dst`. Every rank of a job calls it with the same identifier."""
     staging = dst.absolute().parent / f"{TEMPORARY_PREFIX}{identifier}"
     try:
         staging.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{staging}: cannot be made ({error.strerror})") from error
+        raise CheckpointError(f"{staging}: cannot be created ({error.strerror})") from error
     return staging
 
 
 def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence[str] = CHECKPOINT_MARKS) -> None:
     """fsync all of `staging`, move it to `dst`, fsync the parent; with `overwrite`, then delete what was there.
 
-    Once the new one is in place nothing is an error any more: of an old one that cannot be deleted the rest stays, as
-    `.tmp-<id>` or `.old-<name>`, and whoever sweeps the parent next tries again.
+    Once the new one is in place, no error is raised: what cannot be deleted of the old one stays as `.tmp-<id>` or
+    `.old-<name>` until the parent is cleaned the next time.
     """
     fsync_folder(staging)
     parent = dst.absolute().parent
@@ -104,11 +105,11 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
     if not dst.exists() or not any(dst.iterdir()):
         _rename_new(staging, dst)
         fsync(parent)
-        shutil.rmtree(aside, ignore_errors=True)  # of a kill between the two renames below
+        shutil.rmtree(aside, ignore_errors=True)  # left by a kill between the two renames below
         return
     if _renameat2(staging, dst, _RENAME_EXCHANGE):
         fsync(parent)
-        shutil.rmtree(staging, ignore_errors=True)  # now the old one
+        shutil.rmtree(staging, ignore_errors=True)  # which is the old one now
         return
     if aside.exists():
         shutil.rmtree(aside)  # left by an earlier kill after the new one was in place
@@ -119,12 +120,12 @@ def commit(staging: Path, dst: Path, *, overwrite: bool = False, marks: Sequence
 
 
 def aside_of(dst: Path) -> Path:
-    """Where the old folder waits while the new one is moved in, on file systems that cannot exchange two names."""
+    """The name of the old folder while the new one is renamed, on file systems that cannot exchange two names."""
     return dst.absolute().parent / f"{ASIDE_PREFIX}{dst.name}"
 
 
 def find_complete(path: Path) -> Path:
-    """`path`, or, where a kill came between two renames and it is missing, the old copy that stands aside."""
+    """`path`, or the old copy (`aside_of`) where a kill between two renames has left only that."""
     if not path.exists() and aside_of(path).is_dir():
         return aside_of(path)
     return path
@@ -139,7 +140,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def sweep_staging(parent: Path, *, keep: str | None = None) -> list[Path]:
-    """Remove what killed writers left in `parent`, a folder that one job owns. `keep` spares one identifier."""
+    """Remove what killed writers left in `parent`, a folder that one job owns, except for the identifier `keep`."""
     if not parent.is_dir():
         return []
     left = [p for p in parent.iterdir() if p.name.startswith(TEMPORARY_PREFIX) and p.is_dir() and not p.is_symlink()]
@@ -158,9 +159,9 @@ def require_space(folder: Path, num_bytes: int) -> int:
     while not place.exists():
         place = place.parent
     if not place.is_dir():
-        raise CheckpointError(f"{folder}: {place} is no folder", hint="nothing was written")
+        raise CheckpointError(f"{folder}: {place} is not a folder", hint="nothing was written")
     usage = shutil.disk_usage(place)
-    if not os.access(place, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no room at all, root or not
+    if not os.access(place, os.W_OK | os.X_OK) or not usage.total:  # /proc and /sys have no space, even for root
         raise CheckpointError(f"{folder}: {place} is not writable", hint="nothing was written")
     if usage.free < num_bytes:
         raise CheckpointError(
@@ -174,7 +175,7 @@ def _rename_new(staging: Path, dst: Path) -> None:
     try:
         if dst.exists():
             shutil.copymode(dst, staging)
-            os.rename(staging, dst)  # replaces an empty folder, and none that holds anything
+            os.rename(staging, dst)  # replaces an empty folder only
         elif not _renameat2(staging, dst, _RENAME_NOREPLACE):
             os.rename(staging, dst)
     except OSError as error:
@@ -197,7 +198,7 @@ def _renameat2(source: Path, target: Path, flags: int) -> bool:
 
 
 @cache
-def _libc_renameat2():
+def _libc_renameat2() -> Any:
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):  # not glibc ≥ 2.28, not Linux

@@ -14,18 +14,18 @@ from converters.sizes import MIB
 BLOCK_BYTES = 8 * MIB
 
 
-_AT_ONCE = 1 << 20  # elements that are widened at a time: float64 and what is computed from it stay in the cache
+_AT_ONCE = 1 << 20  # elements that are widened at a time: their float64 values stay in the cache
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class Deviation:
     """How far two tensors of one shape are apart. `num_different` is 0 where only bits or dtypes differ."""
 
     num_different: int
     first: tuple[int, ...] | None  # index of the first element that differs
     max_abs: float  # max |A - B|
     relative: float  # ‖A - B‖ / ‖A‖
-    rounded: str  # "A" or "B" where that one is the other one, cast to its dtype; "" else
+    rounded: str  # "A" or "B" where that one equals the other cast to its dtype; else ""
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -39,7 +39,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b: str) -> Box | None:
-    """The first block whose bits differ, None where all are the same. Dtypes and shapes must agree."""
+    """The first block whose bits differ, None where all are equal. Dtypes and shapes must agree."""
     info = a.tensors[name_a]
     for box in row_blocks(Box.whole(info.shape), itemsize(info.dtype), BLOCK_BYTES):
         if not same_bits(a.read(name_a, box), b.read(name_b, box)):
@@ -47,11 +47,11 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
     return None
 
 
-def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Gap | None:
-    """The gap between two tensors of one shape; None where dtype and every bit agree. NaN equals NaN here."""
+def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
+    """How far two tensors of one shape differ; None where dtype and all bits agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
     sums = _Sums()
-    equal_boxes: list[Box] = []  # their norm is only needed where a difference follows
+    equal_boxes: list[Box] = []  # their norm is needed only if a later block differs
     same = x.dtype == y.dtype
     rounded = {} if same else {"A": True, "B": True}
     for box in row_blocks(Box.whole(x.shape), max(itemsize(x.dtype), itemsize(y.dtype)), BLOCK_BYTES):
@@ -69,15 +69,15 @@ def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[
     if same:
         return None
     if not sums.num_different:
-        return Gap(0, None, 0.0, 0.0, "")
+        return Deviation(0, None, 0.0, 0.0, "")
     squares_a = sums.squares_a + sum(_squares(a.read(name, box)) for box in equal_boxes)
     relative = (sums.squares_gap / squares_a) ** 0.5 if squares_a else inf
     narrower = "B" if rounded.get("B") else "A" if rounded.get("A") else ""
-    return Gap(sums.num_different, sums.first, sums.max_abs, relative, narrower)
+    return Deviation(sums.num_different, sums.first, sums.max_abs, relative, narrower)
 
 
 class _Sums:
-    """What blocks that differ add up to."""
+    """Sums over the blocks that differ."""
 
     def __init__(self) -> None:
         self.num_different, self.max_abs, self.squares_gap, self.squares_a = 0, 0.0, 0.0, 0.0
@@ -91,7 +91,7 @@ class _Sums:
             with np.errstate(invalid="ignore"):  # inf - inf
                 gap = np.subtract(x, y)
             differs = x != y
-            if left.dtype == right.dtype and left.dtype.kind in "iu":  # float64 cannot tell large integers apart
+            if left.dtype == right.dtype and left.dtype.kind in "iu":  # float64 cannot represent large integers exactly
                 differs = left[start : start + _AT_ONCE] != right[start : start + _AT_ONCE]
             if np.isnan(gap).any():
                 both_nan = np.isnan(x) & np.isnan(y)

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.carry_remarks import describe_dtypes
 from converters.catalog import Catalog, count_dtypes
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
@@ -20,6 +19,7 @@ from converters.formats.registry import get_format, usual_format
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import plan_conversion
+from converters.remarks import describe_dtypes
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.weights import NativeWeights, native_weights

@@ -20,7 +20,7 @@ def require_cover(catalog: Catalog) -> Catalog:
 
 
 def cover_problem(entry: TensorEntry) -> str | None:
-    """What is wrong with the chunks of a tensor (outside, overlap, hole), or None."""
+    """Why the chunks do not cover the tensor (outside, overlap, hole), or None."""
     boxes = [chunk.box for chunk in entry.chunks if chunk.box.num_elements]
     for box in boxes:
         if len(box.sizes) != len(entry.shape) or len(box.offsets) != len(entry.shape):
@@ -36,7 +36,7 @@ def cover_problem(entry: TensorEntry) -> str | None:
 
 
 def overlap(boxes: list[Box]) -> bool:
-    """Whether any two boxes share an element. Only boxes that meet along one well-chosen dim are compared."""
+    """Whether any two boxes share an element. Only boxes that overlap along one well-chosen dim are compared."""
     low = np.array([box.offsets for box in boxes], dtype=np.int64)
     high = low + np.array([box.sizes for box in boxes], dtype=np.int64)
     if low.shape[1] == 0:

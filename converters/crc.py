@@ -1,7 +1,7 @@
-"""CRC32 of two pieces joined, from the CRC32 of each: lets blocks be hashed in any order, by any thread, once.
+"""Combine the CRC32s of two pieces into that of both, so that threads can hash blocks in any order.
 
-Files are not read again after writing to learn their CRC32: that would double the traffic of a conversion, and it would
-come from the page cache anyway, so it would prove nothing about the disk. `titan verify` reads the disk.
+Files are not read again to compute their CRC32: that would double the traffic of a conversion and, coming from the page
+cache, prove nothing about the disk. `titan verify` reads the disk.
 """
 
 from functools import lru_cache

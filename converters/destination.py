@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import tokenizer_remark
-from converters.carry_remarks import describe_left_files, describe_lone_file, describe_tokenizer
-from converters.commit import fsync
 from converters.containers import torch_file
 from converters.containers.registry import WEIGHT_SUFFIXES
 from converters.errors import CheckpointError, TitanError
 from converters.execute import Execution, check_places, execute
 from converters.formats.base import Format
 from converters.names import TEMPORARY_PREFIX
+from converters.remarks import describe_left_files, describe_lone_file, describe_tokenizer
+from converters.replace_file import fsync
 from converters.weights import NativeWeights
 
 

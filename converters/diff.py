@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from converters.catalog import Box, Catalog, TensorInfo, TensorSource
-from converters.compare import Gap, first_differing_block, measure_gap
+from converters.compare import Deviation, first_differing_block, measure_gap
 from converters.containers.dcp_item import read_blob_item
 from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
@@ -18,7 +18,7 @@ from converters.execute import Progress, no_progress
 from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
 from converters.manifest import manifest_of
-from converters.model_info import ModelInfo, says_model
+from converters.model_info import ModelInfo, describes_model
 from converters.open import open_checkpoint
 from converters.view import View, foreign_view
 from converters.weights import model_part, native_weights
@@ -46,7 +46,7 @@ class DiffReport:
     num_compared_bytes: int
     differences: tuple[Difference, ...]
     not_compared: Mapping[str, str]
-    notes: tuple[str, ...]  # what differs and makes no difference to what the model computes
+    notes: tuple[str, ...]  # differences that do not change what the model computes
     remarks: tuple[str, ...]  # how each side was opened
 
     @property
@@ -62,7 +62,7 @@ class DiffReport:
         return {"equal": self.equal, "first_tensor": self.first_tensor, **asdict(self)}
 
 
-# A limit that somebody set, not a number of the computation; Meta's and torchtune's files do not know it.
+# A limit, not a number of the computation; Meta's and torchtune's files do not have it.
 _NO_DIFFERENCE = ("max_seq_len",)
 
 
@@ -81,7 +81,7 @@ def diff(
 ) -> DiffReport:
     """Compare `a` with `b`: structure, dtypes, values; of DCP checkpoints also the other sections.
 
-    Where only one says what model it is, the other is read as the same; where neither does, names are compared as
+    Where only one describes its model, the other is read as the same; where neither does, names are compared as
     stored. A section such as the optimizer is compared where both have it; else `not_compared` says so.
     """
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def diff(
         pairs: list[tuple[TensorSource, TensorSource, ModelInfo | None]]
         pairs = [(one.weights, other.weights, one.info or other.info)]
         if both:
-            pairs.append((_Part(one.sections, both), _Part(other.sections, both), None))
+            pairs.append((_SectionsOf(one.sections, both), _SectionsOf(other.sections, both), None))
         total = sum(_common_bytes(x, y) for x, y, _ in pairs)
         num_equal = 0
         with progress(total, "comparing") as advance:
@@ -112,16 +112,17 @@ def diff(
 
 def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack) -> tuple[_Side, _Side]:
     catalogs = [open_checkpoint(a), open_checkpoint(b)]
-    says = [says_model(catalog.root) for catalog in catalogs]
-    # Where only one says what model it is, that is what the other is read as
+    says = [describes_model(catalog.root) for catalog in catalogs]
+    # Where only one describes its model, the other is read as the same
     places = [model_from or (None if said or not any(says) else catalogs[says.index(True)].root) for said in says]
     sides = []
     for catalog, place in zip(catalogs, places, strict=True):
         if model_from or any(says):
-            # What titan wrote incomplete (`convert --allow-missing`) is compared as far as it goes
+            # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = manifest_of(catalog) is not None
             opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
-            weights, info = opened.source, opened.info
+            weights: TensorSource = opened.source
+            info: ModelInfo | None = opened.info
         else:
             weights, info = stack.enter_context(CatalogReader(model_part(catalog))), None
         inside = model_part(catalog).tensors
@@ -138,15 +139,15 @@ def _section_names(side: _Side) -> dict[str, None]:
 
 
 def _lacking(side: _Side) -> Set[str]:
-    """What the model has and the checkpoint has not."""
+    """The parameters of the model that the checkpoint lacks."""
     if side.info is None:
         return set()
     return {p.fqn for p in get_family(side.info.family).parameters(side.info.args)} - side.weights.tensors.keys()
 
 
 @dataclass(slots=True)
-class _Part:
-    """The tensors of a source that lie in some sections."""
+class _SectionsOf:
+    """The tensors of some sections of a source."""
 
     source: CatalogReader
     tensors: Mapping[str, TensorInfo]
@@ -160,13 +161,13 @@ class _Part:
 
 
 def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[Difference], list[str]]:
-    """Numbers that leave no trace in the shapes, such as rope_theta, change the model all the same; and mere limits."""
+    """Differences between the models' numbers, which do not all show in shapes; and notes about mere limits."""
     if a is None or b is None:
         return [], []
     ours, theirs = {"family": a.family, **all_numbers(a.args)}, {"family": b.family, **all_numbers(b.args)}
     told = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
     notes = [
-        f"{key}: {told[key]} (a limit, which changes nothing that is computed)" for key in _NO_DIFFERENCE if key in told
+        f"{key}: {told[key]} (a limit, which does not change the computation)" for key in _NO_DIFFERENCE if key in told
     ]
     return [Difference(key, "model", text) for key, text in told.items() if key not in _NO_DIFFERENCE], notes
 
@@ -187,22 +188,21 @@ def _compare_sources(
     for name in (*a.tensors, *(n for n in b.tensors if n not in a.tensors)):
         x, y = a.tensors.get(name), b.tensors.get(name)
         if x is None or y is None:
-            present = x or y
-            differences.append(
-                Difference(name, "only in B" if x is None else "only in A", f"{present.dtype} {list(present.shape)}")
-            )
+            there = "B" if x is None else "A"
+            present = (b if x is None else a).tensors[name]
+            differences.append(Difference(name, f"only in {there}", f"{present.dtype} {list(present.shape)}"))
         elif x.shape != y.shape:
             transposed = x.dtype == y.dtype and x.shape == y.shape[::-1] and len(x.shape) == 2
             reason = "equal after a transpose; " if transposed and _same_bits(_Transposed(a), b, name) else ""
             differences.append(Difference(name, "shape", f"{reason}{list(x.shape)} in A, {list(y.shape)} in B"))
         elif gap := measure_gap(a, b, name, advance):
-            differences.append(_tell(a, b, name, gap, info))
+            differences.append(_describe(a, b, name, gap, info))
         else:
             equal += 1
     return differences, equal
 
 
-def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo | None) -> Difference:
+def _describe(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info: ModelInfo | None) -> Difference:
     x, y = a.tensors[name], b.tensors[name]
     total = Box.whole(x.shape).num_elements
     dtypes = [f"{x.dtype} in A, {y.dtype} in B"] if x.dtype != y.dtype else []
@@ -213,6 +213,7 @@ def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo
         other, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
         told = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
         return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+    assert gap.first is not None
     details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
     if reason := _explained(a, b, name, info):
         details.insert(0, reason)
@@ -220,11 +221,12 @@ def _tell(a: TensorSource, b: TensorSource, name: str, gap: Gap, info: ModelInfo
 
 
 def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | None) -> str:
-    """Why two tensors differ, where that is one of the known mix-ups: "" else. Only whole-tensor equality counts."""
+    """Why two tensors differ, where it is a known mix-up, for the whole tensor; else ""."""
     if a.tensors[name] != b.tensors[name]:
         return ""
     for naming in get_family(info.family).namings.values() if info else ():
         for x, y in ((a, b), (b, a)):
+            assert info is not None
             permuted = _under_native_name(x, name, info, naming)
             if permuted is not None and _same_bits(permuted, y, name):
                 return "equal after the RoPE permutation: one was permuted once too often, or not at all"
@@ -263,7 +265,7 @@ def _same_bits(a: TensorSource, b: TensorSource, name: str) -> bool:
 
 
 def _value_differences(a: _Side, b: _Side, sections: Set[str]) -> list[Difference]:
-    """Entries that are no tensors, of sections that both have: as bytes, then by value where they are plain."""
+    """Differences of non-tensor entries in sections that both have: as bytes, then as values where they are plain."""
     ours, theirs = (_values_in(side, sections) for side in (a, b))
     found = [Difference(n, "only in A", "a value") for n in sorted(ours - theirs)]
     found += [Difference(n, "only in B", "a value") for n in sorted(theirs - ours)]

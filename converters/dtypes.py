@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,8 @@ def numpy_dtype(dtype: str) -> np.dtype:
     if dtype not in DTYPES:
         raise CheckpointError(f"unknown element type {dtype!r}", hint=f"known: {', '.join(DTYPES)}")
     if dtype == "bfloat16" or dtype.startswith("float8"):
-        import ml_dtypes  # here, so that listing a checkpoint does not pay for it
+        import ml_dtypes  # imported late: listing a checkpoint does not need it
 
-        return np.dtype(getattr(ml_dtypes, dtype))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+        return found
     return np.dtype(dtype)

@@ -1,6 +1,6 @@
-"""The errors a user can cause, and how they are told.
+"""The errors that a user can cause.
 
-Every message says what is wrong and where; `hint` says why or what to look at, `tries` are commands or values that
+Every message states what is wrong and where; `hint` says why or what to check, `tries` are commands or values that
 would work. The command line prints them as `error:` / `hint:` / `try:` lines and exits with `exit_code`.
 """
 
@@ -21,7 +21,7 @@ class TitanError(Exception):
 
 
 class ConfigError(TitanError):
-    """A config file, an override or a flag says something that cannot be."""
+    """A config file, an override or an option has an invalid value."""
 
 
 class CheckpointError(TitanError):
@@ -33,7 +33,7 @@ class DataError(TitanError):
 
 
 class UnsupportedError(TitanError):
-    """What was asked for is understood but not covered; nothing was done."""
+    """The request is understood but not supported; nothing was done."""
 
 
 class NumericalFault(TitanError):
@@ -55,12 +55,12 @@ def list_offenders(names: Sequence[str], *, most: int = 20) -> str:
 
 
 def printable(name: str) -> str:
-    """A name from a file, escaped where it has characters that would take over the terminal."""
+    """A name from a file, with control characters escaped."""
     return name if name.isprintable() else ascii(name)
 
 
 def in_words(error: Exception) -> str:
-    """What a parser stumbled over, without Python's names for it."""
+    """A parser's error in plain words, without Python's names for it."""
     match error:
         case KeyError():
             return f"{error.args[0]!r:.80} is missing"
@@ -72,4 +72,4 @@ def in_words(error: Exception) -> str:
             return str(error)
         case EOFError() | IndexError():
             return "it ends too early, or a part is missing"
-    return "a part is of another kind than belongs there"
+    return "a part has the wrong type"

@@ -18,20 +18,20 @@ from converters.errors import CheckpointError, list_offenders
 from converters.manifest import TensorSum, write_manifest
 from converters.needs import require_room
 from converters.source_check import Vouched
-from converters.unfinished import GO_ON, making
+from converters.staging import RESUME_HINT, staged_output
 
 Progress = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]  # (total bytes, what) → advance(bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What came of it: tensors with values that are no numbers, and the small files that were written."""
+    """The result of a plan: non-finite values by tensor, and the small files that were written."""
 
     non_finite: Mapping[str, int]
     other_files: list[str]
-    relative_error: Mapping[str, float] = field(default_factory=dict)  # the largest that a cast made, by tensor
-    remarks: tuple[str, ...] = ()  # what was found of an earlier attempt
-    resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back now
+    relative_error: Mapping[str, float] = field(default_factory=dict)  # the largest error of a cast, by tensor
+    remarks: tuple[str, ...] = ()  # about what an earlier attempt left
+    resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back
 
 
 def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
@@ -40,12 +40,12 @@ def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[
 
 
 def check_places(src: Path, dst: Path, *, overwrite: bool) -> None:
-    """Raise CheckpointError where `dst` may not be written: it exists, or replacing it would take `src` away."""
+    """Raise CheckpointError where `dst` may not be written: it exists, or replacing it would delete `src`."""
     source, destination = src.resolve(), dst.resolve()
     if source == destination:
-        raise CheckpointError(f"{dst} is the source itself", hint="write to a folder beside it")
+        raise CheckpointError(f"{dst} is the source itself", hint="write to another folder")
     if source.is_relative_to(destination) or (destination.is_relative_to(source) and source.is_dir()):
-        raise CheckpointError(f"{src} and {dst} lie in each other", hint="write to a folder beside the source")
+        raise CheckpointError(f"{src} and {dst}: one is inside the other", hint="write to a folder outside the source")
     check_destination(dst, overwrite=overwrite)  # last: its advice, --overwrite, must not lead to one of the above
 
 
@@ -67,19 +67,19 @@ def execute(
     resume: bool = False,
     allow_nonfinite: bool = True,
 ) -> Execution:
-    """Fill `target` from `source` in a folder that becomes `dst` when everything went well, and vanishes otherwise.
+    """Fill `target` from `source` in a folder that becomes `dst` on success and is removed otherwise.
 
-    `carried`: the files that `write_small_files` copies; room on the disk is asked for them, too.
-    `vouched`: what the values must be as they are read; another value is an error, and nothing is written. Without
-    `digests` the manifest holds none; the CRC32 of every file stands in it all the same.
-    `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work goes on from what an earlier
-    attempt with the same fingerprint has written, and what an interrupt or a full disk ends is kept for the next.
+    `carried`: the files that `write_small_files` copies; their size counts for the free space needed.
+    `vouched`: the digests that the values must have as they are read; another one is an error. Without `digests` the
+    manifest has none, only the CRC32 of every file.
+    `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work continues from what an
+    earlier attempt with the same fingerprint has written, and is kept when an interrupt or a full disk ends it.
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
     require_room(dst, target, carried)
     plan = None if fingerprint is None else f"{fingerprint[:12]}{reading_order(source, BLOCK_BYTES, UNIT_BYTES)[:12]}"
     try:
-        with making(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
+        with staged_output(dst, fingerprint=plan, resume=resume, overwrite=overwrite) as made:
             _keep_only(made.folder, target.file_bytes)
             data_bytes = sum(prod(info.shape) * itemsize(info.dtype) for info in target.tensors.values())
             with progress(data_bytes, "copying") as advance:
@@ -104,16 +104,16 @@ def execute(
                 for name, info in target.tensors.items()
             }
             write_manifest(made.folder, tensors=tensors, files=files)
-            _require_unchanged(source)  # last: from here on nothing is read any more
+            _require_unchanged(source)  # last: nothing is read after this
     except OSError as error:  # the disk filled up or went away
         raise CheckpointError(
-            f"cannot write {dst}: {error.strerror or error}", hint=GO_ON if resume else "nothing of it was left behind"
+            f"cannot write {dst}: {error.strerror or error}", hint=RESUME_HINT if resume else "nothing was left behind"
         ) from error
     return Execution(copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes)
 
 
 def _require_unchanged(source: TensorSource | None) -> None:
-    """Raise CheckpointError where files that a source, or what it is a view of, reads from have changed."""
+    """Raise CheckpointError where files that a source reads from have changed."""
     while source is not None:
         if check := getattr(source, "check_unchanged", None):
             check()
@@ -121,7 +121,7 @@ def _require_unchanged(source: TensorSource | None) -> None:
 
 
 def _keep_only(folder: Path, file_bytes: Mapping[str, int]) -> None:
-    """Of what an earlier attempt left: the files with tensor data. The others are small, and written anew."""
+    """Remove what an earlier attempt left, but for the files with tensor data."""
     for path in list(folder.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
@@ -136,6 +136,6 @@ def _non_finite_error(counts: Mapping[str, int]) -> CheckpointError:
     return CheckpointError(
         f"{len(found)} tensor{'s hold' if len(found) > 1 else ' holds'} values that are NaN or infinite:"
         + list_offenders(found),
-        hint="nothing was written; a model with such weights answers nothing but NaN",
+        hint="nothing was written; a model with such weights computes only NaN",
         tries=["--allow-nonfinite"],
     )

@@ -1,17 +1,18 @@
-"""Many tensors that differ in numbers only as one line: `layers.{0..31}.attention.wq.weight`, experts likewise."""
+"""Fold tensors whose names differ only in numbers into one line: `layers.{0..31}.attention.wq.weight`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a name part that is a number
-_DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # not those of `{0..31}`, nor one in front of numbers
+_DOT = re.compile(r"\.(?![^{]*\})(?!\{|\d+(?:\.|$))")  # except within `{0..31}` and before numbers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """Tensors that differ in numbers of their names only. `num_bytes` and `num_chunks` are of all of them together."""
+    """Tensors whose names differ only in numbers. `num_bytes` and `num_chunks` are sums."""
 
     name: str  # layers.{0..31}.attention.wq.weight
     section: str
@@ -23,11 +24,11 @@ class TensorLine:
 
 
 def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
-    """Lines of one tensor each, folded where dtype, shape and all but the numbers agree; in order of appearance.
+    """Fold lines of one tensor each where dtype, shape and all but the numbers agree; in order of appearance.
 
     Only full products are written as one line, so that each line stands for exactly the names it shows.
     """
-    groups: dict[tuple, dict[tuple[int, ...], TensorLine]] = {}
+    groups: dict[tuple[Any, ...], dict[tuple[int, ...], TensorLine]] = {}
     for line in lines:
         parts = _NUMBER.split(line.name)
         key = (tuple(parts[::2]), line.section, line.dtype, line.shape)
@@ -44,7 +45,7 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
 
 
 def fold_texts(texts: Iterable[str]) -> list[str]:
-    """Texts that name a tensor each, those that differ in the numbers of names only as one; in order of appearance."""
+    """Fold texts that each name a tensor and differ only in the numbers of names; in order of appearance."""
     return [line.name for line in fold_lines(TensorLine(text, "", "", (), 1, 0, 0) for text in texts)]
 
 
@@ -55,9 +56,9 @@ def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
     rests: dict[int, list[tuple[int, ...]]] = {}
     for first, *rest in tuples:
         rests.setdefault(first, []).append(tuple(rest))
-    alike: dict[frozenset, list[int]] = {}
-    for first, rest in rests.items():
-        alike.setdefault(frozenset(rest), []).append(first)
+    alike: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for first, found in rests.items():
+        alike.setdefault(frozenset(found), []).append(first)
     return [[sorted(firsts), *sets] for rest, firsts in alike.items() for sets in _products(sorted(rest))]
 
 
@@ -74,7 +75,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TreeRow:
-    """A row of the tree of names: a tensor line, or a part of names with the sums of what lies below."""
+    """A row of the tree of names: a tensor line, or a part of names with the sums of its children."""
 
     depth: int
     name: str
@@ -85,8 +86,8 @@ class TreeRow:
 
 
 def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
-    """Lines as a tree of their names' parts. A part with one child only shares a row with it (`wq.weight`)."""
-    root: dict = {}
+    """The lines as a tree of the parts of their names. A part with a single child shares its row (`wq.weight`)."""
+    root: dict[Any, Any] = {}
     for line in lines:
         node = root
         for part in _DOT.split(line.name):
@@ -95,7 +96,7 @@ def tree_rows(lines: Sequence[TensorLine]) -> list[TreeRow]:
     return _rows(root, 0)
 
 
-def _rows(node: Mapping, depth: int) -> list[TreeRow]:
+def _rows(node: Mapping[Any, Any], depth: int) -> list[TreeRow]:
     rows = []
     for part, child in node.items():
         if part is None:

@@ -1,4 +1,4 @@
-"""The fields of config.json that a family's args do not hold: read, checked, and written back."""
+"""Read, check and write back the fields of config.json that a family's args do not hold."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from converters.families.base import Family, ModelArgs
 COSMETIC = ("attention_dropout", "initializer_range", "use_cache", "pretraining_tp")
 # What describes the file or its writer. titan writes its own architectures, model_type and dtype; a path and a version
 # of where the source was saved say nothing about its copy; quantized weights are refused or dequantized; and the code
-# that auto_map names is not carried along.
+# that auto_map names is not copied.
 _NOT_CARRIED = {
     "architectures",
     "model_type",
@@ -24,7 +24,7 @@ _NOT_CARRIED = {
     "auto_map",
     "transformers_weights",  # the name of the source's file
 }
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of transformers 4 and 5 alike
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of both transformers 4 and 5
 _MOST_BYTES = 1 << 20  # of all such fields: config files are a few KB
 # GenerationConfig's fields but the token ids. Where there is no generation_config.json, transformers takes them from
 # config.json; where there is one, it does not.
@@ -51,10 +51,10 @@ def read_untranslated(
     *,
     carried_ids: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a config.json says beyond `args`, without what `fields_to_write` would write anyway.
+    """The fields of a config.json beyond `args`, without those that `fields_to_write` writes anyway.
 
-    Of the token ids, those that the generation config which goes along (`carried_ids`) lacks or has otherwise, but for
-    unset ones that have been replaced. Raises CheckpointError and UnsupportedError.
+    Of the token ids, those that differ from the copied generation config (`carried_ids`), except unset ones that have
+    been replaced. Raises CheckpointError and UnsupportedError.
     """
     written = family.hf_config(args)
     _refuse_other_code(config, written)
@@ -74,7 +74,7 @@ def read_untranslated(
 
 
 def require_without_effect(fields: Any, family: Family, args: ModelArgs, *, what: str) -> None:
-    """Raise CheckpointError where fields that should change nothing change the model, or are not such fields at all."""
+    """Raise CheckpointError where fields that should have no effect change the model, or are written by titan."""
     if not isinstance(fields, dict):
         raise CheckpointError(f"{what}: a JSON {type(fields).__name__}, not an object")
     if wrong := sorted(_NOT_CARRIED & fields.keys()):
@@ -95,7 +95,7 @@ def require_without_effect(fields: Any, family: Family, args: ModelArgs, *, what
 
 
 def fields_to_write(written: Mapping[str, Any], untranslated: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json's content: what the family says of the model, and the other fields as they were read."""
+    """config.json's content: the family's fields of the model, and the other fields as they were read."""
     others = {key: value for key, value in untranslated.items() if key not in written or key in COSMETIC}
     return dict(written) | others
 
@@ -115,7 +115,7 @@ def read_stated_dtype(config: Mapping[str, Any]) -> str:
 def describe_rewritten(
     config: Mapping[str, Any], family: Family, args: ModelArgs, token_ids: Mapping[str, Any]
 ) -> list[str]:
-    """What a config.json says that is written otherwise, or not at all."""
+    """Remarks on fields of a config.json that are written with another value, or not at all."""
     written = family.hf_config(args)
     changed = [
         f"{key} {config[key]!r:.200}, now {written[key]!r:.200}"
@@ -123,12 +123,10 @@ def describe_rewritten(
         if key in written and key not in (*COSMETIC, *_ROPE)
         if config[key] is not None and config[key] != written[key]
     ]
-    remarks = [f"config.json: not carried over as it is: {', '.join(changed)}"] if changed else []
+    remarks = [f"config.json: changed: {', '.join(changed)}"] if changed else []
     if replaced := _replaced_ids(config, token_ids):
         changes = ", ".join(f"{key} {token_ids[key]} for {config[key]}" for key in replaced)
-        remarks.append(
-            f"config.json: token ids that nobody set are now the generation config's or tokenizer's: {changes}"
-        )
+        remarks.append(f"config.json: unset token ids are now the generation config's or tokenizer's: {changes}")
     if config.get("auto_map") is not None:
         remarks.append(
             f"config.json: auto_map names Python code, which is dropped; the model is read as {written['model_type']}, "
@@ -138,7 +136,7 @@ def describe_rewritten(
 
 
 def _replaced_ids(config: Mapping[str, Any], token_ids: Mapping[str, Any]) -> list[str]:
-    """Token ids of a config.json that are null or its class's default, where something else names other ones."""
+    """Token ids of a config.json that are null or its class's default, where another file has others."""
     unset = [key for key in TOKEN_IDS if key in config and config[key] in (None, CLASS_DEFAULTS.get(key))]
     return [key for key in unset if token_ids.get(key, config[key]) != config[key]]
 

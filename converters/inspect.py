@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from headers alone: the model, its tensors folded over layers, its sections."""
+"""Describe a checkpoint from headers alone: the model, its tensors folded over layers, its sections."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,29 +16,32 @@ from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.manifest import manifest_of
 from converters.model_from import find_model_info
-from converters.model_info import ModelInfo, says_model
+from converters.model_info import ModelInfo, describes_model
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
 from converters.weights import model_part, naming_of
 
-_SHOWN_BLOB_BYTES = 64 * 1024  # larger values are named and sized only
+_SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
 _STEPS = ("train_state.step", "step", "global_step", "trainer.global_step")
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A checkpoint at a glance. `model` is None where nothing says what it is, or what says so is wrong: then
-    `model_problem` tells how. `values` are small plain entries."""
+    """The description of a checkpoint.
+
+    `model` is None where no file describes it, or where that file is wrong: then `model_problem` says why. `values` are
+    small plain entries.
+    """
 
     path: str
     container: str
     naming: str
     model: dict[str, Any] | None
     model_problem: str
-    step: int | None  # of training, where one of the values says it
+    step: int | None  # of training, where a value has it
     num_parameters: int
-    dtypes: dict[str, int]  # bytes of the weights by element type, the most first
+    dtypes: dict[str, int]  # bytes of the weights by element type, the largest first
     num_bytes: int
     num_files: int
     num_chunks: int
@@ -46,7 +49,7 @@ class Inspection:
     num_values: int
     values: dict[str, Any]
     has_manifest: bool
-    notes: tuple[str, ...]  # on how it was opened: prefixes removed from names, weight files left unread
+    notes: tuple[str, ...]  # on prefixes removed from names and weight files that were not read
     parts: tuple[str, ...]  # of the model, beyond what every decoder has; not in the JSON
 
     def to_json(self) -> dict[str, Any]:
@@ -54,20 +57,21 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path | str | None = None) -> Inspection:
-    """Describe a checkpoint of any format. Reads headers and small values; no tensor but the step's.
+    """Describe a checkpoint of any format. Reads headers and small values, and no tensor but the step.
 
-    `model_from`: a folder that says what the model is, where the checkpoint does not.
+    `model_from`: a folder that describes the model, where the checkpoint does not.
     """
     catalog = open_checkpoint(path)
     weights = model_part(catalog)
-    naming, model, problem, parts = "unknown", None, "", ()
+    naming, model, problem = "unknown", None, ""
+    parts: tuple[str, ...] = ()
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
         parts = _parts(info)
         naming = naming_of(catalog, get_family(info.family)).name
-    except (CheckpointError, UnsupportedError) as error:  # it can be listed all the same
-        problem = error.message if model_from or says_model(catalog.root) else ""
+    except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
+        problem = error.message if model_from or describes_model(catalog.root) else ""
         naming = _naming_by_names(catalog)
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)
@@ -103,7 +107,7 @@ def _parts(info: ModelInfo) -> tuple[str, ...]:
 
 
 def _naming_by_names(catalog: Catalog) -> str:
-    """The naming where names alone tell it. Native and Meta's names are the same, their rows are not: unknown."""
+    """The naming, where names alone determine it. Native and Meta's differ only in the order of rows: unknown."""
     for family in all_families().values():
         with suppress(CheckpointError):
             if (found := naming_of(catalog, family).name) != "native":
@@ -112,7 +116,7 @@ def _naming_by_names(catalog: Catalog) -> str:
 
 
 def read_values(catalog: Catalog) -> dict[str, Any]:
-    """Small plain values by name. What is not plain (a pickled object) is named by its size and never decoded."""
+    """Small plain values by name. Others (pickled objects) are shown as their size and never decoded."""
     values = dict(catalog.values)
     with CatalogReader(catalog) as reader:
         for name, blob in catalog.blobs.items():
@@ -126,7 +130,7 @@ def read_values(catalog: Catalog) -> dict[str, Any]:
 
 
 def summarize_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with an optimizer's settings folded: one line each, since parameters seldom differ in them."""
+    """The values with an optimizer's settings folded into one line each: parameters seldom differ in them."""
     summary: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}  # setting → repr → value
     for name, value in values.items():
@@ -147,10 +151,10 @@ def _lines(catalog: Catalog, weights: Catalog) -> Iterator[TensorLine]:
 
 
 def _step(catalog: Catalog, values: Mapping[str, Any]) -> int | None:
-    """The step that training had come to: a value, or a 0-dim tensor (torchtitan's), the only tensor that is read."""
+    """The step of the checkpoint: a value, or a 0-dim tensor (torchtitan's), the only tensor that is read."""
     for name in _STEPS:
         if type(values.get(name)) is int:
-            return values[name]
+            return int(values[name])
         entry = catalog.tensors.get(name)
         if entry is not None and not entry.shape and entry.dtype in ("int64", "int32"):
             with suppress(CheckpointError, UnsupportedError), CatalogReader(catalog) as reader:

@@ -1,4 +1,4 @@
-"""JSON files: read strictly, with errors that name the file; written as people and diff tools like them."""
+"""Read JSON files strictly, with errors that name the file, and write them indented."""
 
 import json
 from collections import Counter
@@ -16,7 +16,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > max_bytes:
-            raise CheckpointError(f"{path}: {size:,} bytes, more than the {max_bytes:,} that are plausible for it")
+            raise CheckpointError(f"{path}: {size:,} bytes, more than the plausible {max_bytes:,}")
         raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
@@ -24,10 +24,10 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
-    """A JSON object in which no key stands twice: "the last one wins" would hide a tensor.
+    """Parse a JSON object without repeated keys: "the last one wins" would hide a tensor.
 
-    `what` begins the messages. A byte order mark is passed over: editors on Windows leave one. NaN comes through, so
-    that who reads a number can name the key it stands under.
+    `what` begins the messages. A byte order mark, which editors on Windows write, is ignored. NaN is accepted, so that
+    the reader of a number can name its key.
     """
     try:
         content, twice = load_with_repeated_keys(raw.decode("utf-8-sig"))
@@ -35,14 +35,14 @@ def parse_json(raw: bytes, *, what: str) -> dict[str, Any]:
         hint = "an interrupted download, or a Git LFS pointer?"
         raise CheckpointError(f"{what} is not JSON: {in_words(error)}", hint=hint) from None
     if twice:
-        raise CheckpointError(f"{what}: keys that stand twice:{list_offenders([f'{key!r:.200}' for key in twice])}")
+        raise CheckpointError(f"{what}: repeated keys:{list_offenders([f'{key!r:.200}' for key in twice])}")
     if not isinstance(content, dict):
         raise CheckpointError(f"{what} holds a JSON {type(content).__name__}, not an object")
     return content
 
 
 def load_with_repeated_keys(text: str) -> tuple[Any, list[str]]:
-    """What JSON says, and every key that stands twice in one of its objects. Raises as `json.loads` does."""
+    """The content of JSON, and every key that one of its objects repeats. Raises as `json.loads` does."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def load_with_repeated_keys(text: str) -> tuple[Any, list[str]]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """A JSON object, indented, ending in a newline."""
+    """Write a JSON object, indented, with a newline at the end."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 cannot
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape and UTF-8 cannot encode
         text = json.dumps(content, indent=2)
     path.write_text(text + "\n", encoding="utf-8")

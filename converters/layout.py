@@ -1,7 +1,7 @@
-"""Which box of each tensor a rank of a mesh holds: pipeline stages, then TP, then FSDP inside it. Torch-free.
+"""The box of each tensor that a rank of a mesh holds: pipeline stages, then TP, then FSDP inside it. Torch-free.
 
-Tests hold this equal to real DTensor placements (FSDP over TP on one dim is torch's `_StridedShard`) and to the stage
-split of torchtitan, so that a checkpoint cut here is read by a job of that mesh chunk by chunk, nothing twice.
+Tests compare this with real DTensor placements (FSDP over TP on one dim is torch's `_StridedShard`) and with the
+stage split of torchtitan: a job of that mesh reads a checkpoint cut here chunk by chunk, no byte twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ from converters.sizes import GIB, MIB
 
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
 MAX_CHUNK_BYTES = 256 * MIB
-SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: small enough that no rank reads much that it drops
+SEED_CHUNK_BYTES = 64 * MIB  # where the readers' mesh is unknown: a rank reads little that it does not need
 DISTCP_FILE = "__{rank}_0.distcp"
-MAX_RANKS = 131_072  # what is laid out rank by rank must end; no job has been larger
+MAX_RANKS = 131_072  # a limit for loops over ranks; no job has been larger
 MAX_CHUNKS = 4_000_000  # of a model's weights; 405B on 512 ranks has 470,000
-_MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # so many of so little are dust: their list outweighs what it lists
-_READER_BYTES_PER_CHUNK = 1900  # stock DCP's records of one
+_MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # chunks that small cost more to list than to store
+_READER_BYTES_PER_CHUNK = 1900  # in stock DCP's list
 
 Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in order
 
@@ -54,7 +54,7 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> "MeshShape":
-        """Where `rank` stands on each axis, from 0."""
+        """The coordinate of `rank` on each axis, from 0."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
@@ -65,7 +65,7 @@ class MeshShape:
 
     @staticmethod
     def parse(text: str) -> "MeshShape":
-        """`dp_shard=64,tp=8,pp=4`. Raises ConfigError with everything that is wrong."""
+        """Parse `dp_shard=64,tp=8,pp=4`. Raises ConfigError with every problem."""
         degrees: dict[str, int] = {}
         problems = []
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -82,7 +82,7 @@ class MeshShape:
             else:
                 degrees[axis] = int(value)
         if not degrees and not problems:
-            problems.append("it is empty")
+            problems.append("no axis is given")
         mesh = MeshShape(**degrees)
         if not problems and mesh.world_size > MAX_RANKS:
             problems.append(f"{mesh.world_size:,} ranks; the most is {MAX_RANKS:,}")
@@ -125,7 +125,7 @@ def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_
 
 
 def uneven_over_tp(args: ModelArgs, tp: int) -> str:
-    """What of the model `tp` ranks cannot share evenly, and the degrees that can: "does not divide …"; empty if all."""
+    """Which sizes of the model `tp` does not divide, and the degrees that would: "does not divide …"; "" if none."""
     counts = {
         "attention heads": args.num_heads,
         "key/value heads": args.num_kv_heads,
@@ -141,9 +141,9 @@ def uneven_over_tp(args: ModelArgs, tp: int) -> str:
 
 
 def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
-    """Raise ConfigError with every reason why no trainer can run this model on `mesh`.
+    """Raise ConfigError with every reason why this model cannot be trained on `mesh`.
 
-    FSDP cuts uneven rows; tensor parallelism cuts heads and columns evenly or not at all.
+    FSDP shards uneven rows; tensor parallelism needs heads and columns that it divides evenly.
     """
     problems = []
     if uneven := uneven_over_tp(args, mesh.tp):
@@ -153,11 +153,11 @@ def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
     except ConfigError as error:
         problems.append(f"{error.message}; {error.hint}")
     if problems:
-        raise ConfigError(f"no trainer can run this model on the mesh {mesh}:" + list_offenders(problems))
+        raise ConfigError(f"this model cannot be trained on the mesh {mesh}:" + list_offenders(problems))
 
 
 def ranks_of_stages(num_stages: int, pp: int, *, v_shaped: bool = False) -> tuple[int, ...]:
-    """The pipeline rank of each stage: dealt in turn, or there and back again, so that rank 0 holds both ends."""
+    """The pipeline rank of each stage: round robin, or V-shaped, where rank 0 holds the first and the last stage."""
     if v_shaped:
         return tuple(min(stage % (2 * pp), 2 * pp - 1 - stage % (2 * pp)) for stage in range(num_stages))
     return tuple(stage % pp for stage in range(num_stages))
@@ -170,7 +170,7 @@ def stages_of_rank(pp_rank: int, pp: int, num_stages: int, *, v_shaped: bool = F
 
 
 def module_of(fqn: str) -> str:
-    """What pipeline splitting moves as one: `layers.3` of `layers.3.attention.wq.weight`, `norm` of `norm.weight`."""
+    """The module that pipeline splitting moves: `layers.3` of `layers.3.attention.wq.weight`, `norm` of its weight."""
     head, _, rest = fqn.partition(".")
     return f"{head}.{rest.partition('.')[0]}" if head == "layers" else head
 
@@ -183,10 +183,10 @@ def chunk_bounds(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
-    """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it nothing.
+    """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it without any.
 
     TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left. A 0-dim tensor is whole on every rank. Where TP does
-    not divide dim 0, FSDP2's real shards are these, though torch 2.13's `_StridedShard` arithmetic gives others.
+    not divide dim 0, these are FSDP2's shards, although torch 2.13's `_StridedShard` computes others.
     """
     at = mesh.coordinates(rank)
     return _box_at(parameter.shape, parameter.tp_dim, mesh, fsdp=at.dp_shard * mesh.cp + at.cp, tp=at.tp)
@@ -211,10 +211,10 @@ def boxes_for_mesh(
     stages: Sequence[Sequence[str]] | None = None,
     stage_ranks: Sequence[int] | None = None,
 ) -> Files:
-    """The files of a checkpoint as ranks of `mesh` would write it: what several ranks hold is in the lowest one's file.
+    """The files of a checkpoint as ranks of `mesh` would write it; of several ranks that hold a box, the lowest does.
 
     `itemsizes`: bytes per element by FQN. `stages`: module names per stage; split_stages's result when None.
-    `stage_ranks`: the pipeline rank of each; dealt in turn when None. A tied embedding has one FQN and so belongs to
+    `stage_ranks`: the pipeline rank of each; round robin when None. A tied embedding has one FQN and so belongs to
     the first stage. Raises ConfigError where the mesh would cut the model into more chunks than a `.metadata` can
     reasonably list.
     """
@@ -224,9 +224,9 @@ def boxes_for_mesh(
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
     pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
     ranks_per_stage = mesh.world_size // mesh.pp
-    _refuse_dust(parameters, mesh)
-    # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000 of them, but 3,000
-    # that differ.
+    _reject_tiny_chunks(parameters, mesh)
+    # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000
+    # differ.
     made: dict[tuple[tuple[int, ...], int | None, int], list[tuple[int, Box]]] = {}
     files: dict[int, list[tuple[str, Box]]] = {}
     for parameter in parameters:
@@ -251,8 +251,8 @@ def _boxes_within_stage(
                 yield from ((rank, part) for part in row_blocks(box, element_bytes, MAX_CHUNK_BYTES))
 
 
-def _refuse_dust(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
-    """Each chunk costs every reading rank about 2 kB of memory and 15 µs, whatever it holds."""
+def _reject_tiny_chunks(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
+    """Raise ConfigError for too many small chunks: each costs every reading rank about 2 kB of memory and 15 µs."""
     num_chunks = sum(
         min(mesh.fsdp, p.shape[0] if p.shape else 1) * (1 if p.tp_dim is None else mesh.tp) for p in parameters
     )
@@ -262,7 +262,7 @@ def _refuse_dust(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
         raise ConfigError(
             f"the mesh {mesh} would cut this model into {num_chunks:,} chunks of {elements:,} values on average: "
             f"a stock reader would hold {list_gib:.1f} GiB of their list on every rank",
-            hint="do not shard that thin: a smaller dp_shard with dp_replicate, as HSDP does",
+            hint="use a smaller dp_shard together with dp_replicate (HSDP)",
         )
 
 
@@ -308,8 +308,8 @@ def boxes_for_num_files(tensors: Mapping[str, TensorInfo], num_files: int) -> Fi
                 number += 1
     if not all(held):
         raise ConfigError(
-            f"{total:,} bytes cannot be shared out among {num_files:,} files",
-            hint=f"a row of a tensor lies in one file, so {num_files - sum(map(bool, held)):,} would be empty",
+            f"{total:,} bytes cannot be divided into {num_files:,} files",
+            hint=f"a row is not split between files, so {num_files - sum(map(bool, held)):,} would be empty",
         )
     return {DISTCP_FILE.format(rank=rank): boxes for rank, boxes in enumerate(held)}
 

@@ -1,6 +1,6 @@
-"""`titan_manifest.json`: what a complete checkpoint consists of. Written last, so it vouches for everything else.
+"""`titan_manifest.json`: the files and tensors of a complete checkpoint with their checksums. Written last.
 
-Its first line is the CRC32 of all bytes behind that line, so that a flip of any bit in it is found, too.
+Its first line is the CRC32 of all bytes after that line, so that a flipped bit in the manifest is found, too.
 """
 
 import json
@@ -23,17 +23,17 @@ from converters.replace_file import replacing
 
 VERSION = 2
 _TEMPORARY = MANIFEST + ".tmp"
-_READ_BYTES = 1 << 20  # into memory of each reader's own: ranks check files before they load a model beside them
-_PART_BYTES = 256 << 20  # of a large file, which several threads sum
+_READ_BYTES = 1 << 20  # per reader: ranks check files before they load a model
+_PART_BYTES = 256 << 20  # parts of a large file that threads sum
 _NUM_READERS = 4
-_SMALL_BYTES = 16 << 20  # files that are read for an error's list
+_SMALL_BYTES = 16 << 20  # files up to this size are read for an error's list
 _REWRITE = "the manifest is damaged or was edited: use another copy, or check the files and rewrite it"
 T = TypeVar("T")
 _FIRST_LINE = re.compile(rb'\{"crc32": (0|[1-9]\d*),\n')
 
 
 class OtherVersion(CheckpointError):
-    """A manifest that another version of titan wrote, or one that is damaged in that number."""
+    """A manifest of another version, or one whose version number is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class TensorSum:
-    """A tensor as the manifest remembers it. `digest` is "" where none was asked for (see digest.py)."""
+    """A tensor in the manifest. `digest` is "" where none was computed (see digest.py)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class TensorSum:
 
 
 class DoAll(Protocol):
-    """Does all of `works`, in any order, and gives what each gives in theirs."""
+    """Runs all of `works` in any order and returns their results in the order of `works`."""
 
     def __call__(self, works: Sequence[Callable[[], T]]) -> list[T]: ...
 
@@ -63,7 +63,7 @@ class DoAll(Protocol):
 class Manifest:
     """Tensors by FQN, files by their path inside the folder (with `/`).
 
-    `accepted`: it was rewritten after a change, and vouches for what the user accepted, not for what titan wrote.
+    `accepted`: it was rewritten after a change: it describes what the user accepted, not what titan wrote.
     """
 
     tensors: Mapping[str, TensorSum]
@@ -82,7 +82,7 @@ def write_manifest(
     known = dict(files or {})
     found = {name: known.get(name) or sum_file(folder / name) for name in files_to_keep(folder)}
     if absent := sorted(known.keys() - found.keys()):
-        raise CheckpointError(f"{folder}: files of the manifest are not there:{list_offenders(absent)}")
+        raise CheckpointError(f"{folder}: files of the manifest are missing:{list_offenders(absent)}")
     manifest = Manifest(dict(tensors), found, accepted)
     body = _dump(manifest)
     with replacing(folder / MANIFEST, temporary=folder / _TEMPORARY) as temporary:
@@ -125,9 +125,9 @@ def manifest_of(catalog: Catalog) -> Manifest | None:
 
 def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
     claimed, version = content.pop("crc32"), content["version"]
-    if version == 1:  # of the first titan: over the content, whatever its spelling
+    if version == 1:  # of the first version: over the content, in any formatting
         canonical = {key: content[key] for key in sorted(content)}
-        return claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode())
+        return bool(claimed == crc32(json.dumps(canonical, sort_keys=True, separators=(",", ":")).encode()))
     if version != VERSION:
         raise OtherVersion(f"{MANIFEST}: version {version!r}; this titan knows version {VERSION}")
     first = _FIRST_LINE.match(raw)
@@ -135,7 +135,7 @@ def _matches_itself(raw: bytes, content: dict[str, Any]) -> bool:
 
 
 def _dump(manifest: Manifest) -> bytes:
-    """Everything behind the first line: one line for each tensor and file, for people and diff tools."""
+    """Everything after the first line: one line for each tensor and file, for people and diff tools."""
     tensors = [
         f"  {json.dumps(fqn)}: "
         + json.dumps({"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest})
@@ -158,7 +158,10 @@ def _dump(manifest: Manifest) -> bytes:
 
 
 def check_sizes(folder: Path) -> Manifest | None:
-    """Read the manifest and compare the sizes of its files: cheap enough for every open. Raises where one is off."""
+    """Read the manifest and compare the sizes of its files: cheap enough for every open.
+
+    Raises CheckpointError where one differs.
+    """
     manifest = read_manifest(folder)
     if manifest is not None and (broken := _size_problems(folder, manifest, manifest.files)):
         small = [name for name, entry in manifest.files.items() if name not in broken and entry.size <= _SMALL_BYTES]
@@ -169,7 +172,7 @@ def check_sizes(folder: Path) -> Manifest | None:
 
 
 def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> CheckpointError:
-    """The error for a folder that is not as titan wrote it. Whether on purpose or by damage, nobody can tell."""
+    """The error for a folder that differs from what titan wrote, on purpose or by damage."""
     return CheckpointError(
         f"{folder}: changed or damaged since titan wrote it:{list_offenders(problems)}",
         hint=f"if the change was intended, accept it, which checks the files and rewrites {MANIFEST}; if not, use "
@@ -179,7 +182,7 @@ def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> C
 
 
 def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
-    """What each of `works` gives, a few of them at a time."""
+    """Run `works` in a few threads and return their results."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return [*pool.map(lambda work: work(), works)]
 
@@ -225,7 +228,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def files_to_keep(folder: Path) -> list[str]:
-    """The files that must stay as they are written; some are there to be edited."""
+    """The files that must not change: all but those that users edit."""
     return [name for name in list_files(folder) if name not in EDITABLE]
 
 
@@ -235,7 +238,7 @@ def sum_file(path: Path) -> FileSum:
 
 
 def _sum_part(path: Path, start: int, size: int) -> FileSum:
-    """Of the part that begins at `start`; the last one goes to the file's end, wherever that is by now."""
+    """Sum the part that begins at `start`; the last part extends to the current end of the file."""
     return _sum(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
 
 
@@ -251,7 +254,7 @@ def _sum(path: Path, start: int, num_bytes: int | None) -> FileSum:
 
 
 def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """What is wrong with files that are not there as the manifest says, by name."""
+    """File → problem, for files that are missing or have another size than in the manifest."""
     problems = {}
     for name in names:
         try:
@@ -259,7 +262,7 @@ def _size_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> di
         except OSError:
             problems[name] = f"{name}: missing"
             continue
-        if not stat.S_ISREG(status.st_mode):  # a pipe or a device would be read without an end
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device would not end
             problems[name] = f"{name}: not a regular file"
         elif status.st_size != manifest.files[name].size:
             problems[name] = f"{name}: {status.st_size:,} bytes instead of {manifest.files[name].size:,}"

@@ -1,4 +1,4 @@
-"""What model a checkpoint is: `--model-from` adds what the checkpoint does not say, and may contradict nothing."""
+"""Find which model a checkpoint is. `--model-from` adds what it does not state, and must not contradict it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,34 +17,34 @@ from converters.json_file import load_with_repeated_keys, read_json
 from converters.model_info import ModelInfo, find_model_file, read_model_info
 from converters.names import HF_CONFIG, HF_GENERATION_CONFIG, MANIFEST, META_PARAMS, TIKTOKEN_MODEL
 
-_VERSION = "transformers_version"  # in a file of settings: differs with who saved it
+_VERSION = "transformers_version"  # of the version that saved a file of settings
 
 
 def find_model_info(
     catalog: Catalog, weights: Catalog, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
 ) -> ModelInfo:
-    """What the checkpoint says of itself, completed by `model_from`; `otherwise` where nothing says what model it is.
+    """The checkpoint's model, completed by `model_from`; `otherwise` where no file describes it.
 
     `weights`: the part of `catalog` that is the model. Raises ConfigError, listing both values, where `model_from`
-    contradicts the checkpoint, and CheckpointError where neither says what the model is.
+    contradicts the checkpoint, and CheckpointError where neither describes the model.
     """
     own_file = find_model_file(catalog.root)
     if model_from is None:
         return otherwise if otherwise and not own_file else read_model_info(catalog.root, weights)
     place = Path(model_from)
     if not place.exists():
-        raise CheckpointError(f"{place}: no such folder", hint="--model-from names one that says what model it is")
+        raise CheckpointError(f"{place}: no such folder", hint="--model-from takes a folder that describes the model")
     if own_file is None:
         given = _without_documents(read_model_info(place, weights), place)
         assets: dict[str, Path] = {}
-        if catalog.container != "torch":  # such a file may be anywhere, among files of something else
+        if catalog.container != "torch":  # a torch file may be in any folder, among other files
             assets = find_assets(catalog.root)
             refuse_links_out(catalog.root, assets.values())
         own = replace(given, assets=assets | find_documents(catalog.root), token_ids={}, stated_dtype="")
         return _complete(own, given, catalog.root, place)
     way_out = (
-        f"--model-from adds only what the checkpoint does not say; correct or move away {own_file} where that is "
-        "wrong, and leave --model-from out where it is right"
+        f"--model-from adds only what the checkpoint does not state; correct or remove {own_file} if that is wrong, "
+        "else leave --model-from out"
     )
     try:
         own = read_model_info(catalog.root, weights)
@@ -56,7 +56,7 @@ def find_model_info(
         given = ModelInfo(own.family, own.args, _only_assets(place))
     else:
         given = _without_documents(read_model_info(place, weights), place)
-    if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # which its readers choose
+    if own_file.name == META_PARAMS and "max_seq_len" not in read_json(own_file):  # chosen by its readers
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
     given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
@@ -70,43 +70,46 @@ def find_model_info(
     problems += _other_tokenizer(own.assets, given.assets)
     if problems:
         raise ConfigError(
-            f"--model-from {place} contradicts what {catalog.root} says of itself:" + list_offenders(problems),
+            f"--model-from {place} contradicts {catalog.root}:" + list_offenders(problems),
             hint=way_out,
             tries=[f"titan verify {catalog.root} --accept, after a change"]
             if (catalog.root / MANIFEST).exists()
             else [],
         )
-    if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json says all of them
+    if own_file.name != HF_CONFIG and not own.untranslated:  # a config.json has all of them
         own = replace(own, untranslated=given.untranslated)
     return _complete(own, given, catalog.root, place)
 
 
 def model_type(info: ModelInfo) -> str:
-    """The model's family, as transformers calls it: llama2 and llama3 are one, and older titans said llama3 of both."""
-    return get_family(info.family).hf_config(info.args).get("model_type", info.family)
+    """The model's family, as transformers calls it: llama2 and llama3 are one.
+
+    Older versions of titan wrote llama3 for both.
+    """
+    return str(get_family(info.family).hf_config(info.args).get("model_type", info.family))
 
 
 def _only_assets(place: Path) -> dict[str, Path]:
-    """The tokenizer of a folder that does not say what model it is. Raises CheckpointError where it has none either."""
+    """The tokenizer of a folder that does not describe a model. Raises CheckpointError where it has none either."""
     folder = snapshot_of(place) if place.is_dir() else place.parent
     assets = find_assets(folder)
     refuse_links_out(folder, assets.values())
     if not assets:
         raise CheckpointError(
-            f"--model-from {place}: neither a tokenizer nor a file that says what model it is",
-            hint="the checkpoint says what model it is; --model-from can add a tokenizer",
+            f"--model-from {place}: neither a tokenizer nor a file that describes a model",
+            hint="the checkpoint describes its model; --model-from can add a tokenizer",
         )
     return assets
 
 
 def _without_documents(info: ModelInfo, place: Path) -> ModelInfo:
-    """Licence and model card are those of the weights beside them, not of the checkpoint in question."""
+    """`info` without licence and model card, which belong to the weights of that folder."""
     documents = find_documents(snapshot_of(place) if place.is_dir() else place.parent)
     return replace(info, assets={name: path for name, path in info.assets.items() if name not in documents})
 
 
 def _fields(info: ModelInfo, *, is_whole: bool) -> dict[str, Any]:
-    """The fields of config.json that no number holds. A whole one without a cosmetic field means its default."""
+    """The fields of config.json that args do not hold. In a complete one a missing cosmetic field has its default."""
     fields = {key: value for key, value in info.untranslated.items() if key not in TOKEN_IDS}
     if not (is_whole or info.untranslated):
         return fields
@@ -115,7 +118,7 @@ def _fields(info: ModelInfo, *, is_whole: bool) -> dict[str, Any]:
 
 
 def _sure_ids(info: ModelInfo) -> dict[str, Any]:
-    """The token ids without those that are only the class's defaults, because nobody set any."""
+    """The token ids without those that may be only the defaults of the config class."""
     if HF_GENERATION_CONFIG in info.assets or not info.assets.keys().isdisjoint(TOKENIZERS):
         return dict(info.token_ids)
     return {key: id for key, id in info.token_ids.items() if id != CLASS_DEFAULTS.get(key)}
@@ -134,12 +137,12 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
     if problems := _other_tokenizer(own.assets, given.assets):
         raise ConfigError(
             f"--model-from {place} has another tokenizer than {root}:" + list_offenders(problems),
-            hint="move away the one that does not belong to the weights",
+            hint="remove the one that does not belong to the weights",
         )
     notes = []
     added = {name: path for name, path in given.assets.items() if name not in own.assets}
     ours, theirs = ({name for name in TOKENIZERS if name in info.assets} for info in (own, given))
-    if ours and theirs and not ours & theirs:  # of two kinds: nothing says that it is the same one
+    if ours and theirs and not ours & theirs:  # of two kinds, which cannot be compared
         added = {name: path for name, path in added.items() if name == HF_GENERATION_CONFIG}
         notes.append(f"the tokenizer is the checkpoint's own ({', '.join(ours)}), not --model-from's")
     others = sorted(name for name in given.assets.keys() & own.assets.keys() - set(TOKENIZERS))
@@ -156,7 +159,7 @@ def _complete(own: ModelInfo, given: ModelInfo, root: Path, place: Path) -> Mode
 
 
 def _same_content(a: Path, b: Path) -> bool:
-    """Whether two files are equal, as JSON where they are JSON: transformers indents a file anew when it saves it."""
+    """Whether two files are equal, as JSON where they are JSON: transformers indents the files that it saves."""
     one, other = a.read_bytes(), b.read_bytes()
     if one == other or a.name == TIKTOKEN_MODEL or a.suffix != ".json":
         return one == other
@@ -167,4 +170,4 @@ def _same_content(a: Path, b: Path) -> bool:
     for content in parsed:
         if isinstance(content, dict):
             content.pop(_VERSION, None)
-    return parsed[0] == parsed[1]
+    return bool(parsed[0] == parsed[1])

@@ -1,4 +1,4 @@
-"""Numbers that a model can have, by every name that config.json, params.json and titan_model.json give them."""
+"""Check the numbers of a model, under every name that config.json, params.json and titan_model.json give them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -25,9 +25,9 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
 
 
 def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
-    """Raise CheckpointError with every number of a file that no model has. What is absent or null is not looked at."""
+    """Raise CheckpointError with every number of a file that is out of range. Absent and null ones are ignored."""
     problems = [
-        f"{key} = {str(content[key])[:40]}: {_wanted(kind, low, high)} belongs there"
+        f"{key} = {str(content[key])[:40]}: expected {_wanted(kind, low, high)}"
         for keys, (kind, low, high) in _LIMITS.items()
         for key in keys
         if content.get(key) is not None and not _fits(content[key], kind, low, high)
@@ -37,20 +37,20 @@ def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
 
 
 def check_args(args: ModelArgs, *, what: str) -> None:
-    """check_numbers for what was made of a file, and how its numbers go with each other."""
+    """Check the numbers read from a file, each alone and together."""
     check_numbers(asdict(args), what=what)
     numbers = asdict(args)
     problems = [f"{f.name} is null" for f in fields(ModelArgs) if numbers[f.name] is None and f.name != "rope_scaling"]
-    own = fields(args)[len(fields(ModelArgs)) :]  # of a family's own args_type: what they may be, their defaults say
+    own = fields(args)[len(fields(ModelArgs)) :]  # of a family's own args_type: of the type of their defaults
     problems += [
-        f"{f.name} = {str(numbers[f.name])[:40]}: like {f.default!r} it must be"
+        f"{f.name} = {str(numbers[f.name])[:40]}: expected the type of {f.default!r}"
         for f in own
         if numbers[f.name] != f.default and not _is_like(numbers[f.name], f.default)
     ]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
     if args.head_dim % 2:
-        problems.append(f"a head size of {args.head_dim}: RoPE turns pairs, so it must be even")
+        problems.append(f"a head size of {args.head_dim}: RoPE rotates pairs, so it must be even")
     if args.num_heads % args.num_kv_heads:
         problems.append(f"{args.num_heads} attention heads cannot share {args.num_kv_heads} key/value heads evenly")
     if args.rope_scaling is not None:
@@ -62,6 +62,7 @@ def check_args(args: ModelArgs, *, what: str) -> None:
 
 def _scaling_problems(args: ModelArgs) -> list[str]:
     scaling = args.rope_scaling
+    assert scaling is not None
     problems = [
         f"RoPE scaling whose {f.name} is null"
         for f in fields(scaling)
@@ -77,16 +78,16 @@ def _scaling_problems(args: ModelArgs) -> list[str]:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """A whole number may stand for a real one."""
+    """Whether the types agree; an int is accepted for a float."""
     kind = type(default)
     return default is None or type(value) is kind or (kind is float and type(value) is int)
 
 
 def _fits(value: Any, kind: type, low: float, high: float) -> bool:
-    """NaN is in no range. A whole number may stand for a real one, a flag for neither."""
+    """Whether a value is in range. An int is accepted for a float, a bool for neither."""
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
-    return isinstance(value, (int, kind)) and low <= value <= high
+    return isinstance(value, (int, kind)) and low <= value <= high  # type: ignore[operator]
 
 
 def _wanted(kind: type, low: float, high: float) -> str:

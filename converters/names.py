@@ -1,12 +1,12 @@
-"""Every name that titan puts on disk: files, folders, sections. One place, no copies."""
+"""The names on disk: files, folders, sections of a checkpoint."""
 
 import re
 
 # Files of a checkpoint folder
 DCP_METADATA = ".metadata"
 MANIFEST = "titan_manifest.json"
-MODEL_INFO = "titan_model.json"  # {"family": …, "args": {…}}: what the weights are, so that nobody types a flavor
-ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; travels with the weights
+MODEL_INFO = "titan_model.json"  # {"family": …, "args": {…}}: which model the weights are of
+ASSETS_FOLDER = "assets"  # tokenizer, chat template, generation config; copied along with the weights
 JOURNAL = ".titan_journal"  # which regions of an unfinished output can be trusted
 
 HF_CONFIG = "config.json"
@@ -25,10 +25,10 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 # What torchtune's recipes start from
 TORCHTUNE_RECIPE = "torchtune.yaml"
 TORCHTUNE_SPECIAL_TOKENS = "special_tokens.json"
-CHAT_LINES, CHAT_LIST = "chat.jsonl", "chat.json"  # what it trains on: a conversation a line, or one JSON list
-EDITABLE = (TORCHTUNE_RECIPE, CHAT_LINES, CHAT_LIST)  # the user's from the start: no manifest vouches for them
+CHAT_LINES, CHAT_LIST = "chat.jsonl", "chat.json"  # one conversation per line, or one JSON list
+EDITABLE = (TORCHTUNE_RECIPE, CHAT_LINES, CHAT_LIST)  # for the user to edit: not in the manifest
 
-# Sections of a training checkpoint: everything but the weights, which lie flat at the root
+# Sections of a training checkpoint: everything but the weights, which are flat at the root
 OPTIMIZER = "optimizer"
 LR_SCHEDULER = "lr_scheduler"
 DATALOADER = "dataloader"
@@ -38,13 +38,13 @@ SECTIONS = (OPTIMIZER, LR_SCHEDULER, DATALOADER, TRAIN_STATE, RNG)
 
 # Files and folders of a run
 METRICS_FILE = "metrics.jsonl"
-RESUMED_FROM = "resumed_from"  # in a record there: those of later steps, before it, no longer count
+RESUMED_FROM = "resumed_from"  # key of a record: earlier records of later steps are obsolete
 STEP_FOLDER = "step-{step}"
 STEP_FOLDER_PATTERN = re.compile(r"^step-(\d+)$")
 EPOCH_FOLDER_PATTERN = re.compile(r"^epoch_(\d+)$")  # torchtune's
-TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; carries no step number on purpose
-TEXT_INDEXES = "token_indexes"  # in the dump folder: what a run made of text that its config names
-RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; held, by the kernel, as long as the run lives
+TEMPORARY_PREFIX = ".tmp-"  # `.tmp-<id>`, a sibling of the final folder; has no step number on purpose
+TEXT_INDEXES = "token_indexes"  # in the dump folder: token indexes of the text that the config names
+RUN_LOCK = ".titan-lock"  # in a run's checkpoint folder; locked as long as the run lives
 ASIDE_PREFIX = ".old-"  # `.old-<name>`: the replaced folder, where the file system cannot exchange two names
 
 
@@ -61,6 +61,6 @@ def epoch_of(folder_name: str) -> int | None:
 
 
 def section_of(fqn: str) -> str:
-    """The section an FQN of a training checkpoint lies in; `model` for the weights."""
+    """The section of an FQN of a training checkpoint; `model` for the weights."""
     head = fqn.split(".", 1)[0]
     return head if head in SECTIONS else "model"

@@ -1,4 +1,4 @@
-"""What a conversion will need: memory, disk, time. `--dry-run` tells it."""
+"""Estimate the memory, disk space and time of a conversion, for `--dry-run` and the check of free space."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from converters.containers.target import Target
 from converters.engine.copy import UNIT_BYTES
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.sizes import MIB
-from converters.unfinished import bytes_left_behind
+from converters.staging import bytes_left_behind
 
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
-# A disk that writes slower than that sets the pace instead.
+# A slower disk is the bottleneck instead.
 COPY_BYTES_PER_SEC = 1.2e9
 START_SECS = 0.3
-# Anonymous memory of the process, from above: the interpreter with numpy; a worker's buffers; one slot with its chunk,
-# its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with eight (a
-# worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
+# Upper bounds of the anonymous memory of the process: the interpreter with numpy; a worker's buffers; one slot with its
+# chunk, its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with
+# eight (a worker has more to hold where tensors are cut along columns); 285 MiB for one of 470,000 chunks.
 BASE_BYTES = 40 * MIB
 WORKER_BYTES = 16 * MIB
 SLOT_BYTES = 600
 SLOT_SECS = 1e-4  # 470,000 chunks of no size: 57 s
-# On disk beside the tensor data, from above: configs and a recipe; a tensor's and a file's line of the manifest; a
-# unit's line of the journal, which is there until the end
+# Upper bounds on disk besides the tensor data: configs and a recipe; a tensor's and a file's line of the manifest; a
+# unit's line of the journal, which exists until the end
 _CONFIG_BYTES = 128 * 1024
 _TENSOR_LINE_BYTES = 160
 _FILE_LINE_BYTES = 80
@@ -46,9 +46,9 @@ class Needs:
 
 
 def estimate_needs(dst: Path, target: Target, *, workers: int, carried: Collection[Path] = ()) -> Needs:
-    """The needs of writing `target` to `dst` with `workers` threads; `carried`: files that go with it."""
+    """The needs of writing `target` to `dst` with `workers` threads; `carried`: files that are copied along."""
     disk_bytes = needed_bytes(target, carried)
-    # Beside `dst` is where it is made. Raises where nothing can be written at all.
+    # The output is made in the parent of `dst`. Raises where nothing can be written there.
     free_bytes = require_space(dst.absolute().parent, 0)
     return Needs(
         memory_bytes=BASE_BYTES + WORKER_BYTES * workers + SLOT_BYTES * len(target.slots),
@@ -61,12 +61,12 @@ def estimate_needs(dst: Path, target: Target, *, workers: int, carried: Collecti
 
 
 def require_room(dst: Path, target: Target, carried: Collection[Path] = ()) -> None:
-    """Raise CheckpointError where the disk of `dst` has no room for the output, less what earlier attempts hold."""
+    """Raise CheckpointError where the disk of `dst` has no room for the output, minus what earlier attempts occupy."""
     require_space(dst, max(0, needed_bytes(target, carried) - bytes_left_behind(dst)))
 
 
 def needed_bytes(target: Target, carried: Collection[Path] = ()) -> int:
-    """Bytes on disk while `target` is written, a little too many: data, small files, manifest and journal."""
+    """An upper bound of the bytes on disk while `target` is written: data, small files, manifest and journal."""
     lone = TOKENIZER_JSON not in {path.name for path in carried}
     small_bytes = sum(
         path.stat().st_size * (_TRANSLATED if lone and path.name == TIKTOKEN_MODEL else _CARRIED)

@@ -7,9 +7,9 @@ from pathlib import Path
 from converters.containers.safetensors import is_of_series
 from converters.containers.torch_folder import open_file
 from converters.errors import CheckpointError, TitanError, UnsupportedError, list_offenders
-from converters.folder import FOREIGN, HF_ENTRIES
-from converters.model_info import says_model
+from converters.model_info import describes_model
 from converters.names import DCP_METADATA, HF_CONFIG, META_SHARD, TORCH_INDEX, epoch_of, step_of
+from converters.weight_files import FOREIGN, HF_ENTRIES
 
 
 def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[str]) -> TitanError:
@@ -37,7 +37,7 @@ def not_a_checkpoint(path: Path, names: Collection[str], torch_files: Sequence[s
         return _of_several(path, torch_files)
     if inside := _checkpoints_inside(path, names):
         model = path if (path / HF_CONFIG).is_file() else "FOLDER"
-        named = ["" if says_model(place) else f" --model-from {model}" for place in inside]
+        named = ["" if describes_model(place) else f" --model-from {model}" for place in inside]
         tries = [f"{place}{option}" for place, option in zip(inside, named, strict=True)]
         return CheckpointError(f"{path}: not a checkpoint, but holds some", tries=tries[-3:])
     if foreign := [name for name in sorted(names) if Path(name).suffix in FOREIGN]:

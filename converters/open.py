@@ -14,10 +14,10 @@ from converters.containers.paths import linked_files, refuse_links_out
 from converters.containers.registry import CONTAINERS
 from converters.containers.torch_folder import TORCH_SUFFIXES, open_file
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.folder import ADAPTER, RUN_STATE, find_hf_entry, is_meta_shard, name_adapters, name_unread
 from converters.manifest import Manifest, changed_since, check_sizes
 from converters.names import DCP_METADATA, HF_CONFIG, MANIFEST
 from converters.not_a_checkpoint import not_a_checkpoint
+from converters.weight_files import ADAPTER, RUN_STATE, find_hf_entry, is_meta_shard, name_adapters, name_unread
 from converters.wrappers import unwrap_names
 
 _READ_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")

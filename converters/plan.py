@@ -1,4 +1,4 @@
-"""What a conversion will write, settled before the first byte: source view, casts, files, and what is left out."""
+"""Plan what a conversion writes, before the first byte: source view, casts, files, and what is left out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp
 
 @dataclass(frozen=True, slots=True)
 class ConversionPlan:
-    """A view that gives the tensors, the target that takes them, and the dtype each one is cast to."""
+    """The view that the tensors are read from, the target that they are written to, and their casts."""
 
     contents: Contents
     target: Target
     casts: Mapping[str, str]
-    kept_float32: tuple[str, ...]  # native names of what a cast to 16 bits passes over
+    kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
     stored: Mapping[str, str]  # target name → the source's own name
     native_rows: RowNumbers | None  # None: rows are written in native order
 
@@ -32,7 +32,7 @@ class ConversionPlan:
 def plan_conversion(
     weights: NativeWeights, *, dst: Path, output: Format, options: OutputOptions, dtype: str | None
 ) -> ConversionPlan:
-    """Plan writing `weights` as `output`. Raises before anything is written where it cannot hold this model."""
+    """Plan writing `weights` as `output`. Raises UnsupportedError where it cannot hold this model."""
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
@@ -47,32 +47,32 @@ def plan_conversion(
         contents=contents,
         target=output.plan(contents, options),
         casts=casts,
-        kept_float32=tuple(find_islands(weights.source.tensors, dtype, keep=family.keep_float32)),
+        kept_float32=tuple(find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)),
         stored={name: native[held] for name, held in native_of.items()},
         native_rows=None if naming is None else view.native_rows,
     )
 
 
 def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> dict[str, str]:
-    """Which floating tensors change their element type for `dtype`; none where it is None (the source dtype stays).
+    """The floating tensors that are cast to `dtype`; none where it is None (the source dtype stays).
 
-    What `find_islands` names stays float32.
+    Those of `find_kept_float32` stay float32.
     """
     if dtype is None:
         return {}
-    name, islands = _floating(dtype), set(find_islands(tensors, dtype, keep=keep))
+    name, kept = _floating(dtype), set(find_kept_float32(tensors, dtype, keep=keep))
     return {
         n: name
         for n, info in tensors.items()
-        if info.dtype != name and DTYPES[info.dtype].is_floating and n not in islands
+        if info.dtype != name and DTYPES[info.dtype].is_floating and n not in kept
     }
 
 
-def find_islands(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> list[str]:
+def find_kept_float32(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> list[str]:
     """Tensors that stay float32 when the others are cast to 16 bits or less.
 
-    Whoever kept a few of them in float32 among weights of 16 bits (most, by bytes) did so on purpose. `keep`: native
-    names, `{n}` standing for the layer, that a family wants in float32 whatever the others are.
+    A few float32 tensors among weights of 16 bits (most, by bytes) are so on purpose. `keep`: native names, with
+    `{n}` for the layer, that a family always wants in float32.
     """
     if dtype is None or itemsize(_floating(dtype)) > 2:
         return []
@@ -86,9 +86,9 @@ def find_islands(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: 
 
 
 def _floating(dtype: str) -> str:
-    """The name of an element type as a user may spell it. Raises ConfigError for what is no floating type."""
+    """The name of an element type as a user may spell it. Raises ConfigError where it is not a floating type."""
     name = DTYPE_SPELLINGS.get(dtype, dtype)
     if name not in DTYPES or not DTYPES[name].is_floating:
         floating = ", ".join(d.name for d in DTYPES.values() if d.is_floating)
-        raise ConfigError(f"no floating element type is called {dtype!r}", hint=f"known: {floating}")
+        raise ConfigError(f"unknown floating element type: {dtype!r}", hint=f"known: {floating}")
     return name

@@ -1,4 +1,4 @@
-"""Reshard a DCP checkpoint: weights, optimizer and everything else, cut as another mesh will read it."""
+"""Reshard a DCP checkpoint: weights, optimizer and everything else, sharded for another mesh."""
 
 import shutil
 import time
@@ -33,44 +33,44 @@ from converters.model_info import UNTRANSLATED, ModelInfo, write_model_info
 from converters.names import ASSETS_FOLDER, DCP_METADATA, MODEL_INFO, SECTIONS
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
-from converters.plan import find_casts, find_islands
+from converters.plan import find_casts, find_kept_float32
 from converters.source_check import check_blobs, unchecked_remark, vouched_for
-from converters.training.contents import Contents, collect
+from converters.training.contents import ReshardedContents, collect
+from converters.training.parameter_names import read_spelling
 from converters.training.sections import (
     MODEL,
-    Training,
+    TrainingCheckpoint,
+    describe_loader_state,
+    describe_rng_state,
     find_sections,
-    tell_loader_state,
-    tell_rng_state,
     with_titan_sections,
 )
-from converters.training.spelling import read_spelling
 from converters.view import View
 
-# Tensors that every rank needs whole (step counters, RNG states) lie together, not in some rank's large file
+# Tensors that every rank reads whole (step counters, RNG states) share a file, instead of being in a rank's large one
 SMALL_TENSOR_FILE = "__small_0.distcp"
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What was done, or would be done by a run that is not dry."""
+    """What was done, or what a dry run would have done."""
 
     source: str
     destination: str
     naming: str  # how the source spells its weights; the output has native names
-    cut: str  # for which mesh, or into how many files
+    cut: str  # the mesh, or the number of files
     num_tensors: int
     num_blobs: int
     num_files: int
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     num_cast: int
-    relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| that its cast made; exact: not in
+    relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| of its cast, where it is not exact
     sections: Mapping[str, int]  # section → entries carried over
     dropped_sections: Mapping[str, int]  # section → entries left out as asked
     dropped: Mapping[str, str]  # tensor → reason
     missing: tuple[str, ...]  # parameters without weights or optimizer state, where that is allowed
-    loader_state: str  # its kind and what became of it
+    loader_state: str  # its kind, and whether it fits the mesh
     non_finite: Mapping[str, int]  # tensor → values that are NaN or infinite
     remarks: tuple[str, ...]
     other_files: tuple[str, ...]
@@ -102,11 +102,11 @@ def reshard(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> ReshardReport:
-    """Write the DCP checkpoint `src` to `dst`, cut for `mesh`, into `num_files`, or into files of `shard_bytes`.
+    """Write the DCP checkpoint `src` to `dst`, sharded for `mesh`, into `num_files`, or into files of `shard_bytes`.
 
-    Moments take their parameter's boxes; what is no tensor is copied as bytes. A checkpoint in another naming, or with
-    its optimizer under another name, comes out as the trainer writes it (see optimizer_state.py). `dtype` casts the
-    weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
+    Moments are sharded like their parameter; non-tensor entries are copied as bytes. A checkpoint in another naming, or
+    with its optimizer under another name, is written as the trainer writes it (see optimizer_state.py). `dtype` casts
+    the weights and `optimizer_dtype` the states of their shape; `drop` names sections to leave out, `model` included.
     """
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
@@ -115,7 +115,7 @@ def reshard(
     catalog = open_checkpoint(src)
     if catalog.container != "dcp":
         raise CheckpointError(
-            f"{src} is no DCP checkpoint, so it has no layout to change",
+            f"{src} is not a DCP checkpoint, so it has no layout to change",
             tries=[f"titan convert auto {src} {dst} --to dcp --for-mesh MESH"],
         )
     training = with_titan_sections(catalog)
@@ -127,7 +127,7 @@ def reshard(
     if mesh is not None:
         check_mesh(mesh, spelling.info.args)
     kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
-    loader_state = tell_loader_state([*kept.tensors, *kept.blobs], mesh)
+    loader_state = describe_loader_state([*kept.tensors, *kept.blobs], mesh)
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
         vouched = vouched_for(training.catalog, _stored(contents.source, training))
@@ -136,10 +136,10 @@ def reshard(
         weights = {n: i for n, i in held.items() if n in spelling.weights}
         moments = {n: held[n] for names in contents.moments.values() for n in names}
         if optimizer_dtype is not None and not moments:
-            raise ConfigError(f"--optimizer-dtype {optimizer_dtype}: there are no moments to cast")
+            raise ConfigError(f"--optimizer-dtype {optimizer_dtype}: the checkpoint has no moments to cast")
         keep = get_family(spelling.info.family).keep_float32
         casts = find_casts(weights, dtype, keep=keep) | find_casts(moments, optimizer_dtype)
-        islands = [*find_islands(weights, dtype, keep=keep), *find_islands(moments, optimizer_dtype)]
+        islands = [*find_kept_float32(weights, dtype, keep=keep), *find_kept_float32(moments, optimizer_dtype)]
         tensors = {n: replace(i, dtype=casts.get(n, i.dtype)) for n, i in held.items()}
         target = plan_dcp(
             tensors,
@@ -173,8 +173,8 @@ def reshard(
         if spelling.names.are_native
         else f"names: {spelling.naming} in the source; now as `titan train` writes them",
         loader_state,
-        tell_rng_state(names, mesh),
-        _tell_unknown(contents.unknown),
+        describe_rng_state(names, mesh),
+        _describe_unknown(contents.unknown),
         f"float32 stays for {len(islands)} tensors among others of 16 bits: {', '.join(islands)}" if islands else "",
         unchecked_remark(catalog, vouched),
         *spelling.info.notes,
@@ -210,14 +210,14 @@ def _check_choice(mesh: MeshShape | None, num_files: int | None, shard_bytes: in
     given = {"--for-mesh": mesh, "--num-files": num_files, "--shard-size": shard_bytes}
     chosen = [option for option, value in given.items() if value is not None]
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} each settle the files; only one can", hint="choose one of them")
+        raise ConfigError(f"{' and '.join(chosen)} cannot be combined", hint="each determines the files")
 
 
 def _check_drop(drop: Sequence[str], found: Collection[str]) -> None:
     known = [*dict.fromkeys((MODEL, *SECTIONS, *found))]
     unknown = [name for name in drop if name not in known]
     if unknown:
-        raise ConfigError(f"no section is called {', '.join(unknown)}", hint=f"sections: {', '.join(known)}")
+        raise ConfigError(f"unknown section: {', '.join(unknown)}", hint=f"sections: {', '.join(known)}")
     if set(found) <= set(drop):
         raise ConfigError(f"nothing is left without {', '.join(drop)}")
 
@@ -230,14 +230,14 @@ def _only(catalog: Catalog, names: set[str]) -> Catalog:
     )
 
 
-def _stored(source: View, training: Training) -> dict[str, str]:
-    """Name to write → the name in the source's manifest."""
+def _stored(source: View, training: TrainingCheckpoint) -> dict[str, str]:
+    """Name in the output → name in the source's manifest."""
     return {n: training.own_name(held) for n, held in source.ledger.used.items() if held in training.catalog.tensors}
 
 
 def _cut(
     tensors: Mapping[str, TensorInfo],
-    contents: Contents,
+    contents: ReshardedContents,
     *,
     mesh: MeshShape | None,
     num_files: int | None,
@@ -281,8 +281,8 @@ def _write_small_files(catalog: Catalog, info: ModelInfo, folder: Path) -> list[
     return [*names, *(f"{ASSETS_FOLDER}/{name}" for name in added)]
 
 
-def _tell_unknown(names: Sequence[str]) -> str:
+def _describe_unknown(names: Sequence[str]) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
-    return f"not known here, kept as they are: {shown}"
+    return f"unknown, copied unchanged: {shown}"

@@ -1,11 +1,11 @@
-"""How one name and tensor becomes another: rename, permute, drop. Tables are typed once, one way; each op inverts."""
+"""Rules that map names and tensors: rename, permute, drop. A table is written in one direction; ops are invertible."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Values as they are."""
+    """Unchanged values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ Op = Same | RopeHalves
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`native` ⇄ `foreign`, `{n}` standing for the layer number; `op` turns foreign values into native ones."""
+    """`native` ⇄ `foreign`, `{n}` standing for the layer number; `op` maps foreign values to native ones."""
 
     native: str
     foreign: str
@@ -31,7 +31,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A foreign key that carries nothing we need; `pattern` may hold `{n}`. The report lists it with its reason."""
+    """A foreign key that is not needed; `pattern` may contain `{n}`. The report lists it with its reason."""
 
     pattern: str
     reason: str

@@ -1,4 +1,4 @@
-"""Is what is copied what the source's manifest vouches for? Damage must not travel on under a new manifest."""
+"""Compare what is copied with the source's manifest, so that damage does not get a new manifest."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from converters.names import MANIFEST
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """Digests that tensors must have as they are read; `stored`: target name → the source's own name of it."""
+    """Digests that tensors must have as they are read; `stored`: target name → name in the source."""
 
     root: Path
-    digests: Mapping[str, str]  # by the source's own names
+    digests: Mapping[str, str]  # by name in the source
     stored: Mapping[str, str]
     lost: str = "; nothing of the copy was kept"
 
     def check(self, found: Mapping[str, str]) -> None:
-        """Raise CheckpointError with every tensor whose digest in `found` (by target name) is another one."""
+        """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs."""
         wrong = {
             name
             for target, name in self.stored.items()
@@ -38,10 +38,10 @@ class Vouched:
 
 
 def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
-    """What the manifest beside `catalog` says of the tensors in `stored` (target name → source name); None without one.
+    """The manifest's digests of the tensors in `stored` (target name → source name); None without a manifest.
 
-    Files that hold no tensors (configs, tokenizer, `.metadata`) are few and small: they are compared here and now. So
-    are those with tensors that have no digest (`--no-digest`), though it means that they are read twice.
+    Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
+    that have no digest (`--no-digest`), although these are read twice then.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
@@ -55,11 +55,11 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
 
 
 def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
-    """Raise CheckpointError where files are not those of the manifest: what holds tensors `names` or no tensor at all.
+    """Raise CheckpointError where files that hold the tensors `names`, or no tensor, differ from the manifest.
 
-    For who reads values without a copy that could digest them on the way. Reads each file once, or, where they hold
-    more of something else (the optimizer of a training checkpoint), just these tensors, against their digests. Nothing
-    to compare with, where there is no manifest. `do_all` does the reading: processes may share it.
+    For readers that do not copy, and so do not compute digests on the way. Reads each file once or, where most of it is
+    something else (the optimizer of a training checkpoint), only these tensors, and compares their digests. Does
+    nothing without a manifest. `do_all` does the reading: processes may share it.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
@@ -78,10 +78,10 @@ def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = 
 
 
 def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, files: Iterable[str]) -> bool:
-    """Whether tensors are less than half of what their files hold, and have digests to be known by.
+    """Whether tensors are less than half of their files, and have digests.
 
-    Only DCP holds anything beside weights, and its rows lie as they are digested. Of 1.6 GB, a third of them weights,
-    0.1 s instead of 0.4 s in the page cache; from a disk a third of the time.
+    Only DCP has other sections in such files, and its rows are in the order of the digests. Of 1.6 GB, a third
+    of them weights, 0.1 s instead of 0.4 s in the page cache; from a disk a third of the time.
     """
     if catalog.container != "dcp" or not all(name in manifest.tensors for name in names):
         return False
@@ -111,7 +111,7 @@ def _require_files(folder: Path, manifest: Manifest, names: Iterable[str], *, do
 
 
 def check_blobs(reader: CatalogReader) -> None:
-    """Raise CheckpointError where an entry that is no tensor does not match the CRC32s of its own item."""
+    """Raise CheckpointError where a non-tensor entry does not match the CRC32s of its own item."""
     problems = [problem for fqn in reader.catalog.blobs for problem in reader.blob_problems(fqn)]
     if problems:
         raise CheckpointError(
@@ -122,7 +122,7 @@ def check_blobs(reader: CatalogReader) -> None:
 
 
 def unchecked_remark(catalog: Catalog, vouched: Vouched | None) -> str:
-    """What a user should know of a copy whose source could have been checked and was not; "" else."""
+    """The remark for a copy whose source has checksums that were not compared; else ""."""
     if vouched is not None or not CONTAINERS[catalog.container].has_checksums:
         return ""
     return f"the source has no {MANIFEST}: values were copied as they are; `titan verify` compares its CRC32s"

@@ -1,4 +1,4 @@
-"""Check a checkpoint as far as it can be checked: structure, cover, names and shapes, CRC32s, digests."""
+"""Verify a checkpoint: structure, cover, names and shapes, CRC32s, digests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,10 +9,10 @@ from converters.checks import (
     check_container,
     check_items,
     check_model,
+    check_reading,
+    check_structure,
     judge,
     read_through,
-    tell_reading,
-    tell_structure,
 )
 from converters.containers.paths import refuse_links_out
 from converters.containers.registry import CONTAINERS
@@ -33,9 +33,9 @@ def verify(
     model_from: Path | str | None = None,
     progress: Progress = no_progress,
 ) -> VerifyReport:
-    """Check everything that `path` offers to check. `quick` reads headers and small files, and no tensor.
+    """Make every check that is possible for `path`. `quick` reads headers and small files, and no tensor.
 
-    `model_from`: a folder that says what the model is, where the checkpoint does not.
+    `model_from`: a folder that describes the model, where the checkpoint does not.
 
     Raises CheckpointError where there is nothing at `path`; a checkpoint that does not open is a failed check.
     """
@@ -49,12 +49,12 @@ def verify(
         return VerifyReport(str(path), "", tuple(checks), 0, 0, {})
     except UnsupportedError as error:
         checks = [check for check in _check_unopened(path, quick=quick) if check.outcome == "failed"]
-        if not checks:  # whole, as far as anybody can tell, and of a kind that is not covered
+        if not checks:  # not damaged as far as known, and not supported
             raise
         return VerifyReport(str(path), "", (Check("structure", "failed", error.message), *checks), 0, 0, {})
-    checks = [tell_structure(catalog)]
+    checks = [check_structure(catalog)]
     checks += check_container(catalog, is_folder=path.is_dir())
-    checks += tell_reading(catalog)
+    checks += check_reading(catalog)
     model_check, native_rows = check_model(catalog, model_from)
     checks.append(model_check)
     manifest = _manifest_for(catalog, path)
@@ -73,9 +73,9 @@ def verify(
 
 
 def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
-    """All files of a folder that does not open against its manifest, so that every one that changed is named.
+    """Compare all files of a folder that does not open with its manifest, so that every changed one is named.
 
-    Where links lead out of the folder nothing is read; they may be why it did not open, or lie beside that reason.
+    Nothing is read where links lead out of the folder.
     """
     if quick or not path.is_dir():
         return []
@@ -86,26 +86,26 @@ def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
             return []
         refuse_links_out(path, [path / name for name in manifest.files])
         return [judge("files", f"against size and CRC32 in {MANIFEST}", check_files(path, manifest=manifest))]
-    except (CheckpointError, OSError):  # the manifest itself or a link, which opening has told already
+    except (CheckpointError, OSError):  # the manifest or a link, which opening has reported already
         return []
 
 
 def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, native_rows: RowNumbers | None) -> Check:
-    """Which tensors were hit: those in files that have changed, against their digests. The others are not read."""
+    """Find the damaged tensors in files that have changed, by their digests. Other files are not read."""
     damaged = {problem.split(": ")[0] for problem in files.problems}
     inside = {n: t for n, t in catalog.tensors.items() if any(chunk.file in damaged for chunk in t.chunks)}
     if manifest is None or not inside:
-        return Check("values", "not done", "files are damaged; values that were not hit say nothing more")
+        return Check("values", "not done", "files are damaged; other values were not read")
     check = _check_values(replace(catalog, tensors=inside), manifest, native_rows, {}, lambda num_bytes: None)
     if check.outcome == "failed":
         return check
     return replace(
-        check, outcome="not done", detail=f"of {len(inside):,} tensors in damaged files none was seen to change"
+        check, outcome="not done", detail=f"of {len(inside):,} tensors in damaged files none is known to have changed"
     )
 
 
 def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
-    """The manifest of a folder; of a single file the one beside it, where that lists the file and its tensors."""
+    """The manifest of a folder; for a single file that of its folder, if it lists the file and its tensors."""
     manifest = manifest_of(catalog)
     if manifest is None or path.is_dir():
         return manifest
@@ -113,7 +113,7 @@ def _manifest_for(catalog: Catalog, path: Path) -> Manifest | None:
 
 
 def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, quick: bool) -> Check:
-    """Every byte against the manifest; without one, against the CRC32s that the container itself carries."""
+    """Compare every byte with the manifest; without one, with the CRC32s that the container has."""
     if manifest is not None:
         if quick:
             small = sorted(manifest.files.keys() - catalog.tensor_files)
@@ -141,7 +141,7 @@ def _check_values(
     non_finite: dict[str, int],
     advance: Callable[[int], None],
 ) -> Check:
-    """Every tensor read as a reader would, against dtype, shape and digest of the manifest."""
+    """Read every tensor as a reader would, and compare with dtype, shape and digest of the manifest."""
     problems, without = [], []
     with CatalogReader(catalog) as reader:
         for fqn, info in reader.tensors.items():
@@ -169,7 +169,7 @@ def _check_values(
     if manifest is None:
         detail = f"all {total:,} tensors can be read, but there is no {MANIFEST} to compare them with"
         return Check("values", "not possible", detail)
-    if without:  # the CRC32 of their files is all there is
+    if without:  # only the CRC32 of their files can be compared
         told = f"{len(without):,} of {total:,} tensors have no digest: written with --no-digest"
         return Check("values", "not possible" if len(without) == total else "warning", told)
     return Check("values", "ok", f"{total:,} tensors against their digests")

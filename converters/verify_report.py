@@ -1,4 +1,4 @@
-"""What `titan verify` found out: checks in the order they were made, and a verdict that claims nothing beyond them."""
+"""The report of `titan verify`: the checks in order, and a verdict that claims nothing beyond them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from converters.names import MANIFEST
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check and what came of it; `problems` list every offender, of a warning what was seen."""
+    """One check and its outcome; `problems` list every offender."""
 
     name: str
     outcome: Literal["ok", "warning", "changed", "failed", "not possible", "not done"]
@@ -18,7 +18,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What `titan verify --accept` found to differ from the manifest that it replaces: name → how. Empty: nothing."""
+    """What `titan verify --accept` found to differ from the manifest that it replaces: name → difference."""
 
     files: dict[str, str]
     tensors: dict[str, str]
@@ -28,9 +28,9 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is no damage.
+    """All checks in the order they were made. `non_finite`: tensors that hold NaN or infinity, which is not damage.
 
-    `changes`: what was accepted; None where nothing was, and in a report that is not of `--accept`.
+    `changes`: what was accepted; None where nothing was accepted, and without `--accept`.
     """
 
     path: str
@@ -47,7 +47,7 @@ class VerifyReport:
 
     @property
     def verdict(self) -> str:
-        """The whole report in one clause, which claims nothing that was not checked."""
+        """The report in one clause."""
         if not self.ok:
             return "FAILED"
         left = [check.name for check in self.checks if check.outcome in ("not possible", "not done")]
@@ -69,7 +69,7 @@ def _accepted(changes: Changes) -> str:
     if changes.unreadable:
         return f"{MANIFEST} was rewritten; the old one was damaged, so files and values could not be compared with it"
     if not changes.files and not changes.tensors:
-        return f"nothing has changed since titan wrote it; {MANIFEST} was left as it is"
+        return f"nothing has changed since titan wrote it; {MANIFEST} was not changed"
     files, tensors = len(changes.files), len(changes.tensors)
     what = f"{files:,} file{'' if files == 1 else 's'}, {tensors:,} of {changes.num_tensors:,} tensors"
     return f"{MANIFEST} was rewritten; changed: {what}"

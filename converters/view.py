@@ -1,12 +1,13 @@
-"""A checkpoint seen under other names: rules turned into a TensorSource, after a ledger has accounted for every tensor.
+"""A view of a checkpoint under other names: a TensorSource made from rules, after a ledger has assigned every tensor.
 
-Nothing is copied here. A view reads box by box, so a permutation costs the box and at most one more head on each side.
+Nothing is copied. A view reads box by box, so a permutation costs the box and at most one more head on each side.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,17 @@ TIED_REASON = "tied: equal to the embedding, bit for bit"
 
 @dataclass(slots=True)
 class Ledger:
-    """Where every target tensor comes from, and why a source tensor is not used."""
+    """The source of every target tensor, and why a source tensor is not used."""
 
     used: dict[str, str] = field(default_factory=dict)  # target name → source name
     dropped: dict[str, str] = field(default_factory=dict)  # source name → reason
-    missing: list[str] = field(default_factory=list)  # allowed to be: under the source's naming
-    extra: list[str] = field(default_factory=list)  # unknown, and allowed to be
+    missing: list[str] = field(default_factory=list)  # if that is allowed: under the source's naming
+    extra: list[str] = field(default_factory=list)  # unknown, if that is allowed
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A TensorSource under other names. `ledger` says how it came about."""
+    """A TensorSource under other names. `ledger` records the assignment of names."""
 
     source: TensorSource
     tensors: Mapping[str, TensorInfo]
@@ -50,14 +51,15 @@ class View:
         return self.source.read(name, box) if order is None else _read_reordered(self.source, name, box, order)
 
     def native_rows(self, fqn: str, rows: Sequence[int]) -> Sequence[int]:
-        """Of a foreign view: the native numbers of rows, so that a digest does not depend on the naming."""
+        """The native numbers of a foreign view's rows, so that a digest does not depend on the naming."""
         order = self.row_orders.get(fqn)
         return rows if order is None else _reorder(np.asarray(rows), order).tolist()
 
 
 def _reorder(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
     head, within = np.divmod(rows, len(order))
-    return head * len(order) + order[within]
+    found: np.ndarray[Any, Any] = head * len(order) + order[within]
+    return found
 
 
 def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray) -> np.ndarray:
@@ -68,11 +70,12 @@ def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray
     source_rows = _reorder(rows, order)
     first, last = int(source_rows.min()), int(source_rows.max())
     span = source.read(name, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
-    return span[source_rows - first]
+    values: np.ndarray[Any, Any] = span[source_rows - first]
+    return values
 
 
 def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
-    """For each native row of a head, the foreign row. None where rows keep their place."""
+    """The foreign row of each native row of a head; None where the order is the same."""
     if not isinstance(op, RopeHalves):
         return None
     return np.arange(args.head_dim).reshape(2, args.head_dim // 2).T.reshape(-1)
@@ -89,9 +92,9 @@ def native_view(
 ) -> View:
     """`source` under native names.
 
-    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. What is allowed to
-    be missing or unknown is in the ledger instead, and not in the view. A tied model may carry its output weight again;
-    it is read, and dropped where it equals the embedding. `where` begins the messages.
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. Tensors that are
+    allowed to be missing or unknown are in the ledger instead, and not in the view. A tied model may repeat its output
+    weight, which is read, and dropped where it equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     by_foreign = _spell(family, args, naming)
@@ -106,22 +109,22 @@ def native_view(
             ledger.dropped[name] = reason
         else:
             ledger.extra.append(name)
-    if tied_copy is not None and EMBEDDING not in ledger.used:  # the one weight of the two, under its other name
+    if tied_copy is not None and EMBEDDING not in ledger.used:  # the tied weight, under its other name
         ledger.used[EMBEDDING], tied_copy = tied_copy, None
     foreign_of = {native: foreign for foreign, native in by_foreign.items()}
     tensors = {}
     for parameter in family.parameters(args):
-        name = ledger.used.get(parameter.fqn)
-        if name is None:
+        stored = ledger.used.get(parameter.fqn)
+        if stored is None:
             ledger.missing.append(foreign_of[parameter.fqn])
             if not allow_missing:
                 problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
             continue
-        found = source.tensors[name]
+        found = source.tensors[stored]
         if found.shape != parameter.shape:
-            problems.append(f"shape       {name}  is {list(found.shape)}, should be {list(parameter.shape)}")
+            problems.append(f"shape       {stored}  is {list(found.shape)}, should be {list(parameter.shape)}")
         if not DTYPES[found.dtype].is_floating:
-            problems.append(f"dtype       {name}  is {found.dtype}, should be a floating type")
+            problems.append(f"dtype       {stored}  is {found.dtype}, should be a floating type")
         tensors[parameter.fqn] = found
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
@@ -138,7 +141,7 @@ def native_view(
 def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     """Native tensors under the names and in the row order of `naming`; the inverse of native_view.
 
-    What `native` lacks, because that was allowed, is lacking here too.
+    Tensors that `native` lacks, because that was allowed, are missing here, too.
     """
     family, args = get_family(info.family), info.args
     ledger, tensors, row_orders = Ledger(), {}, {}
@@ -160,15 +163,15 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
 
 
 def native_naming(family: Family) -> Naming:
-    """The naming that changes nothing."""
+    """The identity naming."""
     some = next(iter(family.namings.values()))
     return Naming("native", tuple(Rule(rule.native, rule.native) for rule in some.rules))
 
 
 def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where: str = "") -> Naming:
-    """The naming that explains most of `names`; one with `nest` in front of every name where that explains more.
+    """The naming that matches most of `names`, with `nest` in front of every name where that matches more.
 
-    Raises CheckpointError where none explains any.
+    Raises CheckpointError where none matches any.
     """
     names = list(names)
     plain = [native_naming(family), *family.namings.values()]
@@ -179,14 +182,14 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
         scores.append(sum(known.fullmatch(name) is not None for name in names))
     if not names or max(scores) == 0:
         raise CheckpointError(
-            f"{_prefix(where)}no tensor here has a name that a {family.name} model has" + list_offenders(names, most=5),
+            f"{_prefix(where)}no tensor has a name of a {family.name} model" + list_offenders(names, most=5),
             hint=f"known namings: {', '.join(c.name for c in plain)}",
         )
     return candidates[scores.index(max(scores))]
 
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
-    """How many tensors have a name of a model's in the naming of `family` that explains the most; name → number."""
+    """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
     namings = [native_naming(family), *family.namings.values()]
     return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
 
@@ -198,13 +201,13 @@ def _nested(naming: Naming, nest: str) -> Naming:
 
 @cache
 def _any_name(naming: Naming) -> re.Pattern[str]:
-    """What a checkpoint of this naming may call a tensor, in one pattern: asked of every tensor for every naming."""
+    """All names of this naming as one pattern, which is matched with every tensor."""
     texts = (*(rule.foreign for rule in naming.rules), *(drop.pattern for drop in naming.drops))
     return re.compile("|".join(_pattern(text).pattern for text in texts))
 
 
 def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
-    """Foreign name → native name of everything a checkpoint of this model may hold, a tied output included."""
+    """Foreign name → native name of every tensor that a checkpoint of this model may hold, a tied output included."""
     natives = [parameter.fqn for parameter in family.parameters(args)]
     if args.tied:
         natives.append(OUTPUT)
@@ -250,7 +253,7 @@ def _with_number(pattern: str, fqn: str) -> str:
 
 
 def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
-    """Raises CheckpointError unless two tensors hold the same bits; reads them in blocks."""
+    """Raise CheckpointError unless two tensors hold the same bits. Reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
     problem = ""
     if a != b:
@@ -259,8 +262,8 @@ def _require_equal(source: TensorSource, one: str, other: str, *, where: str) ->
         problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
     if problem:
         raise CheckpointError(
-            f"{_prefix(where)}the model is tied, yet {other} is not {one}: {problem}",
-            hint="dropping it would change the model; an untied one says so (config.json, tie_word_embeddings: false)",
+            f"{_prefix(where)}the model is tied, but {other} differs from {one}: {problem}",
+            hint="dropping it would change the model; an untied model has tie_word_embeddings: false in config.json",
         )
 
 
@@ -271,9 +274,9 @@ def _prefix(where: str) -> str:
 def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, where: str) -> CheckpointError:
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
-        hints.append("the output weight is missing: a tied model says so in its config (tie_word_embeddings: true)")
+        hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    told = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # all of them, on a page
+    told = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
     return CheckpointError(
         f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(told),
         hint="; ".join(hints),

@@ -1,4 +1,4 @@
-"""The door to weights: any format in, native names out. Trainer, inference and conversion open checkpoints here."""
+"""Open the weights of a checkpoint of any format under native names, for conversion, trainer and inference."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ from converters.view import View, detect_naming, native_view
 
 @dataclass(frozen=True, slots=True)
 class NativeWeights:
-    """The weights of a checkpoint under native names. A context manager: it holds files open while it is read from."""
+    """The weights of a checkpoint under native names. A context manager, which closes the files."""
 
     source: View  # a TensorSource
     info: ModelInfo
     catalog: Catalog  # the whole checkpoint, sections such as the optimizer included
-    naming: str  # how the checkpoint spells its weights
-    left_out: Mapping[str, int]  # what else the checkpoint holds: section or key → entries
+    naming: str  # of the checkpoint
+    left_out: Mapping[str, int]  # entries that are not weights: section or key → number
     reader: CatalogReader
 
     @property
@@ -47,17 +47,17 @@ class NativeWeights:
     def __enter__(self) -> "NativeWeights":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.reader.__exit__(*exc_info)
+    def __exit__(self, kind: type | None, *rest: object) -> None:
+        self.reader.__exit__(kind, *rest)
 
 
 def open_native(
     path: Path | str, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
 ) -> NativeWeights:
-    """Open a checkpoint of any format. Reads headers, and what is stored twice: a tied model's output, Meta's norms.
+    """Open a checkpoint of any format. Reads headers, and tensors that are stored twice: a tied output, Meta's norms.
 
-    `model_from`: a folder whose titan_model.json, config.json or params.json says what the model is, for checkpoints
-    that do not say it (torchtitan's); `otherwise`: what it is then, for a caller who knows. Raises CheckpointError with
+    `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
+    do not (torchtitan's); `otherwise`: the model, if the caller knows it. Raises CheckpointError with
     everything that does not match the model, and ConfigError where `model_from` contradicts the checkpoint.
     """
     return native_weights(open_checkpoint(path), model_from=model_from, otherwise=otherwise)
@@ -71,13 +71,13 @@ def native_weights(
     allow_missing: bool = False,
     allow_extra: bool = False,
 ) -> NativeWeights:
-    """open_native for a catalog that is open already. What is allowed is listed in the ledger of `source`."""
+    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`."""
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
-    if info.args.num_layers > len(weights.tensors):  # told before a name is made for each of billions of layers
+    if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
         raise CheckpointError(
-            f"{catalog.place}: {len(weights.tensors):,} tensors cannot be the {info.args.num_layers:,} layers "
-            f"that {model_from or catalog.root} says the model has"
+            f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
+            f"of the model in {model_from or catalog.root}"
         )
     naming = naming_of(catalog, get_family(info.family))
     reader = CatalogReader(weights)
@@ -93,14 +93,14 @@ def native_weights(
 
 
 def naming_of(catalog: Catalog, family: Family) -> Naming:
-    """How a checkpoint spells its weights, the dict that holds them included."""
+    """The naming of a checkpoint's weights, including the dict that holds them."""
     nest = "".join(f"{key}." for key in _nest(catalog) or ())
     return detect_naming(model_part(catalog).tensors, family, nest=nest, where=str(catalog.place))
 
 
 def model_part(catalog: Catalog) -> Catalog:
-    """The weights of a training checkpoint without what lies beside them; names stay as they are."""
-    tensors = {n: t for n, t in catalog.tensors.items() if not _is_beside(catalog, n)}
+    """Only the weights of a training checkpoint, under unchanged names."""
+    tensors = {n: t for n, t in catalog.tensors.items() if not _is_other_section(catalog, n)}
     nest = _nest(catalog)
     if nest is not None:
         tensors = {n: t for n, t in tensors.items() if catalog.path_of(n)[:-1] == nest}
@@ -108,30 +108,30 @@ def model_part(catalog: Catalog) -> Catalog:
 
 
 def left_out(catalog: Catalog) -> dict[str, int]:
-    """What a checkpoint holds beside the weights: section, or top key of a nested state dict → number of entries."""
+    """The entries that are not weights: section, or top key of a nested state dict → number of entries."""
     weights = model_part(catalog).tensors
     others = (n for n in (*catalog.tensors, *catalog.blobs, *catalog.values) if n not in weights)
     return dict(Counter(map(catalog.section_of, others)))
 
 
-# Under which key trainers keep the weights in a dict that holds the optimizer, too
+# The keys of the weights in dicts that hold the optimizer, too
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
-def _nest(catalog: Catalog) -> tuple | None:
+def _nest(catalog: Catalog) -> tuple[Any, ...] | None:
     """The path of the dict that holds the weights; () for the root, None where no one dict does (nested modules)."""
     if not CONTAINERS[catalog.container].keeps_sections:
         return None
-    sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_beside(catalog, n))
+    sizes = Counter(catalog.path_of(n)[:-1] for n in catalog.tensors if not _is_other_section(catalog, n))
     total = sum(sizes.values())
-    likely = [p for p, size in sizes.items() if (not p or p[-1] in _MODEL_KEYS) and 10 * size >= total]  # no lone step
+    likely = [p for p, size in sizes.items() if (not p or p[-1] in _MODEL_KEYS) and 10 * size >= total]
     if not likely:
         return next(iter(sizes)) if len(sizes) == 1 else None
     return max(likely, key=lambda path: (sizes[path], -len(path)))
 
 
-def _is_beside(catalog: Catalog, name: str) -> bool:
-    """Whether a tensor lies in a section such as the optimizer: by its name, as DCP flattens state dicts."""
+def _is_other_section(catalog: Catalog, name: str) -> bool:
+    """Whether a tensor belongs to a section such as the optimizer, by its name in a flattened state dict."""
     return CONTAINERS[catalog.container].keeps_sections and section_of(name) != "model"
 
 
@@ -148,7 +148,7 @@ def require_equal_copies(reader: CatalogReader) -> None:
                     problems.append(f"{fqn}: {chunk.file}")
     if problems:
         raise CheckpointError(
-            f"{reader.catalog.root}: shards hold other values of what they all must hold alike:"
+            f"{reader.catalog.root}: shards differ in tensors that must be equal in all of them:"
             + list_offenders(problems),
             hint="each is compared with the first shard that has it; one is damaged, or of another model",
         )

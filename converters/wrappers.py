@@ -1,9 +1,11 @@
-"""Remove what modules around a model put into the names of its parameters: DDP, FSDP, torch.compile, Lightning."""
+"""Remove the prefixes that wrappers add to the names of parameters: DDP, FSDP, torch.compile, Lightning."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
@@ -11,36 +13,38 @@ from converters.families.registry import all_families
 from converters.names import section_of
 from converters.view import count_named
 
-# Of torch's own wrappers, wherever they stand in a name: no parameter of a model is called so
+# Of torch's wrappers, anywhere in a name: no parameter of a model has such a part
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-# Attributes around the model stand in front of every name: `module.` (DDP), `model.` or any other (Lightning)
+# Attributes that hold the model are prefixes of every name: `module.` (DDP), `model.` or any other (Lightning)
 _MOST_OUTER = 4
 _NUMBER = re.compile(r"(?<=\blayers)\.\d+(?=\.)")
 
 
 def unwrap_names(catalog: Catalog) -> Catalog:
-    """`catalog` under the names that its model has without wrappers. `prefixes` counts what was removed.
+    """`catalog` under the names of its model without wrappers. `prefixes` counts the removed ones.
 
-    An attribute in front is removed only where the names then are those of a known model and were not before. Raises
+    An outer attribute is removed only where the names then are those of a known model and were not before. Raises
     CheckpointError where two entries would have one name.
     """
     if catalog.container == "meta":
         return catalog
     if flat := [name for name in catalog.tensors if name.endswith("_flat_param")]:
         raise UnsupportedError(
-            f"{catalog.place}: FSDP's flattened parameters, which only the same wrapping can take apart:"
+            f"{catalog.place}: FSDP's flattened parameters, which only the same wrapping can split:"
             + list_offenders(flat),
             hint="save with StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT instead of LOCAL_STATE_DICT",
         )
     for text in _INNER:
         if any(text in name for name in catalog.tensors):
-            catalog = _renamed(catalog, f"{text}.", lambda key, before, text=text: _without(key, text))
+            catalog = _renamed(catalog, f"{text}.", partial(_without, text))
     for _ in range(_MOST_OUTER):
         if not (prefix := _outer_prefix(catalog)):
             break
         in_optimizer = re.compile(rf"((?:^|\.)(?:state|param_groups)\.){re.escape(prefix)}")
 
-        def strip(key: str, before: Sequence, prefix: str = prefix, pattern: re.Pattern = in_optimizer) -> str:
+        def strip(
+            key: str, before: Sequence[Any], prefix: str = prefix, pattern: re.Pattern[str] = in_optimizer
+        ) -> str:
             is_weight = not before or section_of(str(before[0])) == "model" or before[-1] in ("state", "param_groups")
             return pattern.sub(r"\1", key.removeprefix(prefix) if is_weight else key)
 
@@ -48,14 +52,14 @@ def unwrap_names(catalog: Catalog) -> Catalog:
     return catalog
 
 
-def _without(key: str, text: str) -> str:
+def _without(text: str, key: str, before: Sequence[Any]) -> str:
     return ".".join(part for part in key.split(".") if part != text)
 
 
 def _outer_prefix(catalog: Catalog) -> str:
-    """The attributes in front of the weights' names without which more of them are those of a model; "" for none."""
+    """The prefix without which more of the weights' names are those of a model; "" for none."""
     names = [str(catalog.path_of(name)[-1]) for name in catalog.tensors if section_of(name) == "model"]
-    alike = Counter(_NUMBER.sub(".0", name) for name in names)  # a name of all layers is looked at once
+    alike = Counter(_NUMBER.sub(".0", name) for name in names)  # each name once for all layers
     known, prefix = max(_num_known(alike), 1), ""
     for _ in range(_MOST_OUTER if known < len(names) else 0):
         heads: Counter[str] = Counter()
@@ -71,12 +75,12 @@ def _outer_prefix(catalog: Catalog) -> str:
 
 
 def _num_known(alike: Mapping[str, int]) -> int:
-    """How many tensors have a name of the model that explains the most; `alike`: name → number of tensors."""
+    """How many tensors have names of the best matching family; `alike`: name → number of tensors."""
     return max(count_named(alike, family) for family in all_families().values())
 
 
-def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], str]) -> Catalog:
-    """`rename`: a key of the nested state dict, and the keys before it → the key as it shall be; "" for none."""
+def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence[Any]], str]) -> Catalog:
+    """`rename`: a key of the nested state dict, and the keys before it → the new key; "" for none."""
     old_names = [*catalog.tensors, *catalog.blobs, *catalog.values]
     paths = {name: _renamed_path(catalog.path_of(name), rename) for name in old_names}
     new = {name: ".".join(map(str, path)) for name, path in paths.items()}
@@ -85,7 +89,7 @@ def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], s
         odd = [" and ".join(old for old, name in new.items() if name == clash) for clash in clashes[:20]]
         raise CheckpointError(
             f"{catalog.place}: two entries have one name once `{removed}` is removed:{list_offenders(odd)}",
-            hint="save the model and its wrapped copy in files of their own",
+            hint="save the model and its wrapped copy in separate files",
         )
     number = sum(new[name] != ".".join(map(str, catalog.path_of(name))) for name in catalog.tensors)
     return replace(
@@ -99,6 +103,6 @@ def _renamed(catalog: Catalog, removed: str, rename: Callable[[str, Sequence], s
     )
 
 
-def _renamed_path(path: tuple, rename: Callable[[str, Sequence], str]) -> tuple:
+def _renamed_path(path: tuple[Any, ...], rename: Callable[[str, Sequence[Any]], str]) -> tuple[Any, ...]:
     keys = [rename(key, path[:place]) if isinstance(key, str) else key for place, key in enumerate(path)]
     return tuple(key for key in keys if key != "")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole path on one laptop: data, seed, 4D training, reshard, resume, convert, check, estimate, generate.
-# Each line that starts with `run` is a command that you can type yourself.
-# Usage: quickstart.sh [FOLDER], which is ./quickstart when not given, and made anew each time.
+# You can type each command after `run TITLE` yourself.
+# Usage: quickstart.sh [FOLDER]; the default is ./quickstart. An earlier quickstart in FOLDER is replaced.
 set -euo pipefail
 out=$(realpath -m "${1:-$(dirname "$0")/../quickstart}")
 source "$(dirname "$0")/setup.sh"
@@ -15,8 +15,8 @@ mkdir -p "$out" && touch "$out/.made-by-quickstart" && cd "$out"
 
 steps=()
 started=$SECONDS
-exec 3>&1 # where a command is shown, also when its output goes to a file
-run() { # run TITLE COMMAND…: show the command, run it, remember how long it took
+exec 3>&1 # commands are shown here, also if their output goes to a file
+run() { # run TITLE COMMAND…: show the command, run it, record its time
     local title=$1 begin=$SECONDS; shift
     { printf '\n── %s\n$' "$title"; printf ' %q' "$@"; echo; } >&3
     "$@"

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train, for those who type torchtitan's script of this name. Arguments go to `titan train`, --section.key VALUE.
+# Train with the environment variables of torchtitan's script of this name. Arguments go to `titan train`.
 #   LOG_RANK=0,1 NGPU=8 CONFIG_FILE=./llama3_8b.toml ./scripts/run_train.sh --training.steps 100
-# Reads CONFIG_FILE (a TOML file or a preset; default debug), NGPU (ranks to start here; default: all GPUs, or what the
-# degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). LOG_RANK and PYTORCH_ALLOC_CONF are read by
-# `titan train`. A `titan` on PATH is used as it is.
+# Reads CONFIG_FILE (a TOML file or a preset; default debug), NGPU (ranks to start; default: all GPUs, or as many as the
+# degrees need) and COMM_MODE (fake_backend: a dry run of one rank of NGPU). `titan train` reads LOG_RANK and
+# PYTORCH_ALLOC_CONF. If there is a `titan` on PATH, it is used.
 set -euo pipefail
 if [ -n "${TITAN_ENVIRONMENT:-}" ] || ! command -v titan > /dev/null; then
     started_in=$PWD

@@ -1,6 +1,6 @@
-# Sourced by the other scripts: makes .venv beside the README and installs titan into it. Needs Python >= 3.11, pip and venv.
-# Reads PYTHON (which interpreter makes the environment; default python3) and TITAN_ENVIRONMENT (a virtual environment
-# that has titan already; then nothing is made or installed).
+# Sourced by the other scripts: creates .venv in the repository and installs titan into it. Needs Python >= 3.11, pip, venv.
+# Environment: PYTHON (the interpreter that creates .venv; default python3); TITAN_ENVIRONMENT (a virtual environment that
+# has titan already: nothing is created or installed).
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONUNBUFFERED=1
 if [ -n "${TITAN_ENVIRONMENT:-}" ]; then
@@ -16,12 +16,12 @@ python=${PYTHON:-python3}
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 
-# Installed once; again when what is asked for changes.
+# Install again only if the requirements change.
 wanted=$(cat pyproject.toml constraints.txt | cksum)
 if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
     echo "installing into .venv (a few minutes the first time)" >&2
     install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt)
-    # torch by itself and first: asked for through another package it could come as a newer, much larger build.
+    # torch first and alone: as a dependency of another package pip could choose a newer, much larger build.
     "${install[@]}" "$(grep '^torch==' constraints.txt)"
     "${install[@]}" --editable '.[test,torchtune]'
     echo "$wanted" > .venv/installed

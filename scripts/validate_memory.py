@@ -5,7 +5,7 @@ Rows whose runs are not covered are told apart with the reason; rows that cannot
 
     python scripts/validate_memory.py ../shared/data/memory_published.csv --write docs/memory_validation.md
 
-How it works: titan_tools/memory/published.
+How it works: tests/published_memory.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from converters.errors import TitanError, UnsupportedError
-from titan_tools.memory.published.measure import estimate
-from titan_tools.memory.published.rows import Refusal, read_rows
-from titan_tools.memory.published.table import document, markdown, score
+from tests.published_memory.measure import estimate
+from tests.published_memory.rows import RejectedRow, read_rows
+from tests.published_memory.table import document, markdown, score
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
             said = f"{estimates[-1].high_gib:.2f} GiB"
         except Exception as error:  # the other rows are asked all the same; what is not covered is no failure of ours
             said = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
-            refused.append(Refusal(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
+            refused.append(RejectedRow(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
         print(f"{row.id}: {row.run}: {said}", file=sys.stderr, flush=True)
     print(markdown(estimates, refused), end="")
     if given.write:

@@ -1,10 +1,12 @@
 """Fixtures of many folders: a command line run in this process, and torch on one thread."""
 
 import gc
+import os
 import signal
 import sys
 from collections import Counter
 from contextlib import suppress
+from typing import NamedTuple
 
 import pytest
 
@@ -63,12 +65,20 @@ def pytest_terminal_summary(terminalreporter):
             terminalreporter.line(line)
 
 
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
 def titan(monkeypatch, capsys):
-    """Run a command line as `titan` does, not as a rank of a launch; (exit code, stdout, stderr). Never a traceback."""
+    """Run a command line in this process as `titan` does, not as a rank of a launch. It never prints a traceback."""
+    before = dict(os.environ)  # restored afterwards: commands set variables for ranks
     for name in ("RANK", "WORLD_SIZE", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, "")  # so that what a command sets is taken back afterwards
-        monkeypatch.delenv(name)
+        os.environ.pop(name, None)
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["titan", *map(str, arguments)])
@@ -76,9 +86,11 @@ def titan(monkeypatch, capsys):
         code = cli.run()
         out = capsys.readouterr()
         assert "Traceback" not in out.err, out.err
-        return code, out.out, out.err
+        return Done(code, out.out, out.err)
 
-    return run
+    yield run
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
@@ -94,10 +106,10 @@ def hf(tmp_path_factory):
 @pytest.fixture
 def untouched(monkeypatch):
     """Nothing of `titan infer` may get as far as weights or ranks."""
-    from titan_tools.infer import run
+    from titan_tools.infer import loading, run
 
     monkeypatch.setattr(run, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
-    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were read"))
 
 
 @pytest.fixture(scope="module")

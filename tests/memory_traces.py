@@ -1,6 +1,6 @@
 """A trace made by hand that looks like a rank's: parameters, then steps of forward, backward and update, on streams."""
 
-from titan_tools.memory.trace.events import COMPUTE, Block, Place, Segment, Trace
+from titan_tools.memory.trace.events import COMPUTE, Block, StepPoint, Trace, TraceSegment
 
 MIB = 1 << 20
 
@@ -10,14 +10,14 @@ class TraceMaker:
 
     def __init__(self):
         self.trace = Trace()
-        self.place = Place(0, "build")
+        self.point = StepPoint(0, "build")
 
-    def at(self, *place) -> None:
+    def at(self, *point) -> None:
         """What follows happens there; see Place."""
-        self.place = Place(*place)
+        self.point = StepPoint(*point)
 
     def allocate(self, num_bytes: int, part: str, *, stream: str = COMPUTE, owner: str = "") -> int:
-        self.trace.blocks.append(Block(num_bytes, stream, part, self.place, owner))
+        self.trace.blocks.append(Block(num_bytes, stream, part, self.point, owner))
         self._add(len(self.trace.blocks) - 1)
         return len(self.trace.blocks) - 1
 
@@ -26,8 +26,8 @@ class TraceMaker:
             self._add(~block)
 
     def _add(self, event: int) -> None:
-        if not self.trace.segments or self.trace.segments[-1].place != self.place:
-            self.trace.segments.append(Segment(self.place))
+        if not self.trace.segments or self.trace.segments[-1].point != self.point:
+            self.trace.segments.append(TraceSegment(self.point))
         self.trace.segments[-1].events.append(event)
 
 

@@ -96,7 +96,7 @@ def held_by_trace(trace: Trace) -> Held:
         num_bytes = trace.blocks[block].num_bytes
         if num_bytes <= NUMBER_BYTES:
             continue
-        if not segment.place.step:
+        if not segment.point.step:
             before[num_bytes] += 1 if event >= 0 else -1
         elif event >= 0:
             numbers[block] = len(numbers)

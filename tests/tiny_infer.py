@@ -4,7 +4,7 @@ import torch
 
 from converters.weights import open_native
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Completion, Settings, generate
+from titan_tools.infer.decoding.generate import Completion, GenerationSettings, generate
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.infer.text.vocabulary import Vocabulary
@@ -35,7 +35,7 @@ def load(folder, *, dtype=torch.float32, device=CPU, tp=1, rank=0, model_from=No
 
 def complete(model, prompts, *, rows=1, **settings) -> list[Completion]:
     """Completions of lists of tokens, whose ids are "0", "1", …; in the order of prompts and samples."""
-    settings = Settings(**settings)
+    settings = GenerationSettings(**settings)
     room = max(map(len, prompts)) + settings.max_new_tokens
     asked = [Prompt(str(i), "", list(tokens)) for i, tokens in enumerate(prompts)]
     said = list(generate(Engine(model, rows=rows, room=room), asked, settings, NO_TEXT))

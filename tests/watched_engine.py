@@ -5,7 +5,7 @@ import random
 from tests.tiny_infer import NO_TEXT
 from tests.tiny_llama import BOS
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Settings, generate
+from titan_tools.infer.decoding.generate import GenerationSettings, generate
 from titan_tools.infer.text.prompts import Prompt
 
 
@@ -36,7 +36,7 @@ class Watched(Engine):
 def run(engine, prompts, *, timings=None, on_text=None, **settings):
     """Tokens of each (prompt, sample), and the order in which they ended."""
     prompts = [Prompt(str(i), "", tokens) for i, tokens in enumerate(prompts)]
-    said = generate(engine, prompts, Settings(**settings), NO_TEXT, timings=timings, on_text=on_text)
+    said = generate(engine, prompts, GenerationSettings(**settings), NO_TEXT, timings=timings, on_text=on_text)
     said = {(int(c.prompt.id), c.sample): (c.tokens, c.finish_reason) for c in said}
     return dict(sorted(said.items())), list(said)
 

@@ -1,4 +1,4 @@
-"""Which families and flavors exist, and what can be done with each."""
+"""The list of model families and flavors, with the commands and formats that support them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,11 @@ from converters.formats.registry import FORMATS
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
-MODEL_COMMANDS = ("seed", "train", "infer", "estimate-memory")  # these build the model, so the trainer must know it
+MODEL_COMMANDS = ("seed", "train", "infer", "estimate-memory")  # these need a model registered with the trainer
 
 
 def list_models() -> list[dict[str, Any]]:
-    """One record per family, in the order of registration; sizes are counted from the parameter shapes, never typed."""
+    """One record per family, in the order of registration; sizes are computed from the parameter shapes."""
     return [_describe(family) for family in all_families().values()]
 
 
@@ -52,7 +52,7 @@ def _commands(family: Family) -> Iterator[str]:
 
 
 def _formats(family: Family) -> Iterator[str]:
-    """What `titan convert … --to` can write of it; one model may still ask for what a format cannot say."""
+    """Formats that `titan convert … --to` can write; a single model may still need what a format cannot express."""
     for name, output in FORMATS.items():
         try:
             output.naming(family, OutputOptions())

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
+from converters.needs import Needs
 from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
 from titan_tools.console import count, non_finite
@@ -91,7 +92,7 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
     return f"; rounding changes values by at most {relative_error[worst]:.2g} of themselves ({worst}{became_zero})"
 
 
-def _print_needs(needs) -> None:
+def _print_needs(needs: Needs) -> None:
     """Print what a dry run estimates."""
     _line("memory", f"up to about {format_bytes(needs.memory_bytes)}")
     free = f"{format_bytes(needs.disk_bytes)}, {format_bytes(needs.free_bytes)} are free"

@@ -74,7 +74,7 @@ def _family(model: Mapping[str, Any]) -> str:
     return model["family"] if is_release else "llama (in Llama 2's form)"
 
 
-def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple]:
+def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple[Any, ...]]:
     if every:
         return [_cells(line.name, line, line.num_tensors, line.num_chunks, line.num_bytes) for line in lines]
     moments = [row for row in map(_moment, lines) if row]
@@ -86,7 +86,7 @@ def _rows(lines: Sequence[TensorLine], *, every: bool) -> list[tuple]:
     ]
 
 
-def _cells(name: str, line: TensorLine | None, tensors: int, chunks: int, size: int) -> tuple:
+def _cells(name: str, line: TensorLine | None, tensors: int, chunks: int, size: int) -> tuple[Any, ...]:
     return (name, line.dtype if line else "", list(line.shape) if line else "", tensors, chunks, format_bytes(size))
 
 
@@ -96,7 +96,7 @@ def _moment(line: TensorLine) -> str:
     return rest.rpartition(".")[2] if rest and "." in rest and "." not in head.replace("optimizer", "") else ""
 
 
-def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple]:
+def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple[Any, ...]]:
     """An optimizer's state has its parameter's layout: one row for each kind of it; --every lists all."""
     groups: dict[tuple[str, str, bool], list[TensorLine]] = {}
     for line in lines:

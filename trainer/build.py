@@ -23,6 +23,8 @@ from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
 from trainer.models.registry import get_trainer_family
+from trainer.observability.log import note
+from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_async_tp
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
@@ -35,8 +37,6 @@ from trainer.parallel.tensor import apply_tp
 from trainer.runner import Runner, WholeModel
 from trainer.stages import schedule_machine_problems
 from trainer.train_model import TrainModel
-from trainer.watching.metrics import note
-from trainer.watching.profiling import profiling_machine_problems
 
 
 def build(

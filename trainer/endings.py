@@ -5,8 +5,8 @@ from typing import Literal
 from converters.errors import NumericalFault, Preempted, TitanError
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_state import Progress
+from trainer.observability.log import note
 from trainer.step import StepResult
-from trainer.watching.metrics import note
 
 
 def leave_out_update(

@@ -2,7 +2,7 @@
 
 import gc
 
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 
 class GarbageCollection:

@@ -13,13 +13,13 @@ from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
 from trainer.loss.registry import is_loss_parallel, loss_problems
+from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
 from trainer.stages import StageSplit, split_model, stage_problems
-from trainer.watching.profiling import profiling_problems
 
 
 @dataclass(frozen=True, slots=True)

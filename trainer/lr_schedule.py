@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from trainer.config.sections import LRScheduler
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 DecayType = Literal["linear", "sqrt", "cosine"]
 

@@ -25,16 +25,16 @@ from trainer.garbage import GarbageCollection
 from trainer.job import Job, resolve_job
 from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
+from trainer.observability.flight_recorder import FlightRecorder, failures_told
+from trainer.observability.log import note
+from trainer.observability.profiling import profiled
+from trainer.observability.report import Report
 from trainer.optim import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.validate import Validator
-from trainer.watching.flight_recorder import FlightRecorder, failures_told
-from trainer.watching.metrics import note
-from trainer.watching.profiling import profiled
-from trainer.watching.report import Report
 
 
 def main(config: Config) -> None:
@@ -107,7 +107,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(f"step {num_done} of {training.steps} is done already: nothing to do")
 
     # Train
-    report = Report(job, device=ranks.device, rank=dist.get_rank(), num_done=num_done)
+    report = Report(job, progress, device=ranks.device, rank=dist.get_rank())
+    if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
+        progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)
     with (
         GarbageCollection(training.gc_freq, debug=training.gc_debug) as garbage,

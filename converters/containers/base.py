@@ -1,4 +1,4 @@
-"""The record of a container: how its files are recognised in a folder and opened, and what it can hold."""
+"""The record of a container: how its files are recognized in a folder and opened, and what it can hold."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Container:
     called: str  # in messages: "a DCP checkpoint"
     title: str  # on the page of `titan inspect`
     suffixes: tuple[str, ...]  # of its data files
-    find: Callable[[FolderFiles], str]  # the files by which a folder is recognised, for messages; "": it is another's
+    find: Callable[[FolderFiles], str]  # the files that show it, for messages; "": the folder is another container
     open_folder: Callable[[FolderFiles], Catalog]
     keeps_sections: bool = False  # tensors of an optimizer and other state can be among the weights
     has_checksums: bool = True  # each item carries a CRC32

@@ -33,11 +33,12 @@ def _read_metadata(path: Path, name: str) -> DcpEntries:
 
 
 def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
-    """Every file is there and as long as the items in it need."""
+    """Check that every file exists and is long enough for its items."""
     ends: dict[str, int] = {}
     for entries in ranks:
         for entry in entries.tensors.values():
             for chunk in entry.chunks:
+                assert chunk.item is not None
                 offset, length = chunk.item
                 ends[chunk.file] = max(ends.get(chunk.file, 0), offset + length)
         for blob in entries.blobs.values():
@@ -53,15 +54,15 @@ def _check_extents(path: Path, ranks: list[DcpEntries]) -> None:
             problems.append(f"{path / file}: {size:,} bytes, but .metadata places items up to byte {end:,}")
     if problems:
         raise CheckpointError(
-            f"{path}: the checkpoint is not whole:{list_offenders(problems)}",
-            hint="it was cut off while being written or copied; use another copy of it",
+            f"{path}: the checkpoint is incomplete:{list_offenders(problems)}",
+            hint="it was truncated while being written or copied; use another copy",
         )
     if ends:
         _refuse_safetensors_inside(path, next(iter(ends)))
 
 
 def _refuse_safetensors_inside(path: Path, file: str) -> None:
-    """FileSystemWriter(serialization_format=SAFETENSORS) makes what neither dcp.load nor safetensors can read."""
+    """FileSystemWriter(serialization_format=SAFETENSORS) writes what neither dcp.load nor safetensors can read."""
     with (path / file).open("rb") as opened:
         start = opened.read(9)
     if start[:2] != b"PK" and start[8:9] == b"{":

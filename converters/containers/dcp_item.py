@@ -1,7 +1,8 @@
-"""One item of a `.distcp` file: a complete torch.save zip around one chunk, or around one plain value. Without torch.
+"""One item of a `.distcp` file: a torch.save zip with one chunk or one plain value, read and written without torch.
 
-Writing needs only the item's shell: head + raw data + tail. The trainer's StorageWriter uses the same three functions
-for tensors in memory: `item_layout` to place, `item_shell` once the data's CRC32 is known, `blob_item` for values.
+Writing needs only the item's head and tail around the raw data. The trainer's StorageWriter uses the same three
+functions for tensors in memory: `item_layout` for the sizes, `item_shell` once the data's CRC32 is known, and
+`blob_item` for values.
 """
 
 import pickle
@@ -17,14 +18,14 @@ from converters.containers.tensor_pickle import TensorRef, dump_tensor, load_ten
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 
-_WINDOW_BYTES = 2048  # torch's own shell of a tensor takes 1.6 kB: one read at each end finds all of it
-_MAX_RECORD_BYTES = 64 << 20  # of the small entries; storages may have any size
+_WINDOW_BYTES = 2048  # torch's head and tail of a tensor take 1.6 kB: one read at each end is enough
+_MAX_RECORD_BYTES = 64 << 20  # of small entries; storages may have any size
 _VERSION = ("archive/version", b"3\n")
 
 
 @dataclass(frozen=True, slots=True)
 class ItemLayout:
-    """Where the raw data of an item lies; offsets from the item's first byte."""
+    """The position of an item's raw data; offsets from the item's first byte."""
 
     total_bytes: int
     data_offset: int
@@ -33,7 +34,7 @@ class ItemLayout:
 
 @dataclass(frozen=True, slots=True)
 class ItemData:
-    """What an item holds. Element `i` lies `data_offset + sum(i[d] * strides[d]) * itemsize` after the item's start."""
+    """What an item holds. Element `i` is at `data_offset + sum(i[d] * strides[d]) * itemsize` from the item's start."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -98,13 +99,13 @@ def checked_record(read_at: ReadAt, record: ZipRecord, *, what: str) -> bytes:
 
 
 def storage_record(records: dict[str, ZipRecord], prefix: str, ref: TensorRef, *, what: str) -> ZipRecord:
-    """The entry that holds a tensor's storage, its size checked against what the pickle says."""
+    """The entry that holds a tensor's storage, whose size must be that of the pickle."""
     record = records.get(f"{prefix}data/{ref.storage.key}")
     if record is None:
         raise CheckpointError(f"{what}: the storage {ref.storage.key!r} is missing")
     expected = ref.storage.num_elements * (itemsize(ref.storage.dtype) if ref.storage.dtype else 1)
     if record.size != expected:
-        raise CheckpointError(f"{what}: {record.name} holds {record.size:,} bytes where {expected:,} belong")
+        raise CheckpointError(f"{what}: {record.name} holds {record.size:,} bytes instead of {expected:,}")
     return record
 
 
@@ -125,7 +126,7 @@ def windowed(read_at: ReadAt, length: int) -> ReadAt:
 
 
 def blob_item(value: Any) -> bytes:
-    """The item of a plain value, equal in meaning to torch.save(value). Raises CheckpointError for anything else."""
+    """The item of a plain value, equivalent to torch.save(value). Raises CheckpointError for anything else."""
     check_plain(value, what="a checkpoint entry")
     before = [("archive/data.pkl", pickle.dumps(value, protocol=2)), ("archive/byteorder", b"little")]
     name, version = _VERSION
@@ -164,6 +165,6 @@ def check_plain(value: Any, *, what: str) -> None:
         elif item is not None and type(item) not in (int, float, bool, str, bytes):
             found = "tensor" if isinstance(item, TensorRef) else type(item).__name__
             raise CheckpointError(
-                f"{what}: holds a {found} where only plain values may stand",
+                f"{what}: holds a {found}, and only plain values are allowed",
                 hint="int, float, bool, None, str, bytes, list, tuple, set and dict are plain",
             )

@@ -1,10 +1,10 @@
-"""DCP's `.metadata`: read it with stand-in records, write it by emitting opcodes. torch is not imported either way."""
+"""Read DCP's `.metadata` with stub records, and write it by emitting opcodes; both without torch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorInfo
-from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, Place
+from converters.containers.dcp_opcodes import FILESYSTEM_MODULE, METADATA_MODULE, MetadataEmitter, StorageLocation
 from converters.containers.paths import checked_file_name
 from converters.containers.safe_pickle import PLAIN_STUBS, Sealed, Stubs, safe_load
 from converters.containers.tensor_pickle import UNCOVERED_DTYPES, DTypeName
@@ -16,7 +16,7 @@ VERSION = "1.0.0"
 
 
 class _Record(metaclass=Sealed):
-    """Stands in for one of DCP's dataclasses: keeps the state that the pickle sets, calls nothing."""
+    """Stub of one of DCP's dataclasses: keeps the state that the pickle sets, calls nothing."""
 
     __slots__ = ("state",)
 
@@ -40,7 +40,7 @@ class _ChunkBox(_Record):
     __slots__ = ()
 
 
-class _Properties(_Record):
+class _TensorProperties(_Record):
     __slots__ = ()
 
 
@@ -53,7 +53,7 @@ class _StorageInfo(_Record):
 
 
 class _Ignored(metaclass=Sealed):
-    """Stands in for what says nothing about the data: paths, layouts, memory formats, StorageMeta."""
+    """Stub of classes that do not describe the data: paths, layouts, memory formats, StorageMeta."""
 
     __slots__ = ("arguments",)
 
@@ -70,13 +70,13 @@ _STUBS: Stubs = {
     (METADATA_MODULE, "TensorStorageMetadata"): _Tensor,
     (METADATA_MODULE, "BytesStorageMetadata"): _Bytes,
     (METADATA_MODULE, "ChunkStorageMetadata"): _ChunkBox,
-    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "TensorProperties"): _TensorProperties,
     (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _Ignored,
     (METADATA_MODULE, "StorageMeta"): _Ignored,
     (METADATA_MODULE, "MetadataIndex"): _Index,
     (FILESYSTEM_MODULE, "_StorageInfo"): _StorageInfo,
     # torch before 2.2 and OLMo-core: the same records under other names
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _TensorProperties,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Ignored,
     **{
         (f"torch.distributed._shard.checkpoint.{module}", name): stub
@@ -91,8 +91,8 @@ _STUBS: Stubs = {
     },
     ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.serialization", "_get_layout"): _Ignored,
-    ("torch", "Size"): tuple,  # harmless, and four times as fast as a function of ours
-    # A checkpoint_id that was a Path; `pathlib._local` is how Python 3.13 spells it
+    ("torch", "Size"): tuple,  # harmless, and four times as fast as a function
+    # A checkpoint_id that was a Path; `pathlib._local` in Python 3.13
     **{
         (module, name): _Ignored
         for module in ("pathlib", "pathlib._local")
@@ -107,13 +107,13 @@ class DcpEntries(NamedTuple):
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, BlobEntry]
-    planner_data: dict[str, tuple]
+    planner_data: dict[str, tuple[Any, ...]]
 
 
 def parse_metadata(data: bytes, *, what: str = ".metadata") -> DcpEntries:
-    """The tensors, non-tensor entries and nested paths of a `.metadata`. Nothing in it is trusted; nothing is run."""
+    """The tensors, non-tensor entries and nested paths of a `.metadata`. Nothing in it is trusted or executed."""
     root = safe_load(data, _STUBS, what=what, max_bytes=_MAX_METADATA_BYTES)
-    del data  # of 10,000 ranks these are gigabytes, as is what was unpickled, which `_entries` takes apart
+    del data  # of 10,000 ranks it has gigabytes, like the unpickled records, which `_entries` consumes
     if not isinstance(root, _Metadata):
         raise CheckpointError(f"{what}: holds a {type(root).__name__}, not DCP's Metadata")
     try:
@@ -130,7 +130,7 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
     unsupported: list[str] = []
     for fqn, entry in state["state_dict_metadata"].items():
         if type(fqn) is not str:
-            raise ValueError(f"a key that is no name: {fqn!r}")
+            raise ValueError(f"a key that is not a name: {fqn!r}")
         if isinstance(entry, _Bytes):
             place = places.pop((fqn, None), None)
             if place is None:
@@ -150,26 +150,26 @@ def _entries(state: dict[str, Any], what: str) -> DcpEntries:
             if place is not None:
                 file, offset, length = place
                 chunks.append(Chunk(box, file, UNLOCATED, (), item=(offset, length)))
-            elif box.num_elements:  # ranks without a share of a tensor leave empty chunks, which may share an item
+            elif box.num_elements:  # ranks without a part of a tensor write empty chunks, which may share an item
                 missing.append(f"{fqn} at {box.offsets}")
         tensors[fqn] = TensorEntry(fqn, dtype, shape, tuple(chunks))
     if unsupported:
         raise UnsupportedError(
             f"{what}: entries of a kind that is not covered:{list_offenders(unsupported)}",
-            hint="make plain tensors of them where they were made, and save again",
+            hint="convert them to plain tensors in the program that made them, and save again",
         )
     if missing:
-        raise CheckpointError(f"{what}: says nowhere where these lie:{list_offenders(missing)}")
+        raise CheckpointError(f"{what}: has no location of these:{list_offenders(missing)}")
     if places:
         names = [fqn if offset is None else f"{fqn} at {offset}" for fqn, offset in places]
-        raise CheckpointError(f"{what}: places items that it does not list:{list_offenders(names)}")
+        raise CheckpointError(f"{what}: has locations of items that it does not list:{list_offenders(names)}")
     planner_data = state.get("planner_data")
     paths = {k: v for k, v in planner_data.items() if type(v) is tuple} if isinstance(planner_data, dict) else {}
     return DcpEntries(tensors, blobs, paths)
 
 
-def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, int, int]]:
-    places: dict[tuple, tuple[str, int, int]] = {}
+def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple[Any, ...], tuple[str, int, int]]:
+    places: dict[tuple[Any, ...], tuple[str, int, int]] = {}
     files: dict[str, str] = {}  # one string per file, checked once
     coded: list[str] = []
     twice: list[str] = []
@@ -194,10 +194,10 @@ def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, i
     if strange:
         raise CheckpointError(
             f"{what}: names files that may lie outside the checkpoint's folder:{list_offenders(strange)}",
-            hint="files of a checkpoint lie beside each other, under plain names; nothing was opened",
+            hint="files of a checkpoint are in one folder, under plain names; nothing was opened",
         )
     if twice:
-        raise CheckpointError(f"{what}: places these twice:{list_offenders(twice)}")
+        raise CheckpointError(f"{what}: has two locations of these:{list_offenders(twice)}")
     if coded:
         raise UnsupportedError(
             f"{what}: entries are compressed or encoded, which cannot be read here:{list_offenders(coded)}",
@@ -208,15 +208,15 @@ def _places(storage_data: dict[Any, Any], what: str) -> dict[tuple, tuple[str, i
 
 
 def _integers(values: Any) -> tuple[int, ...]:
-    values = tuple(values)
-    for value in values:
+    checked: tuple[int, ...] = tuple(values)
+    for value in checked:
         if type(value) is not int or value < 0:
-            raise ValueError(f"{value!r} where a size belongs")
-    return values
+            raise ValueError(f"{value!r} is not a size")
+    return checked
 
 
-def _dtype(properties: _Properties, fqn: str) -> str:
-    """The element type, or what stands against reading the tensor: then it is no name of ours."""
+def _dtype(properties: _TensorProperties, fqn: str) -> str:
+    """The element type, or the reason why the tensor cannot be read, which is not in DTYPES."""
     dtype, layout = properties.state[0], properties.state[1]
     if not isinstance(dtype, DTypeName):
         raise ValueError(f"{fqn} has no element type")
@@ -227,20 +227,25 @@ def _dtype(properties: _Properties, fqn: str) -> str:
 
 def dump_metadata(catalog: Catalog) -> bytes:
     """The `.metadata` of a catalog whose chunks all carry `item`: protocol 4, version 1.0.0, no Path in it."""
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[StorageLocation]] = {}
     for entry in catalog.tensors.values():
-        assert all(c.item is not None for c in entry.chunks), f"{entry.fqn}: a chunk without its item has no place"
-        places[entry.fqn] = [Place(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item]
+        assert all(c.item is not None for c in entry.chunks), f"{entry.fqn}: a chunk without an item"
+        places[entry.fqn] = [
+            StorageLocation(chunk.box, chunk.file, *chunk.item) for chunk in entry.chunks if chunk.item
+        ]
     for blob in catalog.blobs.values():
-        places[blob.fqn] = [Place(None, blob.file, blob.byte_offset, blob.length)]
+        places[blob.fqn] = [StorageLocation(None, blob.file, blob.byte_offset, blob.length)]
     tensors = {fqn: TensorInfo(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
     return dump_places(tensors, places, planner_data=catalog.planner_data)
 
 
 def dump_places(
-    tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]], *, planner_data: Mapping[str, tuple]
+    tensors: Mapping[str, TensorInfo],
+    places: Mapping[str, Sequence[StorageLocation]],
+    *,
+    planner_data: Mapping[str, tuple[Any, ...]],
 ) -> bytes:
-    """The `.metadata` of tensors, and of plain values: whatever in `places` is no tensor."""
+    """The `.metadata` of tensors, and of plain values: those in `places` that are not in `tensors`."""
     out = MetadataEmitter()
     parts = [out.start, out.record(METADATA_MODULE, "Metadata"), out.text("state_dict_metadata"), out.mapping]
     for fqn, info in tensors.items():

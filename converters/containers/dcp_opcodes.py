@@ -1,4 +1,4 @@
-"""The pickle opcodes of a `.metadata`, written one by one, because pickling its real records would import torch."""
+"""Emit the pickle opcodes of a `.metadata`: pickling its real records would import torch."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,8 @@ FILESYSTEM_MODULE = "torch.distributed.checkpoint.filesystem"
 _END_RECORD = b"ub"
 
 
-class Place(NamedTuple):
-    """Where the item of a box lies: file, first byte, length. A plain value has no box."""
+class StorageLocation(NamedTuple):
+    """The location of a box's item: file, first byte, length. A plain value has no box."""
 
     box: Box | None
     file: str
@@ -22,9 +22,9 @@ class Place(NamedTuple):
 
 
 class MetadataEmitter:
-    """Makes pickle opcodes. What repeats (names, classes, sizes) is put into the memo once and fetched afterwards.
+    """Emits pickle opcodes. Repeated names, classes and sizes are put into the memo once and fetched afterwards.
 
-    Every method returns bytes, which must go out in the order in which they were asked for: the memo counts.
+    Every method returns bytes, which must be written in the order of the calls: the memo is numbered.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MetadataEmitter:
         return b"\x8a\x09" + value.to_bytes(9, "little")
 
     def record(self, module: str, name: str) -> bytes:
-        """Open a record of DCP; names and values of its fields follow in turn, then `end_record`."""
+        """Open a record of DCP; names and values of its fields follow, then `end_record`."""
         return self.bare_record(module, name) + b"}("
 
     end_record = _END_RECORD
@@ -66,7 +66,7 @@ class MetadataEmitter:
         found = self._memo.get((module, name))
         return found or b"".join((self.text(module), self.text(name), b"\x93", self._kept((module, name))))
 
-    # What `.metadata` is made of
+    # The parts of `.metadata`
 
     def size(self, values: tuple[int, ...]) -> bytes:
         found = self._memo.get(values)
@@ -76,7 +76,7 @@ class MetadataEmitter:
         return b"".join((self._symbol("torch", "Size"), b"(", numbers, b"t\x85R", self._kept(values)))
 
     def properties(self, dtype: str) -> bytes:
-        key = ("properties", dtype, "")  # of another length than a symbol's
+        key = ("properties", dtype, "")  # another length than a symbol's key
         found = self._memo.get(key)
         if found is not None:
             return found
@@ -94,12 +94,12 @@ class MetadataEmitter:
         return b"".join(parts)
 
     def list_of_boxes(self, boxes: Sequence[Box]) -> bytes:
-        """ChunkStorageMetadata of each. Layers share their boxes, so a list is mostly emitted already, to the bit."""
+        """ChunkStorageMetadata of each. Layers share their boxes, so most lists are in the memo already."""
         ids = tuple(map(id, boxes))
         if ids in self._box_lists:
             return self._box_lists[ids][1]
         defines = self._boxes(boxes)
-        self._box_lists[ids] = boxes, self._boxes(boxes)  # all of it fetched from the memo now; boxes keep their ids
+        self._box_lists[ids] = boxes, self._boxes(boxes)  # holds the boxes, so that their ids stay valid
         return defines
 
     def _boxes(self, boxes: Sequence[Box]) -> bytes:
@@ -115,12 +115,12 @@ class MetadataEmitter:
             )
         return b"".join((*parts, b"e"))
 
-    def path(self, parts: tuple) -> bytes:
+    def path(self, parts: tuple[Any, ...]) -> bytes:
         inner = b"".join([self.integer(part) if type(part) is int else self.text(str(part)) for part in parts])
         return b"(" + inner + b"t"
 
-    def places(self, fqn: str, places: Iterable[Place]) -> bytes:
-        """MetadataIndex and _StorageInfo of each: half a million of them, so what they share is joined beforehand."""
+    def places(self, fqn: str, places: Iterable[StorageLocation]) -> bytes:
+        """MetadataIndex and _StorageInfo of each: shared parts of half a million of them are joined beforehand."""
         text, size, integer = self.text, self.size, self.integer
         parts: list[bytes] = []
         fixed: tuple[bytes, ...] = ()

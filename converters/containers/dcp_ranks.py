@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from converters.catalog import BlobEntry, Chunk, TensorEntry
 from converters.containers.dcp_item import ItemData, read_blob_item, read_item
@@ -22,12 +23,13 @@ _DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
 
 def rank_metadata_files(names: Iterable[str]) -> list[str]:
     """The per-rank metadata files among the names of a folder, in rank order."""
-    return sorted((n for n in names if _METADATA.fullmatch(n)), key=lambda n: int(_METADATA.fullmatch(n)[1]))
+    ranks = {name: int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def check_ranks(folder: Path, names: Sequence[str]) -> None:
     """Raise CheckpointError where a rank's metadata is missing: between others, or beside that rank's data."""
-    found = {int(_METADATA.fullmatch(name)[1]) for name in rank_metadata_files(names)}
+    found = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
     with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
     if missing := sorted((with_data | set(range(max(found)))) - found):
         raise CheckpointError(
@@ -40,7 +42,7 @@ def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
     """One list of what all ranks hold, by rank. Raises where ranks hold different things under one name."""
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
-    planner_data: dict[str, tuple] = {}
+    planner_data: dict[str, tuple[Any, ...]] = {}
     problems: list[str] = []
     for entries in ranks:
         planner_data |= entries.planner_data
@@ -77,6 +79,7 @@ def _chunks_differ(folder: Path, fqn: str, one: Chunk, other: Chunk) -> str:
 
 
 def _item(folder: Path, fqn: str, chunk: Chunk) -> ItemData:
+    assert chunk.item is not None
     start, length = chunk.item
     checked_file_size(folder, chunk.file)
     descriptor = os.open(folder / chunk.file, os.O_RDONLY)

@@ -4,15 +4,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
 from converters.collector import collector_paused
 from converters.containers.dcp_item import item_layout, item_shell
 from converters.containers.dcp_metadata import dump_places
-from converters.containers.dcp_opcodes import Place
+from converters.containers.dcp_opcodes import StorageLocation
 from converters.containers.paths import checked_file_name
-from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
+from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
 from converters.cover import cover_problem
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import FileSum
@@ -27,7 +28,7 @@ def plan_dcp(
     files: Mapping[str, Sequence[tuple[str, Box]]],
     *,
     blobs: Mapping[str, bytes] | None = None,
-    planner_data: Mapping[str, tuple] | None = None,
+    planner_data: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Target:
     """A Target for DCP: for each file the boxes in it, in order; `blobs` are finished items (see `blob_item`).
 
@@ -35,14 +36,14 @@ def plan_dcp(
     """
     slots: list[Slot] = []
     file_bytes: dict[str, int] = {}
-    places: dict[str, list[Place]] = {fqn: [] for fqn in tensors}
+    places: dict[str, list[StorageLocation]] = {fqn: [] for fqn in tensors}
     for file, boxes in files.items():
         position = 0
         for fqn, box in boxes:
             dtype = tensors[fqn].dtype
             layout = item_layout(dtype, box.sizes)
             slots.append(Slot(fqn, dtype, box, file, position + layout.data_offset))
-            places[fqn].append(Place(box, file, position, layout.total_bytes))
+            places[fqn].append(StorageLocation(box, file, position, layout.total_bytes))
             position += layout.total_bytes
         file_bytes[checked_file_name(file, what="a DCP layout")] = position
     _check(tensors, places)
@@ -52,7 +53,9 @@ def plan_dcp(
         assert blobs.keys().isdisjoint(tensors), "a name is a tensor's and a plain value's"
         file_bytes[BLOB_FILE] = sum(map(len, blobs.values()))
         starts = accumulate(map(len, blobs.values()), initial=0)
-        places |= {n: [Place(None, BLOB_FILE, s, len(d))] for (n, d), s in zip(blobs.items(), starts, strict=False)}
+        places |= {
+            n: [StorageLocation(None, BLOB_FILE, s, len(d))] for (n, d), s in zip(blobs.items(), starts, strict=False)
+        }
     metadata = dump_places(tensors, places, planner_data=planner_data or {})
     file_bytes[DCP_METADATA] = len(metadata)
 
@@ -61,16 +64,16 @@ def plan_dcp(
         filled = iter(zip(slots, crcs, strict=True))
         for file, boxes in files.items():  # one after the other: the shells of 470,000 items are a third of a gigabyte
             pieces: list[tuple[int, bytes]] = []
-            segments: list[Segment] = []
+            segments: list[ChecksummedRange] = []
             for slot, crc in islice(filled, len(boxes)):
                 layout = item_layout(slot.dtype, slot.box.sizes)
                 head, tail = item_shell(slot.dtype, slot.box.sizes, crc)
                 start, end = slot.byte_offset - len(head), slot.byte_offset + layout.data_bytes
                 pieces += [(start, head), (end, tail)]
                 segments += [
-                    Segment(start, len(head), crc32(head)),
-                    Segment(slot.byte_offset, layout.data_bytes, crc),
-                    Segment(end, len(tail), crc32(tail)),
+                    ChecksummedRange(start, len(head), crc32(head)),
+                    ChecksummedRange(slot.byte_offset, layout.data_bytes, crc),
+                    ChecksummedRange(end, len(tail), crc32(tail)),
                 ]
             write_at(folder / file, pieces)
             sums[file] = joined(segments)
@@ -83,7 +86,7 @@ def plan_dcp(
     return Target(dict(tensors), slots, file_bytes, finish)
 
 
-def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[Place]]) -> None:
+def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[StorageLocation]]) -> None:
     checked: dict[tuple[int, ...], list[str]] = {}  # layers share their boxes: what was found for one holds for all
     problems = []
     for fqn, info in tensors.items():

@@ -1,9 +1,9 @@
-"""The Hugging Face cache: which snapshot a repository's folder stands for, and where the links of a snapshot may lead.
+"""The Hugging Face cache: the snapshot of a repository's folder, and the allowed targets of its links.
 
 models--org--name/refs/main            the commit of a branch
 models--org--name/snapshots/COMMIT/x   a link to ../../blobs/SUM
 models--org--name/blobs/SUM            a file, or a link into the store that all repositories share:
-blobs/AB/ABCD…                         beside a marker file
+blobs/AB/ABCD…                         next to a marker file
 """
 
 import re
@@ -35,13 +35,13 @@ def snapshot_of(path: Path) -> Path:
     what = f"{len(found)} snapshots, none of which is its branch main" if found else "no snapshot"
     raise CheckpointError(
         f"{path}: a repository of the Hugging Face cache with {what}",
-        hint="name one of them" if found else "the download was broken off; the same command goes on",
+        hint="name one of them" if found else "the download was interrupted; the same command resumes it",
         tries=[str(p) for p in found[:8]],
     )
 
 
 def is_blob_of(target: Path, folder: Path) -> bool:
-    """Whether `target` is a blob of the repository whose snapshot `folder` is, or lies in. Both free of links."""
+    """Whether `target` is a blob of the repository whose snapshot `folder` is, or lies in. Both are resolved paths."""
     repository = next((p.parent for p in (folder, *folder.parents) if p.parent.name == _SNAPSHOTS), None)
     if repository is None:
         return False

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from converters.catalog import Box, Catalog, Chunk, TensorEntry
 from converters.containers import torch_file
@@ -248,7 +249,7 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
 
     Weights that are all alike (zeros of a test) are alike in every shard, too, and no double.
     """
-    marks: dict[tuple, str] = {}
+    marks: dict[tuple[Any, ...], str] = {}
     doubles = []
     for file, shard in zip(files, shards, strict=True):
         chunks = [shard.tensors[fqn].chunks[0] for fqn in cut]

@@ -1,8 +1,8 @@
-"""Read a pickle without running anything: opcodes are checked first, and every global resolves to a stand-in of ours.
+"""Read a pickle without executing code: opcodes are checked first, and every global resolves to a stub of ours.
 
-A pickle is a program. Two gates stand before it: `_check_opcodes` lets only the opcodes pass that torch and DCP emit
-(and no memo index that would make the unpickler allocate gigabytes), and the unpickler looks every global up in a table
-that the caller gives. A name outside the table is refused; nothing is ever imported.
+A pickle is a program. `_check_opcodes` allows only the opcodes that torch and DCP emit (and no memo index that would
+make the unpickler allocate gigabytes), and the unpickler looks up every global in a table of the caller. A name that is
+not in the table is refused; nothing is imported.
 """
 
 import gc
@@ -15,13 +15,13 @@ from typing import Any
 
 from converters.errors import CheckpointError, TitanError, UnsupportedError, in_words
 
-Stubs = Mapping[tuple[str, str], Any]  # (module, name) → the stand-in
+Stubs = Mapping[tuple[str, str], Any]  # (module, name) → stub
 
 # Opcodes without an argument: marks, containers, constants, REDUCE, BUILD, NEWOBJ, MEMOIZE, STACK_GLOBAL, BINPERSID.
 # Left out, because no writer of checkpoints emits them: INST, OBJ, EXT*, PERSID, DUP, POP, text forms, buffers.
 _PLAIN = rb"[()\]}NRabedlstuQ\x81\x85-\x89\x8f-\x91\x93\x94]"
 _SHORT_STRINGS = b"|".join(b"\x8c" + re.escape(bytes([n])) + b".{%d}" % n for n in range(1, 64))
-# One possessive run over everything of fixed size: 200,000 chunks are millions of opcodes, too many for a Python loop.
+# One possessive match of everything of fixed size: 200,000 chunks are millions of opcodes, too many for a Python loop.
 _RUN = re.compile(
     rb"(?s)(?:" + _PLAIN + rb"++|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}|" + _SHORT_STRINGS + rb")*+",
 )
@@ -30,21 +30,21 @@ _GLOBAL, _LONG_BINPUT, _STOP = 0x63, 0x72, 0x2E
 
 
 class Sealed(type):
-    """Metaclass of every stand-in: a BUILD opcode cannot set attributes on the class itself."""
+    """Metaclass of every stub: a BUILD opcode cannot set attributes on the class itself."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"a pickle may not change {cls.__name__}")
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """In place of a stand-in: harmless, well known, and not covered. `what` says what it would have been."""
+class RefusedClass:
+    """Marks a harmless, well-known class that is not supported. `what` describes it."""
 
     what: str
 
 
-class PlainDict(dict, metaclass=Sealed):
-    """Stands in for OrderedDict; attributes that modules hang on a state dict (`_metadata`) are left out."""
+class PlainDict(dict[Any, Any], metaclass=Sealed):
+    """Stub of OrderedDict; attributes that modules add to a state dict (`_metadata`) are left out."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ class PlainDict(dict, metaclass=Sealed):
 
 
 class PlainBytes(metaclass=Sealed):
-    """Stands in for `_codecs.encode`, which is how protocol 2 spells bytes."""
+    """Stub of `_codecs.encode`, which protocol 2 uses for bytes."""
 
     def __new__(cls, text: str, encoding: str) -> bytes:  # type: ignore[misc]
         if encoding != "latin1":
@@ -81,19 +81,19 @@ class _Reader(pickle.Unpickler):
         if stub is None:
             raise CheckpointError(
                 f"{self._what}: refused, it asks for `{module}.{name}`"[:500],
-                hint="a pickle that names anything but tensors and plain values could run code; nothing of it was run "
-                "(of a whole model or optimizer, save the state_dict())",
+                hint="a pickle that names anything but tensors and plain values could run code; nothing was executed "
+                "(instead of a whole model or optimizer, save the state_dict())",
             )
-        if isinstance(stub, Refused):
+        if isinstance(stub, RefusedClass):
             raise UnsupportedError(
                 f"{self._what}: holds {stub.what}, which is not covered",
-                hint="make plain tensors of it (.dequantize(), .to_dense(), .full_tensor()) and save them again",
+                hint="convert it to plain tensors (.dequantize(), .to_dense(), .full_tensor()) and save again",
             )
         return stub
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
-            raise CheckpointError(f"{self._what}: refused, it refers to a storage where only plain values may stand")
+            raise CheckpointError(f"{self._what}: refused, it refers to a storage, and only plain values are allowed")
         return self._persistent(pid)
 
 
@@ -110,12 +110,10 @@ def safe_load(
     `what` names the file and record in messages. Every opcode takes at least a byte, so `max_bytes` caps them too.
     """
     if len(data) > max_bytes:
-        raise CheckpointError(
-            f"{what}: a pickle of {len(data):,} bytes, more than the {max_bytes:,} that are plausible"
-        )
+        raise CheckpointError(f"{what}: a pickle of {len(data):,} bytes, more than the plausible {max_bytes:,}")
     _check_opcodes(data, what)
     collecting = gc.isenabled()
-    gc.disable()  # nothing here makes cycles, and the collector takes two thirds of the time of a big `.metadata`
+    gc.disable()  # there are no cycles, and the collector would take two thirds of the time of a large `.metadata`
     try:
         return _Reader(data, stubs, persistent, what).load()
     except UnsupportedError as error:
@@ -132,9 +130,11 @@ def safe_load(
 def _check_opcodes(data: bytes, what: str) -> None:
     position, size = 0, len(data)
     while True:
-        position = _RUN.match(data, min(position, size)).end()
+        run = _RUN.match(data, min(position, size))
+        assert run is not None  # it also matches an empty run
+        position = run.end()
         if position >= size:
-            raise CheckpointError(f"{what}: the pickle is cut off", hint="the file is truncated or damaged")
+            raise CheckpointError(f"{what}: the pickle is truncated", hint="the file is truncated or damaged")
         opcode = data[position]
         if opcode == _STOP:
             break
@@ -145,11 +145,11 @@ def _check_opcodes(data: bytes, what: str) -> None:
         elif opcode == _GLOBAL:
             position = data.find(b"\n", data.find(b"\n", position) + 1) + 1 or size
         elif opcode == _LONG_BINPUT and int.from_bytes(data[position : position + 4], "little") < size:
-            position += 4  # a larger index than there are bytes only serves to blow up the memo
+            position += 4  # an index larger than the number of bytes can only blow up the memo
         else:
             raise CheckpointError(
-                f"{what}: refused, pickle opcode 0x{opcode:02x} at byte {position - 1} has no place in a checkpoint",
-                hint="the file is damaged, hostile, or written by a tool whose format is not known here",
+                f"{what}: refused, pickle opcode 0x{opcode:02x} at byte {position - 1} does not occur in checkpoints",
+                hint="the file is damaged, hostile, or written by an unknown tool",
             )
     if position + 1 != size:
         raise CheckpointError(f"{what}: {size - position - 1} bytes after the end of the pickle")

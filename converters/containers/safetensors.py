@@ -26,8 +26,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 def read_catalog(path: Path, entry: str = "") -> Catalog:
     """The catalog of a `.safetensors` file or of a folder of them.
 
-    `entry`: the file or index that says what the folder holds, file by file and key by key; without one the folder
-    holds one file.
+    `entry`: the file or index that lists the folder's tensors and their files; without one the folder holds one file.
     """
     if path.is_file():
         shards = _sharded_files(path.parent)
@@ -46,19 +45,19 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
     if len(names) != 1:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
-            hint="without the index nobody can tell whether a file is missing",
+            hint="without the index a missing file would not be noticed",
             tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
     return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
 
 
 def _sharded_files(folder: Path) -> list[str]:
-    """What DCP's HuggingFaceStorageWriter(save_distributed=True) wrote: a file of each rank, parts of tensors in it."""
+    """What DCP's HuggingFaceStorageWriter(save_distributed=True) wrote: one file per rank, with parts of tensors."""
     return sorted(p.name for p in folder.glob("shard-*-model-*.safetensors"))
 
 
 def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
-    """Each tensor with the parts of it in all files; that they cover it is for the caller to check."""
+    """Each tensor with its parts in all files; the caller checks that they cover it."""
     joined: dict[str, TensorEntry] = {}
     problems = []
     for name in names:
@@ -77,7 +76,7 @@ def _join_shards(folder: Path, names: list[str]) -> dict[str, TensorEntry]:
 def read_indexed(
     folder: Path, index: Path, read_file: Callable[[Path, str], dict[str, TensorEntry]]
 ) -> dict[str, TensorEntry]:
-    """The tensors that an index names, held against what its files, each opened by `read_file`, really have."""
+    """The tensors that an index names, compared with those that its files have; `read_file` opens a file."""
     weight_map = read_weight_map(index)
     files: dict[str, None] = {}
     problems: list[str] = []
@@ -89,7 +88,7 @@ def read_indexed(
     if problems:  # before any file is opened
         raise CheckpointError(
             f"{index}: refused, it leads out of its folder:{list_offenders(problems)}",
-            hint="files of a checkpoint lie beside each other, under plain names",
+            hint="files of a checkpoint are in one folder, under plain names",
         )
     found: dict[str, TensorEntry] = {}
     unsupported: list[str] = []
@@ -125,7 +124,7 @@ def read_indexed(
 
 
 def read_weight_map(index: Path) -> dict[str, Any]:
-    """Tensor name → file, as an index says; the names are not checked here."""
+    """Tensor name → file, from an index; the names are not checked."""
     checked_file_size(index.parent, index.name)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -138,12 +137,12 @@ _ONLY_ONE = re.compile(r".*-of-0*1\.\w+")
 
 
 def is_of_series(name: str) -> bool:
-    """Whether a file is one of several by its name (model-00002-of-00003.safetensors), so that it holds a part only."""
+    """Whether a file is one of several, by its name (model-00002-of-00003.safetensors)."""
     return _SERIES.fullmatch(name) is not None and not _ONLY_ONE.fullmatch(name)
 
 
 def index_remarks(folder: Path, num_bytes: int) -> list[str]:
-    """What is odd about an index and harmless, since nobody reads it; `num_bytes`: of all tensors."""
+    """Remarks on harmless errors of an index; `num_bytes`: of all tensors."""
     index = folder / HF_INDEX
     if not index.exists() or (folder / HF_SINGLE).exists():
         return []
@@ -155,7 +154,7 @@ def index_remarks(folder: Path, num_bytes: int) -> list[str]:
 
 
 def _forgotten_files(folder: Path, named: Collection[str]) -> list[str]:
-    """Files of the series that an index names, which it does not name: it is of another time than they are."""
+    """Files of the same series that the index does not name: they are from another save."""
     series = {match.groups() for name in named if (match := _SERIES.fullmatch(name))}
     beside = sorted({path.name for path in folder.iterdir()} - set(named))
     return [name for name in beside if (match := _SERIES.fullmatch(name)) and match.groups() in series]
@@ -198,13 +197,13 @@ def read_file(folder: Path, name: str) -> dict[str, TensorEntry]:
     if data_offset + position != size:
         raise CheckpointError(
             f"{path}: {size:,} bytes, but the header describes {data_offset + position:,}",
-            hint="the file was cut off or something was appended to it; fetch it again",
+            hint="the file was truncated or extended; fetch it again",
         )
     return tensors
 
 
 def _sharding(metadata: Any, path: Path) -> dict[str, Any]:
-    """Where the tensors of a file begin in the whole ones, as DCP's writer says; {} for a file of whole tensors."""
+    """The offsets of a file's parts in their tensors, from DCP's writer; {} for a file of whole tensors."""
     raw = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
     return parse_json(raw.encode(), what=f"{path}: {_SHARDING}") if isinstance(raw, str) else {}
 
@@ -241,11 +240,11 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         if length > MAX_HEADER_BYTES or 8 + length > size:
             raise CheckpointError(
                 f"{path}: a header of {length:,} bytes in a file of {size:,}",
-                hint="the file is cut off, or not safetensors at all",
+                hint="the file is truncated, or not safetensors",
             )
         raw = file.read(length)
-    if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse it, and so must we
-        raise CheckpointError(f"{path}: the safetensors header is no JSON object")
+    if not raw.startswith(b"{"):  # a BOM or spaces in front: other readers refuse them, too
+        raise CheckpointError(f"{path}: the safetensors header is not a JSON object")
     return parse_json(raw, what=str(path)), 8 + length
 
 

@@ -1,4 +1,4 @@
-"""Plan a safetensors output: one file, or `model-0000i-of-0000n` with an index, as transformers expects them."""
+"""Plan a safetensors output: one file, or `model-0000i-of-0000n` with an index, as transformers expects."""
 
 import json
 import struct
@@ -8,13 +8,13 @@ from pathlib import Path
 from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
-from converters.containers.target import Segment, Slot, Target, joined, write_at, write_file
+from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
 from converters.dtypes import DTYPES, itemsize
 from converters.errors import UnsupportedError, list_offenders
 from converters.manifest import FileSum
 from converters.names import HF_INDEX, HF_SINGLE
 
-DEFAULT_SHARD_BYTES = 5_000_000_000  # what transformers cuts at
+DEFAULT_SHARD_BYTES = 5_000_000_000  # the default of transformers
 
 
 def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DEFAULT_SHARD_BYTES) -> Target:
@@ -48,10 +48,10 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
         file_bytes[HF_INDEX] = len(index)
 
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
-        segments = {file: [Segment(0, len(header), crc32(header))] for file, header in headers.items()}
+        segments = {file: [ChecksummedRange(0, len(header), crc32(header))] for file, header in headers.items()}
         for slot, crc in zip(slots, crcs, strict=True):
             length = slot.box.num_elements * itemsize(slot.dtype)
-            segments[slot.file].append(Segment(slot.byte_offset, length, crc))
+            segments[slot.file].append(ChecksummedRange(slot.byte_offset, length, crc))
         for file, header in headers.items():
             write_at(folder / file, [(0, header)])
         sums = {file: joined(parts) for file, parts in segments.items()}
@@ -63,7 +63,7 @@ def plan_safetensors(tensors: Mapping[str, TensorInfo], *, shard_bytes: int = DE
 
 
 def _lay_out(file: str, fqns: Sequence[str], tensors: Mapping[str, TensorInfo]) -> tuple[bytes, list[Slot], int]:
-    # Wide types first: then every tensor is aligned to its own element size, whatever sizes stand in front of it.
+    # Wide types first: then every tensor is aligned to its own element size, whatever precedes it.
     ordered = sorted(fqns, key=lambda fqn: -itemsize(tensors[fqn].dtype))
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0

@@ -1,7 +1,7 @@
-"""Zips whose entries are stored as they are, which is all that torch.save writes: parse strictly, and build.
+"""Parse strictly, and build, zips with uncompressed entries, the only kind that torch.save writes.
 
-Strict means: one central directory at the very end, entries that follow each other from byte 0 without overlap, no
-compression (a zip bomb otherwise), plain relative names. What Python's zipfile forgives is refused here.
+Strictly: one central directory at the end, entries that follow each other from byte 0 without overlap, no compression
+(zip bombs), plain relative names. Deviations that Python's zipfile tolerates are errors.
 """
 
 import struct
@@ -21,13 +21,13 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX_DIRECTORY_BYTES = 256 << 20
 _MAX_GAP_BYTES = 24  # the data descriptor that torch writes after each entry
 _BIG = 0xFFFFFFFF
-_STREAMED = 0x0008  # sizes and CRC stand in the central directory (and a descriptor), not in the local header
+_STREAMED = 0x0008  # sizes and CRC are in the central directory (and a descriptor), not in the local header
 _UTF8 = 0x0800
 
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One stored entry. `crc32` is 0 where the writer was told not to compute it."""
+    """One stored entry. `crc32` is 0 where the writer did not compute it."""
 
     name: str
     data_offset: int
@@ -39,7 +39,7 @@ def read_zip(read_at: ReadAt, size: int, *, what: str) -> dict[str, ZipRecord]:
     """The entries of a zip of `size` bytes, by name, in file order. Raises CheckpointError for any irregularity."""
 
     def refuse(reason: str, hint: str = "") -> CheckpointError:
-        return CheckpointError(f"{what}: {reason}", hint=hint or "the file is truncated, damaged or was tampered with")
+        return CheckpointError(f"{what}: {reason}", hint=hint or "the file is truncated, damaged or manipulated")
 
     directory_offset, directory_bytes, num_entries = _find_directory(read_at, size, refuse)
     directory = read_at(directory_offset, directory_bytes)
@@ -47,7 +47,7 @@ def read_zip(read_at: ReadAt, size: int, *, what: str) -> dict[str, ZipRecord]:
     position = end_of_last = 0
     for _ in range(num_entries):
         if position + _CENTRAL.size > len(directory):
-            raise refuse("the zip directory is cut off")
+            raise refuse("the zip directory is truncated")
         magic, _, _, flags, method, _, _, crc, stored, length, name_len, extra_len, comment_len, disk, _, _, offset = (
             _CENTRAL.unpack_from(directory, position)
         )
@@ -71,10 +71,10 @@ def read_zip(read_at: ReadAt, size: int, *, what: str) -> dict[str, ZipRecord]:
         data_offset = _check_local(read_at, offset, raw_name, flags, crc, length, refuse)
         end_of_last = data_offset + length
         if end_of_last > directory_offset:
-            raise refuse(f"entry {name!r} runs into the zip directory")
+            raise refuse(f"entry {name!r} overlaps the zip directory")
         records[name] = ZipRecord(name, data_offset, length, crc)
     if position != len(directory) or directory_offset - end_of_last > _MAX_GAP_BYTES:
-        raise refuse("the zip holds bytes that no entry accounts for")
+        raise refuse("the zip holds bytes that belong to no entry")
     return records
 
 
@@ -93,7 +93,7 @@ def _find_directory(read_at: ReadAt, size: int, refuse: Callable[..., Checkpoint
         magic, _, end64_offset, _ = _LOCATOR64.unpack(read_at(locator_offset, _LOCATOR64.size))
         if magic == b"PK\x06\x07":
             if end64_offset != locator_offset - _END64.size:
-                raise refuse("two zip directories, or one that is out of place")
+                raise refuse("two zip directories, or one in the wrong place")
             end64 = _END64.unpack(read_at(end64_offset, _END64.size))
             if end64[0] != b"PK\x06\x06" or end64[6] != end64[7]:
                 raise refuse("the zip64 directory is damaged")
@@ -106,7 +106,7 @@ def _find_directory(read_at: ReadAt, size: int, refuse: Callable[..., Checkpoint
                     raise refuse("the two zip directories disagree")
             total, num_bytes, offset, limit = end64[7], end64[8], end64[9], end64_offset
     if offset + num_bytes != limit:
-        raise refuse("two zip directories, or one that is out of place")
+        raise refuse("two zip directories, or one in the wrong place")
     if num_bytes > _MAX_DIRECTORY_BYTES:
         raise refuse(f"a zip directory of {num_bytes:,} bytes")
     return offset, num_bytes, total
@@ -119,12 +119,12 @@ def _checked_name(raw: bytes, refuse: Callable[..., CheckpointError]) -> str:
         raise refuse(f"entry name {raw!r} is not UTF-8") from None
     parts = name.split("/")
     if not name or "\\" in name or "\0" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
-        raise refuse(f"entry name {name!r} is a path that leaves the archive")
+        raise refuse(f"entry name {name!r} is a path out of the archive")
     return name
 
 
 def _widen(extra: bytes, length: int, stored: int, offset: int) -> tuple[int, int, int]:
-    """Put the zip64 extra field's 8-byte values where the 4-byte fields are saturated."""
+    """Replace saturated 4-byte fields by the 8-byte values of the zip64 extra field."""
     wide: list[int] = []
     while len(extra) >= 4:
         kind, num = struct.unpack_from("<2H", extra)
@@ -146,19 +146,19 @@ def _check_local(
 ) -> int:
     header = read_at(offset, _LOCAL.size + len(raw_name))
     if len(header) < _LOCAL.size + len(raw_name):
-        raise refuse("a zip entry lies beyond the end")
+        raise refuse("a zip entry is beyond the end")
     magic, _, local_flags, method, _, _, local_crc, _, local_length, name_len, extra_len = _LOCAL.unpack_from(header)
     same = magic == b"PK\x03\x04" and method == 0 and local_flags == flags and header[_LOCAL.size :] == raw_name
     if not same or name_len != len(raw_name):
         raise refuse(f"entry {raw_name!r} and the zip directory disagree")
     if not flags & _STREAMED and (local_crc != crc or local_length not in (length, _BIG)):
         raise refuse(f"entry {raw_name!r} and the zip directory disagree about its size or CRC")
-    return offset + _LOCAL.size + name_len + extra_len
+    return offset + _LOCAL.size + int(name_len) + int(extra_len)
 
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """An entry to be written. `data` is None where somebody else writes its `size` bytes, whose CRC32 is `crc32`."""
+    """An entry to be written. `data` is None where the caller writes its `size` bytes, whose CRC32 is `crc32`."""
 
     name: str
     size: int
@@ -167,7 +167,7 @@ class ZipEntry:
 
 
 def small_entry(name: str, data: bytes) -> ZipEntry:
-    """An entry whose data is at hand."""
+    """An entry with its data."""
     return ZipEntry(name, len(data), crc32(data), data)
 
 
@@ -182,7 +182,7 @@ def zip_shell(before: Sequence[tuple[str, bytes]], name: str, size: int, crc: in
 
 
 def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[int, bytes]]:
-    """(offset, bytes) of everything in a stored zip but the data that somebody else writes, which lies in the gaps.
+    """(offset, bytes) of everything in a stored zip but the data that the caller writes into the gaps.
 
     One piece before each such data, which starts at a multiple of `align`, and one after the last. Offsets and lengths
     do not depend on any CRC32, so the data can be written first and the pieces afterwards.
@@ -198,10 +198,10 @@ def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[in
         extra = _wide_field(wide)
         if entry.data is None:
             room = -(offset + _LOCAL.size + len(raw) + len(extra)) % align
-            if room:  # torch's own way to align: a field named FB; an extra field takes at least 4 bytes
+            if room:  # torch aligns like this: a field named FB; an extra field takes at least 4 bytes
                 room += align if room < 4 else 0
                 extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-        far = offset >= _BIG  # only the directory says where an entry begins
+        far = offset >= _BIG  # only the directory has the offsets of entries
         central_extra = _wide_field(wide + (struct.pack("<Q", offset) if far else b""))
         version = 45 if big or far else 20
         common = (version, _UTF8, 0, 0, 0, entry.crc32, narrow, narrow, len(raw))
@@ -220,7 +220,7 @@ def zip_pieces(entries: Sequence[ZipEntry], *, align: int = 64) -> list[tuple[in
 
 
 def _wide_field(values: bytes) -> bytes:
-    """The zip64 extra field, where there is anything to put into it."""
+    """The zip64 extra field; empty where it is not needed."""
     return struct.pack("<2H", 1, len(values)) + values if values else b""
 
 

@@ -15,7 +15,7 @@ from converters.manifest import FileSum
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A box of a tensor and where it is written: row-major and contiguous, from `byte_offset` of `file`."""
+    """A box of a tensor and its place in the output: row-major and contiguous, from `byte_offset` of `file`."""
 
     fqn: str
     dtype: str
@@ -25,8 +25,8 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Bytes of a file with their CRC32, in file order; a file's own CRC32 is joined from them."""
+class ChecksummedRange:
+    """Bytes of a file with their CRC32, in file order; the file's CRC32 is combined from them."""
 
     byte_offset: int
     length: int
@@ -35,10 +35,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An output to be written. Fill every slot, then call `finish` with the slots' CRC32s (in the order of `slots`).
+    """An output that is to be written. Fill every slot, then call `finish` with the CRC32s in the order of `slots`.
 
-    Slots cover every tensor exactly once, but for what each of Meta's shards repeats (once in every file), and for one
-    whose data another tensor's slot holds (tied weights), which has none.
+    Slots cover every tensor exactly once, except for tensors that each of Meta's shards repeats (once in every file)
+    and for tied weights, which have no slot of their own.
 
     `finish` writes everything that is not tensor data and returns size and CRC32 of every file it knows.
     """
@@ -53,10 +53,10 @@ class Target:
         return sum(self.file_bytes.values())
 
 
-def joined(segments: Iterable[Segment]) -> FileSum:
-    """Size and CRC32 of a file from its segments. They must follow each other without a gap."""
+def joined(segments: Iterable[ChecksummedRange]) -> FileSum:
+    """Size and CRC32 of a file from its segments. They must be contiguous."""
     size = crc = 0
-    for segment in sorted(segments, key=lambda s: (s.byte_offset, s.length)):  # an empty one before what follows it
+    for segment in sorted(segments, key=lambda s: (s.byte_offset, s.length)):  # an empty one before the next
         assert segment.byte_offset == size, f"a gap in an output file at byte {size}"
         crc = join_crc32(crc, segment.crc32, segment.length)
         size += segment.length
@@ -64,7 +64,7 @@ def joined(segments: Iterable[Segment]) -> FileSum:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: object) -> None:
-    """pwrite until nothing is left. Raises CheckpointError where the disk is full or refuses."""
+    """pwrite all of `data`. Raises CheckpointError where the disk is full or fails."""
     view = memoryview(data)
     try:
         while view:
@@ -72,16 +72,16 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int, *, what: o
             view, offset = view[written:], offset + written
     except OSError as error:
         if error.errno == errno.EFBIG:
-            hint = "a limit of the disk or `ulimit -f`; --shard-size makes smaller ones; nothing half-written is kept"
-            raise CheckpointError(f"{what}: no file may be that long ({error.strerror})", hint=hint) from error
+            hint = "a limit of the disk or `ulimit -f`; --shard-size makes smaller files; incomplete files are removed"
+            raise CheckpointError(f"{what}: the file is too long ({error.strerror})", hint=hint) from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space, or write to another disk; nothing half-written is kept"
+            hint = "free some space, or write to another disk; incomplete files are removed"
             raise CheckpointError(f"{what}: no space left ({error.strerror})", hint=hint) from error
         raise CheckpointError(f"{what}: cannot be written ({error.strerror})") from error
 
 
 def write_at(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
-    """Write (offset, bytes) pieces into a file, which is created if it is not there."""
+    """Write (offset, bytes) pieces into a file, which is created if it does not exist."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         for offset, data in pieces:
@@ -91,6 +91,6 @@ def write_at(path: Path, pieces: Iterable[tuple[int, bytes]]) -> None:
 
 
 def write_file(path: Path, data: bytes) -> FileSum:
-    """Write a small file whole and return its sum for the manifest."""
+    """Write a small file and return its size and CRC32."""
     write_at(path, [(0, data)])
     return FileSum(len(data), crc32(data))

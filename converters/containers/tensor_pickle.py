@@ -1,4 +1,4 @@
-"""What torch pickles for a tensor: read it as a reference into a storage, and write it, both without torch."""
+"""Read and write torch's pickles of tensors without torch; a tensor is read as a reference into a storage."""
 
 import struct
 from collections.abc import Mapping
@@ -7,11 +7,11 @@ from math import prod
 from typing import Any
 
 from converters.catalog import TensorInfo
-from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, Refused, Sealed, Stubs, safe_load
+from converters.containers.safe_pickle import PLAIN_STUBS, PlainDict, RefusedClass, Sealed, Stubs, safe_load
 from converters.dtypes import BY_TORCH_STORAGE, DTYPES, itemsize
 from converters.errors import CheckpointError, UnsupportedError
 
-# torch's element types that are no plain numbers of whole bytes, or that nothing here can convert
+# torch's element types that are not plain numbers of whole bytes, or that cannot be converted
 UNCOVERED_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
@@ -21,14 +21,14 @@ UNCOVERED_DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A typed storage class of torch, by our dtype name; "" is UntypedStorage, which counts in bytes."""
+    """A typed storage class of torch, by dtype name; "" is UntypedStorage, which counts in bytes."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeName:
-    """A torch dtype as a pickle names it."""
+    """A torch dtype in a pickle."""
 
     name: str
 
@@ -54,34 +54,34 @@ class TensorRef:
 
 
 class _RebuildV2(metaclass=Sealed):
-    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, metadata=None):  # type: ignore[misc]
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, metadata=None):  # type: ignore[no-untyped-def]
         return _tensor_ref(storage, offset, size, strides, storage.dtype, hooks, metadata)
 
 
 class _RebuildV3(metaclass=Sealed):
-    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[misc]
+    def __new__(cls, storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None):  # type: ignore[no-untyped-def]
         if dtype.name in UNCOVERED_DTYPES:
             raise UnsupportedError(f"a tensor of the element type {dtype.name}, which is not covered")
         return _tensor_ref(storage, offset, size, strides, dtype.name, hooks, metadata)
 
 
 class _RebuildParameter(metaclass=Sealed):
-    def __new__(cls, data, requires_grad, hooks):  # type: ignore[misc]
+    def __new__(cls, data, requires_grad, hooks):  # type: ignore[no-untyped-def]
         if not isinstance(data, TensorRef) or hooks:
             raise ValueError("a parameter around something that is not a tensor")
         return data
 
 
 class _PlainTensor(metaclass=Sealed):
-    """Stands in for torch.Tensor where a pickle names it as the class of a tensor."""
+    """Stub of torch.Tensor as the class of a tensor."""
 
 
 class _RebuildFromType(metaclass=Sealed):
-    """A tensor with attributes: FSDP1 hangs its marks on those of a full state dict. They are left out."""
+    """A tensor with attributes: FSDP1 adds them to those of a full state dict. They are left out."""
 
-    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[misc]
+    def __new__(cls, rebuild, kind, arguments, attributes):  # type: ignore[no-untyped-def]
         if kind is not _PlainTensor or rebuild not in (_RebuildV2, _RebuildV3):
-            raise UnsupportedError("a tensor of a class of its own, which is not covered")
+            raise UnsupportedError("a tensor of a custom class, which is not covered")
         return rebuild(*arguments)
 
 
@@ -95,7 +95,7 @@ TENSOR_STUBS: Stubs = {
     **{("torch", storage): StorageType(name) for storage, name in BY_TORCH_STORAGE.items()},
     **{("torch", name): DTypeName(name) for name in (*DTYPES, *UNCOVERED_DTYPES)},
     **{
-        ("torch._utils", name): Refused(f"a {kind} tensor")
+        ("torch._utils", name): RefusedClass(f"a {kind} tensor")
         for name, kind in (
             ("_rebuild_sparse_tensor", "sparse"),
             ("_rebuild_nested_tensor", "nested"),
@@ -107,7 +107,7 @@ TENSOR_STUBS: Stubs = {
     },
     ("torch", "Tensor"): _PlainTensor,
     ("torch._tensor", "_rebuild_from_type_v2"): _RebuildFromType,
-    ("torch.distributed.tensor", "DTensor"): Refused("a DTensor, of which one file has one rank's part"),
+    ("torch.distributed.tensor", "DTensor"): RefusedClass("a DTensor, of which a file has only one rank's part"),
 }
 
 
@@ -124,7 +124,7 @@ def _storage(pid: Any) -> Storage:
     return Storage(storage_type.dtype, key, num_elements)
 
 
-def _tensor_ref(storage, offset, size, strides, dtype, hooks, metadata) -> TensorRef:
+def _tensor_ref(storage: Any, offset: Any, size: Any, strides: Any, dtype: str, hooks: Any, metadata: Any) -> TensorRef:
     if not isinstance(storage, Storage) or hooks or metadata:
         raise ValueError("a tensor with hooks or metadata")
     shape, strides = tuple(size), tuple(strides)

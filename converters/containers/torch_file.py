@@ -47,9 +47,9 @@ def read_catalog(path: Path) -> Catalog:
     return catalog
 
 
-def _leaves(value: dict[Any, Any], keys: tuple) -> list[tuple[tuple, Any]]:
-    leaves: list[tuple[tuple, Any]] = []
-    pending = [(keys, value)]
+def _leaves(value: dict[Any, Any], keys: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
+    leaves: list[tuple[tuple[Any, ...], Any]] = []
+    pending: list[tuple[tuple[Any, ...], Any]] = [(keys, value)]
     while pending:
         keys, item = pending.pop()
         if isinstance(item, dict) and item and len(keys) < 100:

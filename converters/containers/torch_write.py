@@ -8,7 +8,7 @@ from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
-from converters.containers.target import Segment, Slot, Target, joined, write_at
+from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
 from converters.dtypes import itemsize
 from converters.manifest import FileSum
@@ -18,11 +18,11 @@ from converters.names import META_SHARD
 def plan_torch(
     tensors: Mapping[str, TensorInfo], *, file: str, shared: Mapping[str, str] | None = None, root: str = "archive"
 ) -> Target:
-    """A Target with the tensors in their order in one file; data starts at multiples of 64, so it can be mapped.
+    """A Target with the tensors in their order in one file; data is aligned to 64 bytes, for memory mapping.
 
-    `shared`: name → the tensor whose data it is too. That is written once, as torch.save does for tied weights, and
-    torch.load gives two tensors over one storage. `root`: the folder inside the zip, which torch.save names after the
-    file it was first saved to.
+    `shared`: name → the tensor that it shares its data with (tied weights). The data is written once, as torch.save
+    does, and torch.load returns two tensors over one storage. `root`: the folder inside the
+    zip, which torch.save names after the file it was first saved to.
     """
     shared = shared or {}
     owners = [fqn for fqn in tensors if fqn not in shared]
@@ -41,8 +41,8 @@ def plan_torch(
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
         written = pieces(crcs)
         write_at(folder / file, written)
-        segments = [Segment(offset, len(data), crc32(data)) for offset, data in written]
-        segments += [Segment(s.byte_offset, n, crc) for s, n, crc in zip(slots, sizes, crcs, strict=True)]
+        segments = [ChecksummedRange(offset, len(data), crc32(data)) for offset, data in written]
+        segments += [ChecksummedRange(s.byte_offset, n, crc) for s, n, crc in zip(slots, sizes, crcs, strict=True)]
         return {file: joined(segments)}
 
     *before_data, (last_offset, last) = pieces([0] * len(owners))
@@ -62,8 +62,8 @@ def plan_meta(
 ) -> Target:
     """A Target of `num_shards` files. `dims`: the dim that is cut into equal parts; None: whole in every file.
 
-    `shared` is plan_torch's, and is so within each file. The zip's folder has the file's name, as torch.save gives it:
-    a reader can tell shards that changed places.
+    `shared` applies within each file, as in plan_torch. The zip's folder has the file's name, as with torch.save: a
+    reader can detect renamed shards.
     """
     parts: list[Target] = []
     slots: list[Slot] = []

@@ -1,4 +1,4 @@
-"""Which of many boxes does a box touch? Asked for every block of tensors that are cut into thousands of chunks."""
+"""Find the boxes that overlap a box, for every block of tensors that are cut into thousands of chunks."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from converters.catalog import Box
 
-_FEW = 8  # below this a loop over all boxes beats numpy
+_FEW = 8  # up to so many a loop over all boxes is faster than numpy
 
 
 class BoxIndex:
@@ -19,7 +19,7 @@ class BoxIndex:
             self._high = self._low + np.array([box.sizes for box in boxes], dtype=np.int64)
 
     def touching(self, box: Box) -> Sequence[int]:
-        """Positions of the boxes that may share elements with `box`; none that does is left out."""
+        """Positions of all boxes that share elements with `box`, and possibly of others."""
         if self._num_boxes <= _FEW:
             return range(self._num_boxes)
         low = np.array(box.offsets, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Change element types without losing anything silently, and count values that are not finite."""
+"""Cast element types, reporting overflows and rounding, and count values that are not finite."""
 
 from dataclasses import dataclass
 
@@ -26,24 +26,24 @@ def check_castable(casts: dict[str, tuple[str, str]]) -> None:
         if old != new and not (DTYPES[old].is_floating and DTYPES[new].is_floating)
     ]
     if wrong:
-        raise UnsupportedError(f"only floating types are cast into each other:{list_offenders(wrong)}")
+        raise UnsupportedError(f"only casts between floating types are possible:{list_offenders(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Values in another type, rounded to nearest even, and what that did to them."""
+    """Values in another type, rounded to nearest even, and the errors of the cast."""
 
     values: np.ndarray
-    overflows: int  # values that were finite and are not any more
-    relative_error: float  # the largest |new - old| / |old| of those that still are; 1.0 where one became zero
+    overflows: int  # values that are no longer finite
+    relative_error: float  # the largest |new - old| / |old| of the finite ones; 1.0 where one became zero
 
 
 def cast(array: np.ndarray, dtype: str) -> Cast:
-    """The values in `dtype`. Every change of type in a conversion is made here."""
+    """The values in `dtype`. Every cast of a conversion is made here."""
     with np.errstate(over="ignore", invalid="ignore"):
         values = array.astype(numpy_dtype(dtype))
     overflows = max(0, count_non_finite(values, dtype) - count_non_finite(array, array.dtype.name))
-    exact = np.can_cast(array.dtype, values.dtype, "safe")  # ml_dtypes tells numpy, too
+    exact = np.can_cast(array.dtype, values.dtype, "safe")  # also for the types of ml_dtypes
     return Cast(values, overflows, 0.0 if exact else _relative_error(array, values))
 
 
@@ -64,6 +64,6 @@ def count_non_finite(array: np.ndarray, dtype: str) -> int:
     mask, first = _NON_FINITE[dtype]
     unsigned = np.dtype(f"u{array.itemsize}").type
     bits = np.ascontiguousarray(array).reshape(-1).view(unsigned) & unsigned(mask)
-    if bits.max() < first:  # the usual case: one pass that numpy vectorises
+    if bits.max() < first:  # the usual case: one vectorized pass of numpy
         return 0
     return int(np.count_nonzero(bits >= first))

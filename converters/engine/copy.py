@@ -1,4 +1,4 @@
-"""Fill a target from a source: whole-row blocks of about 1 MiB, read once, cast, hashed, written in their place."""
+"""Fill a target from a source: whole-row blocks of about 1 MiB, each read, cast, hashed and written once."""
 
 import ctypes
 import os
@@ -26,10 +26,11 @@ from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
+from converters.view import View
 
 DEFAULT_WORKERS = 2
-BLOCK_BYTES = 1 << 20  # what is read, hashed and written at a time: it stays in a core's cache from one to the next
-UNIT_BYTES = 8 << 20  # what a thread takes, and the journal notes, at a time
+BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache
+UNIT_BYTES = 8 << 20  # the work of a thread, and of a line of the journal
 RowNumbers = Callable[[str, Sequence[int]], Sequence[int]]  # (FQN, rows as stored) → native rows (see digest.py)
 
 
@@ -39,14 +40,14 @@ class CopyResult:
 
     crc32: list[int]
     digests: dict[str, str] = field(default_factory=dict)
-    non_finite: dict[str, int] = field(default_factory=dict)  # only tensors that have some
-    relative_error: dict[str, float] = field(default_factory=dict)  # largest that a cast made; exact: not in
-    resumed_bytes: int = 0  # an earlier attempt had written them, and they were read back
+    non_finite: dict[str, int] = field(default_factory=dict)  # only of tensors that have any
+    relative_error: dict[str, float] = field(default_factory=dict)  # largest error of a cast, where it is not exact
+    resumed_bytes: int = 0  # written by an earlier attempt, and read back
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A run of bytes that was written into a slot."""
+    """A contiguous run of bytes in a slot that was written."""
 
     slot: int
     offset: int
@@ -56,14 +57,14 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Unit:
-    """Work for one thread: consecutive boxes of one tensor that together are whole rows, and what came of it."""
+    """Work for one thread: consecutive boxes of one tensor that together are whole rows, and their results."""
 
     number: int
     fqn: str
     boxes: list[Box]
     pieces: list[_Piece] = field(default_factory=list)  # one for each slot that it touches
     digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
-    source_digest: int | None = None  # the same before a cast
+    source_digest: int | None = None  # of the values before a cast
     non_finite: int = 0
     overflows: int = 0
     relative_error: float = 0.0
@@ -71,12 +72,12 @@ class _Unit:
     resumed: bool = False
 
     def record(self) -> dict[str, Any]:
-        """What the journal remembers of it."""
+        """Its record in the journal."""
         pieces = [[piece.slot, piece.offset, piece.length, piece.crc32] for piece in self.pieces]
         return {"pieces": pieces} | {name: getattr(self, name) for name in _RECORDED}
 
     def recall(self, record: Mapping[str, Any]) -> None:
-        """Take over what `record` told."""
+        """Restore the results from a record of the journal."""
         self.pieces = [_Piece(*piece) for piece in record["pieces"]]
         for name in _RECORDED:
             setattr(self, name, record[name])
@@ -96,13 +97,12 @@ def copy_tensors(
     on_bytes: Callable[[int], None] | None = None,
     journal: Journal | None = None,
 ) -> CopyResult:
-    """Copy every slot of `target` out of `source` into files of `folder`; `target.finish(folder, crc32s)` comes next.
+    """Copy every slot of `target` from `source` into files of `folder`; `target.finish(folder, crc32s)` is next.
 
-    `casts` (FQN → dtype) are the only changes of type that are allowed; a finite value that becomes infinite is an
-    error, told with all tensors it happened in. `check_source` is given the digests of what was read, before any cast,
-    and raises where they are not what they should be. Memory: a few blocks per worker. `on_bytes` hears of each unit.
-    `journal` is told of every unit that is written; units that it has recorded already are skipped where the bytes in
-    `folder` still have the CRC32s that it recorded.
+    `casts` (FQN → dtype) are the only casts; a finite value that becomes infinite is an error that lists all tensors
+    with such values. `check_source` gets the digests of what was read, before any cast, and raises where they are
+    wrong. Memory: a few blocks per worker. `on_bytes` is called for each unit. `journal` records every unit that is
+    written; units that it has recorded before are skipped if the bytes in `folder` have the recorded CRC32s.
     """
     casts = casts or {}
     _check_match(source, target, casts)
@@ -111,7 +111,7 @@ def copy_tensors(
         by_tensor[slot.fqn].append(number)
     indexes = {fqn: BoxIndex([target.slots[n].box for n in numbers]) for fqn, numbers in by_tensor.items()}
     changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
-    files = OpenFiles(folder, flags=_CREATE)
+    files = OpenFiles(folder, flags=os.O_RDWR)  # no O_CREAT: see _create_files
     _create_files(folder, target, resuming=journal is not None)
 
     def run(unit: _Unit) -> _Unit:
@@ -159,8 +159,8 @@ def copy_tensors(
             slot = target.slots[piece.slot]
             with files.use(slot.file) as descriptor:
                 begin_writeback(descriptor, slot.byte_offset + piece.offset, piece.length)
-        unit.digest = digest and digest.partial
-        unit.source_digest = source_digest and source_digest.partial
+        unit.digest = digest.partial if digest else None
+        unit.source_digest = source_digest.partial if source_digest else None
         return unit
 
     sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
@@ -168,10 +168,10 @@ def copy_tensors(
     result = CopyResult([0] * len(target.slots))
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
-    # Closed in this order, however it ends: first no thread writes any more, then the files go.
+    # Closed in this order in any case: first the threads stop writing, then the files are closed.
     with closing(files), closing(_in_parallel(run, _units(source, target), workers)) as units:
         for unit in units:
-            for piece in unit.pieces:  # units come in order, so each slot's pieces do
+            for piece in unit.pieces:  # units are in order, and so are the pieces of each slot
                 assert piece.offset == filled[piece.slot], f"{unit.fqn}: a gap in a slot"
                 result.crc32[piece.slot] = join_crc32(result.crc32[piece.slot], piece.crc32, piece.length)
                 filled[piece.slot] += piece.length
@@ -191,7 +191,7 @@ def copy_tensors(
                 journal.append(unit.number, unit.record())
             if on_bytes:
                 on_bytes(unit.num_bytes)
-    if check_source:  # first of all: damaged values overflow, too
+    if check_source:  # first: damaged values may overflow, too
         check_source({fqn: digest.hexdigest() for fqn, digest in (sums | source_sums).items()})
     if overflows:
         lost = [
@@ -207,7 +207,7 @@ def copy_tensors(
 
 
 def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Iterator[list[Box]]:
-    """Cut a tensor into units of whole rows (last dim) of `max_bytes` or less; a longer row is one of several boxes."""
+    """Split a tensor into units of whole rows (last dim) of at most `max_bytes`; a longer row has several boxes."""
     if 0 in shape:
         return
     if not shape:
@@ -227,7 +227,6 @@ def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Itera
             yield from ([box] for box in boxes)
 
 
-_CREATE = os.O_RDWR | os.O_CREAT
 _RECORDED = ("digest", "source_digest", "non_finite", "overflows", "relative_error", "num_bytes")
 
 
@@ -247,11 +246,11 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
 
 
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
-    """Most bytes of a block. Rows that a view gathers from all over each other (a head's) stay together in one."""
+    """Maximal bytes of a block, so that it holds all rows that a view permutes among each other (those of a head)."""
     rows = 1
-    while (inner := getattr(source, "source", None)) is not None and hasattr(source, "row_orders"):
+    while isinstance(source, View):
         rows = max(rows, len(source.row_orders.get(fqn, ".")))
-        source, fqn = inner, source.ledger.used[fqn]
+        fqn, source = source.ledger.used[fqn], source.source
     head_bytes = rows * row_bytes
     if rows == 1 or not 0 < head_bytes <= MOST_BYTES:
         return BLOCK_BYTES
@@ -263,8 +262,8 @@ def _write(
 ) -> _Piece:
     """Write the `common` part of a box to a slot; its piece, joined with the one `after` which it comes."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
-    data = memoryview(part.reshape(-1).view(np.uint8))
-    element = 0  # of the slot; whole rows (or parts of one row) lie in it one after the other
+    data = part.reshape(-1).view(np.uint8).data
+    element = 0  # of the slot, in which whole rows (or parts of one row) are contiguous
     for offset, base, size in zip(common.offsets, slot.box.offsets, slot.box.sizes, strict=True):
         element = element * size + offset - base
     offset = element * itemsize(slot.dtype)
@@ -277,7 +276,7 @@ def _write(
 
 
 def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> bool:
-    """Whether the bytes of the pieces are those that were written."""
+    """Whether the pieces still have the bytes that were written."""
     for piece in pieces:
         slot, found = target.slots[piece.slot], 0
         start, end = slot.byte_offset + piece.offset, slot.byte_offset + piece.offset + piece.length
@@ -290,7 +289,7 @@ def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> 
 
 
 def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Generator[_Unit, None, None]:
-    """Units as they are done, in order. Few are under way at a time, so that blocks do not pile up in memory."""
+    """Finished units, in order. Few are in progress at a time, which bounds memory."""
     if workers <= 1:
         yield from map(run, units)
         return
@@ -309,6 +308,11 @@ def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers:
 
 
 def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:
+    """Create every file before a thread writes.
+
+    An interrupt within `Thread.start` leaves a thread that its pool does not know and cannot wait for. Such a thread
+    must not create a file anew in a folder that is being removed.
+    """
     for file in {slot.file for slot in target.slots}:
         (folder / file).touch(exist_ok=resuming)
 
@@ -321,26 +325,26 @@ def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str])
             continue
         held = source.tensors[fqn]
         if held.shape != info.shape:
-            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} wanted")
+            problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
         if casts.get(fqn, held.dtype) != info.dtype:
-            problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} wanted")
+            problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} expected")
         changes[fqn] = (held.dtype, info.dtype)
     if problems:
-        raise CheckpointError(f"source and target do not fit each other:{list_offenders(problems)}")
+        raise CheckpointError(f"source and target do not match:{list_offenders(problems)}")
     check_castable(changes)
 
 
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start without waiting
 
 
 def begin_writeback(descriptor: int, offset: int, length: int) -> None:
-    """A hint: where the system or the file system has no such call, the fsync does all the work, as it always would."""
+    """Start writing a range to the disk, so that the fsync at the end is short. No effect where it is unsupported."""
     if call := _sync_file_range():
         call(descriptor, offset, length, _WRITE)
 
 
 @cache
-def _sync_file_range():
+def _sync_file_range() -> Any:
     try:
         call = ctypes.CDLL(None).sync_file_range
     except (OSError, AttributeError):  # not Linux

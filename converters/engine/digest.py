@@ -2,7 +2,7 @@
 
 Sum modulo 2¹²⁸ of xxh3_128(row, seed = row number), over rows along the last dim (a 1-D tensor has one row per
 element), plus the hash of dtype and shape. Rows can be added in any order and by any process. The row number is the
-native one: for a container that stores rows in another order (q and k of Hugging Face) their native numbers are given.
+native one: a container with another order of rows (q and k of Hugging Face) passes their native numbers.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _FEW = 64  # rows that are hashed one by one
 
 
 class TensorDigest:
-    """Adds up the rows of one tensor. Boxes may come in any order, but a row longer than a box from left to right."""
+    """Sums up the rows of one tensor. Boxes may be added in any order, but the parts of one row from left to right."""
 
     def __init__(self, dtype: str, shape: Sequence[int]):
         self.dtype = dtype
@@ -34,7 +34,7 @@ class TensorDigest:
         if array.size == 0:
             return
         numbers = rows if rows is not None else self.row_numbers(box)
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         width = len(data) // len(numbers)
         if width != self._row_elements * itemsize(self.dtype):
             self._update_parts(box, numbers, data, width)
@@ -55,11 +55,12 @@ class TensorDigest:
             return range(offsets[0], offsets[0] + sizes[0]) if dims else range(1)
         strides = [prod(dims[d + 1 :]) for d in range(len(dims))]
         index = np.indices(sizes).reshape(len(sizes), -1)
-        return np.array(strides) @ (index + np.array(offsets)[:, None])
+        numbers: Sequence[int] = np.array(strides) @ (index + np.array(offsets)[:, None])
+        return numbers
 
     @property
     def partial(self) -> int:
-        """The sum so far, to be sent to another process."""
+        """The sum so far, for another process."""
         return self._sum
 
     def add_partial(self, value: int) -> None:
@@ -73,12 +74,12 @@ class TensorDigest:
         return f"{(self._sum + header) % _MODULUS:032x}"
 
     def _update_parts(self, box: Box, numbers: Sequence[int], data: memoryview, width: int) -> None:
-        # A row too long for a block arrives in parts; the hash of each row stays open until its end was seen.
+        # A row longer than a block is added in parts; its hash stays open until its end.
         start, count = box.offsets[-1], box.sizes[-1]
         for position, number in enumerate(_plain(numbers)):
-            state, seen = self._open.pop(number, None) or (xxh3_128(seed=number), 0)
+            state, seen = self._open.pop(number) if number in self._open else (xxh3_128(seed=number), 0)
             if seen != start:
-                raise ValueError(f"row {number}: elements from {start} on, but {seen} were seen; digest whole rows")
+                raise ValueError(f"row {number}: elements from {start} on after {seen}; add whole rows")
             state.update(data[position * width : (position + 1) * width])
             if start + count == self._row_elements:
                 self._sum = (self._sum + state.intdigest()) % _MODULUS
@@ -87,15 +88,18 @@ class TensorDigest:
 
 
 def _plain(numbers: Sequence[int]) -> Sequence[int]:
-    """Python's own integers, which xxhash takes as seeds."""
+    """Python integers, which xxhash needs as seeds."""
     return numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
 
 
 def _as_array(numbers: Sequence[int]) -> np.ndarray:
-    """The numbers as an array; of a range without making each of them an object."""
+    """The numbers as an array, for a range without Python objects."""
     return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers)
 
 
+# The digest of a vector hashes each element: a call of xxhash for each takes 200 ns, one numpy pass for all 15. It is
+# the published algorithm for inputs of 1 to 8 bytes (XXH3_len_1to3_128b and XXH3_len_4to8_128b of xxhash 0.8); a test
+# compares it with the library.
 MAX_BYTES = 8
 _AT_ONCE = 1 << 14  # inputs; their intermediate values stay in a core's cache
 _SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f")

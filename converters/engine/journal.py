@@ -1,7 +1,7 @@
-"""What an unfinished output has got so far: one line per finished unit of work, and the lock of whoever writes there.
+"""The journal of an unfinished output: one line per finished unit of work, and the lock of its writer.
 
-A line is its own CRC32 and JSON; reading ends at the first that does not match, so a line that a kill cut short costs
-the unit it told of and no more. A record is a claim, not a proof: `copy.py` reads each region back before it trusts it.
+A line has JSON and its CRC32; reading ends at the first line that does not match, so that a line cut short by a kill
+loses only its unit. A record is not a proof: `copy.py` reads each region back before it skips it.
 """
 
 import errno
@@ -24,10 +24,10 @@ VERSION = 2
 
 
 def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True) -> str:
-    """32 hex digits for what is read and what is made of it; another source file, layout or cast gives others.
+    """32 hex digits that identify source and plan; another source file, layout or cast gives others.
 
-    Files that hold values count with their size and time, and so do JSON files beside them, for a config decides how
-    rows are ordered; the manifest counts with its bytes. `execute` adds the order of rows that its source reads in.
+    They include size and time of the files with values and of JSON files in their folder, because a config determines
+    the order of rows, and the bytes of the manifest. `execute` adds the order in which its source reads rows.
     """
     summed = xxh3_128(f"{VERSION} {catalog.container} {digests}".encode())
 
@@ -52,7 +52,7 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
 
 
 def reading_order(source: TensorSource, *numbers: int) -> str:
-    """32 hex digits for `numbers`, and the names and row orders that a source (a view, of views) gives tensors by."""
+    """32 hex digits that identify `numbers` and the names and row orders of a source and of its views."""
     summed = xxh3_128(repr(numbers).encode())
     while (inner := getattr(source, "source", None)) is not None:
         ledger = getattr(source, "ledger", None)
@@ -67,7 +67,7 @@ class Journal:
     """The journal of one output, locked as long as it is open. Records are JSON objects by number of their unit."""
 
     def __init__(self, path: Path):
-        """Open or create it. Raises CheckpointError where another process holds it: then an output is being written."""
+        """Open or create it. Raises CheckpointError where another process has locked it."""
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._places: dict[int, tuple[int, int]] = {}  # unit → (offset, length) of its line
@@ -86,15 +86,15 @@ class Journal:
             raise CheckpointError(f"{self.path.parent}: another conversion has just ended here")
 
     def start(self, header: Mapping[str, Any]) -> None:
-        """Begin anew: no records, `header` first."""
+        """Start with `header` and no records."""
         os.ftruncate(self._descriptor, 0)
         self._places = {}
         os.write(self._descriptor, _line({"journal": VERSION, **header}))
 
     def load(self, header: Mapping[str, Any]) -> bool:
-        """Read the records that are there; False where the journal is of something else than `header`, or of nothing.
+        """Read the records; False where the journal is empty or has another header.
 
-        What follows the last good line is cut off, so that the next record stands on a line of its own.
+        What follows the last valid line is removed, so that the next record begins a line.
         """
         self._places = {}
         end = 0
@@ -114,13 +114,13 @@ class Journal:
         return True
 
     def append(self, unit: int, record: Mapping[str, Any]) -> None:
-        """Note that a unit is written: one write, at the end."""
+        """Record that a unit is written, by one write at the end."""
         line = _line({"unit": unit, **record})
         if os.write(self._descriptor, line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def recorded(self, unit: int) -> dict[str, Any] | None:
-        """What `load` found of a unit; the last record of it. Threads may ask at the same time."""
+        """The last record of a unit that `load` has read. Thread-safe."""
         place = self._places.get(unit)
         return None if place is None else _parsed(os.pread(self._descriptor, place[1], place[0]))
 
@@ -129,7 +129,7 @@ class Journal:
         return len(self._places)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         os.close(self._descriptor)
 
 
@@ -139,8 +139,9 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None where it is not whole."""
+    """The record of a line; None where it is incomplete."""
     text = line[9:-1]
     if not line.endswith(b"\n") or line[:9] != b"%08x " % crc32(text):
         return None
-    return json.loads(text)
+    record: dict[str, Any] = json.loads(text)
+    return record

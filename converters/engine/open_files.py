@@ -1,4 +1,4 @@
-"""A bounded set of open files, shared by threads: a checkpoint of 10,000 files must not need 10,000 descriptors."""
+"""A bounded set of open files, shared by threads: 10,000 files must not need 10,000 descriptors."""
 
 import os
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from converters.errors import CheckpointError
 
 
 class OpenFiles:
-    """Descriptors by file name; the least recently used one is closed when there are too many and nobody reads it."""
+    """Descriptors by file name; of too many, the least recently used one that is not in use is closed."""
 
     def __init__(self, root: Path, *, flags: int = os.O_RDONLY, most: int = 64):
         self._root = root
@@ -19,7 +19,7 @@ class OpenFiles:
         self._most = most
         self._lock = Lock()
         self._open: OrderedDict[str, list[int]] = OrderedDict()  # name → [descriptor, users]
-        self._states: dict[str, tuple[int, int]] = {}  # name → (size, mtime) when it was first looked at
+        self._states: dict[str, tuple[int, int]] = {}  # name → (size, mtime) when it was first opened or watched
 
     @contextmanager
     def use(self, name: str) -> Iterator[int]:
@@ -35,7 +35,7 @@ class OpenFiles:
                 slot[1] -= 1
 
     def watch(self, names: Iterable[str]) -> None:
-        """Remember how files are now, so that a change before their first use is noticed, too; absent ones later."""
+        """Remember size and time of files, so that a change before their first use is noticed, too."""
         for name in names:
             with suppress(OSError):
                 self._states[name] = _state(os.stat(self._root / name))
@@ -57,7 +57,7 @@ class OpenFiles:
         return slot
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file has another size or time now than when it was first looked at."""
+        """Raise CheckpointError where a file has another size or time than when it was first opened or watched."""
         for name, state in self._states.items():
             try:
                 found = _state(os.stat(self._root / name))
@@ -67,7 +67,9 @@ class OpenFiles:
                 raise self._changed(name)
 
     def _changed(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self._root / name}: changed while it was being read", hint="is someone writing it?")
+        return CheckpointError(
+            f"{self._root / name}: changed while it was being read", hint="is another process writing it?"
+        )
 
     def close(self) -> None:
         """Close all of them."""

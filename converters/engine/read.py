@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -17,9 +18,15 @@ from converters.engine.open_files import OpenFiles
 from converters.errors import CheckpointError
 
 BLOCK_BYTES = 8 << 20
-_LONG_RUN_BYTES = 32 << 10  # from here on a read per run costs less than reading the gaps along with them
-_MAX_AMPLIFICATION = 16  # gaps of short runs are read along up to this factor
-_RAW = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8"), 16: np.dtype("c16")}
+_LONG_RUN_BYTES = 32 << 10  # from this length on, one read per run is faster than reading the gaps, too
+_MAX_AMPLIFICATION = 16  # gaps between short runs are read up to this factor
+_RAW: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+    16: np.dtype("c16"),
+}
 
 
 class CatalogReader:
@@ -44,11 +51,11 @@ class CatalogReader:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where a file has another size or time now than when this reader was made."""
+        """Raise CheckpointError where a file has another size or time than when this reader was made."""
         self._files.check_unchanged()
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
-        """The values of a box, row-major. Raises CheckpointError unless the chunks give each element exactly once."""
+        """The values of a box, row-major. Raises CheckpointError unless the chunks cover each element exactly once."""
         entry = self.catalog.tensors[fqn]
         width = itemsize(entry.dtype)
         out = np.empty(box.sizes, dtype=_RAW[width])
@@ -70,16 +77,18 @@ class CatalogReader:
                     _read_strided(descriptor, start, chunk.strides, part, f"{self.catalog.root / chunk.file}: {fqn}")
                 covered += common.num_elements
         if covered != out.size:
-            raise CheckpointError(f"{fqn}: chunks give {covered:,} of the {out.size:,} elements of {box}")
-        return out.view(numpy_dtype(entry.dtype))
+            raise CheckpointError(f"{fqn}: chunks cover {covered:,} of the {out.size:,} elements of {box}")
+        values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
+        return values
 
     def located(self, fqn: str, chunk: Chunk) -> Chunk:
-        """The chunk with its byte offset, strides and CRC known; opens its DCP item the first time."""
+        """The chunk with its byte offset, strides and CRC; opens its DCP item the first time."""
         if chunk.byte_offset != UNLOCATED:
             return chunk
         known = self._located.get((fqn, chunk.box.offsets))
         if known is not None:
             return known
+        assert chunk.item is not None  # as of every chunk that is not located
         start, length = chunk.item
         what = f"{self.catalog.root / chunk.file}: {fqn} at {list(chunk.box.offsets)}"
         with self._files.use(chunk.file) as descriptor:
@@ -100,7 +109,7 @@ class CatalogReader:
         return found
 
     def read_blob(self, fqn: str) -> bytes:
-        """The bytes of a non-tensor entry, undecoded (see formats/dcp_item.read_blob_item)."""
+        """The bytes of a non-tensor entry, undecoded (see dcp_item.read_blob_item)."""
         blob = self.catalog.blobs[fqn]
         data = bytearray(blob.length)
         with self._files.use(blob.file) as descriptor:
@@ -108,7 +117,7 @@ class CatalogReader:
         return bytes(data)
 
     def blob_problems(self, fqn: str) -> list[str]:
-        """Compare the CRC32 of each record of a non-tensor item with its bytes; what it pickles is not looked at."""
+        """Compare the CRC32 of each record of a non-tensor item with its bytes; its pickle is not read."""
         data = self.read_blob(fqn)
 
         def read_at(offset: int, length: int) -> bytes:
@@ -122,14 +131,14 @@ class CatalogReader:
         return []
 
     def record_problems(self, fqn: str) -> list[str]:
-        """Compare the CRC32 that each chunk's record carries with its bytes: torch stores it and never looks.
+        """Compare the CRC32 that each chunk's record carries with its bytes: torch stores it and never checks it.
 
-        Empty where all agree; chunks whose writer left the CRC out are passed over (see `Chunk.crc32`).
+        Chunks without a CRC32 are skipped (see `Chunk.crc32`).
         """
         problems = []
         for chunk in (*self.catalog.tensors[fqn].chunks, *self.catalog.copies.get(fqn, ())):
             chunk = self.located(fqn, chunk)
-            if chunk.crc32 is None:
+            if chunk.crc32 is None or chunk.record is None:
                 continue
             offset, length = chunk.record
             crc, buffer = 0, memoryview(bytearray(min(length, BLOCK_BYTES)))
@@ -145,7 +154,7 @@ class CatalogReader:
 
 def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np.ndarray, what: str) -> None:
     """Fill `out` (any numpy strides) with the elements at `start + sum(i[d] * strides[d]) * itemsize`."""
-    # Walk the file forwards: dims by falling stride, dims of size 1 first, where their stride does not matter.
+    # Read the file forwards: dims by decreasing stride, dims of size 1 first, where their stride does not matter.
     order = sorted(range(out.ndim), key=lambda d: (out.shape[d] > 1, -strides[d]))
     out = out.transpose(order)
     steps = [strides[d] for d in order]
@@ -174,9 +183,9 @@ def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np
 
 
 def _read_run(descriptor: int, start: int, out: np.ndarray, what: str) -> None:
-    """Fill `out` from bytes that follow each other in the file, through a buffer where `out` is not contiguous."""
+    """Fill `out` from contiguous bytes of the file, through a buffer where `out` is not contiguous."""
     if out.flags.c_contiguous:
-        _read_into(descriptor, start, memoryview(out.reshape(-1).view(np.uint8)), what)
+        _read_into(descriptor, start, out.reshape(-1).view(np.uint8).data, what)
         return
     if out.nbytes > BLOCK_BYTES and out.shape[0] > 1:
         row_bytes = prod(out.shape[1:]) * out.itemsize

@@ -29,7 +29,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """Dynamic NTK: plain RoPE within `max_seq_len`, another theta for each length beyond, which is not covered."""
+    """Dynamic NTK: plain RoPE within `max_seq_len`, another theta for longer sequences, which are not covered."""
 
     rope_type: str = field(default="dynamic", init=False)
     factor: float
@@ -63,7 +63,7 @@ SCALINGS: Mapping[str, type[Scaling]] = {
 
 
 def rope_type(scaling: Scaling | None) -> str:
-    """What transformers calls it."""
+    """Its name in transformers."""
     if scaling is None:
         return "default"
     return next(name for name, kind in SCALINGS.items() if isinstance(scaling, kind))
@@ -71,7 +71,7 @@ def rope_type(scaling: Scaling | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """The numbers of a Llama-like decoder. Serialised as `args` in titan_model.json."""
+    """The numbers of a Llama-like decoder. Serialized as `args` in titan_model.json."""
 
     dim: int
     num_layers: int
@@ -89,14 +89,14 @@ class ModelArgs:
     mlp_bias: bool = False  # w1, w2 and w3 have one
 
 
-# titan_model.json lists these numbers of one family for every family, behind `tied`, with this value where the family's
+# titan_model.json lists these numbers of one family for every family, after `tied`, with this value where the family's
 # args have no such number: the file's bytes do not change.
 LISTED_FOR_EVERY_FAMILY: Mapping[str, Any] = {"qk_norm": False}
 _OMITTED_AT_DEFAULT = ("attention_bias", "mlp_bias")  # added later: files of models without them stay as they were
 
 
 def all_numbers(args: ModelArgs) -> dict[str, Any]:
-    """Every number, those that are listed for every family included: models of two families are compared by these."""
+    """Every number, those that are listed for every family included, for comparing models of two families."""
     listed: dict[str, Any] = {}
     for name, value in asdict(args).items():
         listed[name] = value
@@ -161,12 +161,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one foreign naming spells a family's weights: rules (each invertible) and what is left out on purpose."""
+    """The names that a foreign naming gives a family's weights: invertible rules, and keys that are dropped."""
 
     name: str  # "hf" | "meta" | "torchtune" | "titan_model_prefix" | "titan_qkv_linear"
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...] = ()
-    repeats_tied: bool = False  # a tied model's output weight is there again, beside the embedding
+    repeats_tied: bool = False  # a tied model has its output weight, too
 
 
 def _any(args: ModelArgs) -> bool:
@@ -187,12 +187,12 @@ class Family:
     # (params.json, full shapes) → numbers, and back. None: Meta's format has no such models
     args_from_meta_params: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], ModelArgs] | None = None
     meta_params: Callable[[ModelArgs], dict[str, Any]] | None = None
-    meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # what Meta's shards cut along another than tp_dim
-    args_type: type[ModelArgs] = ModelArgs  # a subclass where the family has numbers of its own, all with defaults
+    meta_shard_dims: Mapping[str, int] = field(default_factory=dict)  # where Meta's shards are not cut along tp_dim
+    args_type: type[ModelArgs] = ModelArgs  # a subclass if the family has its own numbers, all with defaults
     keep_float32: tuple[str, ...] = ()  # native names, `{n}` for the layer: no `--dtype` of 16 bits or less casts them
-    # Which of its readers a file is for, where families share an architecture's name or Meta's format
+    # Whether a model is of this family, where several share an architecture's name or Meta's format
     claims: Callable[[ModelArgs], bool] = _any
-    hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s for which transformers takes hf_architectures
+    hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
 
     def num_parameters(self, args: ModelArgs) -> int:
         return sum(prod(p.shape) for p in self.parameters(args))

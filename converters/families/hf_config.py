@@ -1,4 +1,4 @@
-"""config.json of transformers 4 and 5 for Llama-like decoders: read, checked, written so that both versions agree."""
+"""Read, check and write config.json of Llama-like decoders, for transformers 4 and 5."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +9,19 @@ from converters.families.base import ModelArgs
 from converters.families.hf_rope import read_rope, refused_rope, rope_parameters
 from converters.model_numbers import check_numbers
 
-# What becomes of a field of a config class. A tuple: the values that are read, because any other changes the logits
+# The use of a field of a config class. A tuple: the only accepted values, because others change the logits
 TRANSLATED = "becomes a number of ModelArgs"
 NO_EFFECT = "changes no logits"
 
 # The fields of transformers 5.23's classes, all of them: a test compares this with the classes
-_BASE_FIELDS = {
+_Fields = dict[str, str | tuple[Any, ...]]  # field → its use
+_BASE_FIELDS: _Fields = {
     **dict.fromkeys(("transformers_version", "architectures"), TRANSLATED),
     **dict.fromkeys(("output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"), NO_EFFECT),
     **dict.fromkeys(("id2label", "label2id", "problem_type"), NO_EFFECT),  # of classifiers
     "is_encoder_decoder": (False, None),
 }
-_DECODER_FIELDS = {
+_DECODER_FIELDS: _Fields = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), TRANSLATED),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), TRANSLATED),
     **dict.fromkeys(("max_position_embeddings", "rms_norm_eps", "rope_parameters"), TRANSLATED),
@@ -29,14 +30,14 @@ _DECODER_FIELDS = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), NO_EFFECT),
     "hidden_act": ("silu", "swish"),  # two names of one function
 }
-LLAMA_FIELDS = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
-QWEN3_FIELDS = (
+LLAMA_FIELDS: _Fields = _BASE_FIELDS | _DECODER_FIELDS | {"mlp_bias": TRANSLATED, "pretraining_tp": NO_EFFECT}
+QWEN3_FIELDS: _Fields = (
     _BASE_FIELDS
     | _DECODER_FIELDS
     | dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED)
 )
-# No fields of these classes, but transformers' shared code looks for them in every config and computes otherwise
-_SHARED = {
+# No fields of these classes, but transformers' shared code reads them from every config and computes differently
+_SHARED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
@@ -52,7 +53,7 @@ _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "interme
 
 @dataclass(frozen=True, slots=True)
 class ConfigClass:
-    """A config class of transformers: its names, and what it assumes where a file does not say."""
+    """A config class of transformers: its names, and its defaults."""
 
     called: str
     architecture: str
@@ -60,9 +61,9 @@ class ConfigClass:
     max_seq_len: int
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # None: as many as heads
-    args_type: type[ModelArgs] = ModelArgs  # what else it has keeps its default: a property of the class, not of a file
-    biases: tuple[str, ...] = ()  # which of attention_bias and mlp_bias the family's parameters follow
-    fields: Mapping[str, str | tuple] = field(default_factory=lambda: LLAMA_FIELDS)
+    args_type: type[ModelArgs] = ModelArgs  # its own numbers keep their defaults: config.json does not have them
+    biases: tuple[str, ...] = ()  # those of attention_bias and mlp_bias that the family supports
+    fields: Mapping[str, str | tuple[Any, ...]] = field(default_factory=lambda: LLAMA_FIELDS)
 
 
 LLAMA = ConfigClass(
@@ -77,7 +78,7 @@ LLAMA = ConfigClass(
 
 def llama_args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
     """args_from_hf_config for LlamaForCausalLM."""
-    windows = other_layer_types(config)  # no fields of the class, but transformers' cache in decoding follows them
+    windows = other_layer_types(config)  # no fields of the class, but transformers' cache uses them in decoding
     if config.get("sliding_window") is not None:
         windows.append(f"sliding_window = {config['sliding_window']!r}")
     return args_from_hf_config(config, LLAMA, also_refused=windows)
@@ -91,15 +92,15 @@ def llama_hf_config(args: ModelArgs) -> dict[str, Any]:
 def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refused: Sequence[str] = ()) -> ModelArgs:
     """Numbers from config.json.
 
-    Raises CheckpointError for missing keys, and UnsupportedError with everything that means another computation than
-    ours; `also_refused` is what the caller found of that kind.
+    Raises CheckpointError for missing keys, and UnsupportedError with every setting that changes the computation;
+    `also_refused`: such settings that the caller has found.
     """
     missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
     if missing:
         raise CheckpointError("config.json lacks numbers that define the model:" + list_offenders(missing))
     check_numbers(config, what="config.json")
     same_heads = {"num_key_value_heads": config["num_attention_heads"]} if "num_key_value_heads" in config else {}
-    config = same_heads | {key: value for key, value in config.items() if value is not None}  # null: mostly the default
+    config = same_heads | {key: value for key, value in config.items() if value is not None}  # null means the default
     refused = [*_other_values(config, of), *refused_rope(config), *also_refused]
     if refused:
         raise UnsupportedError(
@@ -127,7 +128,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
 
 
 def _other_values(config: Mapping[str, Any], of: ConfigClass) -> list[str]:
-    """Settings under which the weights mean another computation."""
+    """Settings that change the computation."""
     allowed = {key: values for key, values in _SHARED.items() if key not in of.fields}
     allowed |= {key: values for key, values in of.fields.items() if isinstance(values, tuple)}
     allowed |= dict.fromkeys(sorted({"attention_bias", "mlp_bias"} & of.fields.keys() - {*of.biases}), (False,))
@@ -140,7 +141,7 @@ def _covered_biases(of: ConfigClass) -> str:
 
 
 def other_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Layers that see less than the whole sequence, or a list that is not one entry for each layer."""
+    """Layers that do not attend to the whole sequence, or a list of the wrong length."""
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is None:
         return []
@@ -151,7 +152,7 @@ def other_layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def hf_config(args: ModelArgs, of: ConfigClass) -> dict[str, Any]:
-    """config.json without token ids and dtype. RoPE is spelled both ways, so that transformers 4 and 5 agree."""
+    """config.json without token ids and dtype. RoPE is written for transformers 4 and 5."""
     scaling = None if args.rope_scaling is None else rope_parameters(args.rope_scaling)
     return {
         "architectures": [of.architecture],

@@ -1,9 +1,9 @@
-"""RoPE of a config.json: read as transformers 4 and 5 compute it, and written so that both compute the same.
+"""Read RoPE of a config.json as transformers 4 and 5 do, and write it so that both compute the same.
 
 transformers 5 (modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params; checked with 5.23): a
-`rope_scaling` that is not empty replaces `rope_parameters`; theta and partial_rotary_factor inside win over those
-outside, an `original_max_position_embeddings` outside over the one inside. transformers 4 (checked with 4.57) reads
-`rope_scaling` and the `rope_theta` outside, and in `rope_scaling` prefers `type` to `rope_type`.
+`rope_scaling` that is not empty replaces `rope_parameters`; theta and partial_rotary_factor inside take precedence over
+those outside, an `original_max_position_embeddings` outside over the one inside. transformers 4 (checked with 4.57)
+reads `rope_scaling` and the `rope_theta` outside, and in `rope_scaling` prefers `type` to `rope_type`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _DEFAULT_THETA = 10000.0  # of both versions
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What a version of transformers makes of a file."""
+    """The RoPE that a version of transformers computes."""
 
     theta: float
     scaling: Scaling | None
@@ -31,7 +31,7 @@ class Rope:
 
 
 def refused_rope(config: Mapping[str, Any]) -> list[str]:
-    """What of a file's RoPE is not covered. Raises CheckpointError where it is not an object of numbers."""
+    """The settings of a file's RoPE that are not covered. Raises CheckpointError where it has no numbers."""
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise CheckpointError(f"config.json: {key} is a {type(config[key]).__name__}, not an object")
@@ -48,17 +48,17 @@ def refused_rope(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_rope(config: Mapping[str, Any], *, max_positions: int) -> Rope:
-    """Theta and scaling of a file of which refused_rope says nothing. Raises CheckpointError where a number is missing.
+    """Theta and scaling of a file without settings of `refused_rope`. Raises CheckpointError where a number is missing.
 
-    A file that means different models to transformers 4 and 5 is an UnsupportedError, unless it says for which one it
-    is.
+    Raises UnsupportedError where transformers 4 and 5 would compute different models, unless the file is for one of
+    them.
     """
     five = _as_transformers_5(config, max_positions)
     four = _as_transformers_4(config, max_positions)
     if four is None or four == five or _is_for_transformers_5(config):
         return five
     raise UnsupportedError(
-        "config.json describes one RoPE to transformers 4 and another to transformers 5:"
+        "transformers 4 and 5 read different RoPEs from config.json:"
         + list_offenders([f"transformers 4: {four}", f"transformers 5: {five}", *_spelled(config)]),
         hint="keep one spelling: rope_parameters alone (transformers 5), or rope_scaling with type or rope_type, "
         "and rope_theta outside of it (both versions)",
@@ -66,7 +66,7 @@ def read_rope(config: Mapping[str, Any], *, max_positions: int) -> Rope:
 
 
 def rope_parameters(scaling: Scaling) -> dict[str, Any]:
-    """The type and its numbers; what is at its default is left out, unless the type requires it."""
+    """The type and its numbers, without optional ones that have their default."""
     always = ("factor", "original_max_position_embeddings")
     numbers = {f.name: getattr(scaling, f.name) for f in fields(scaling)}
     if not isinstance(scaling, RopeScaling):
@@ -108,7 +108,7 @@ def _as_transformers_4(config: Mapping[str, Any], max_positions: int) -> Rope | 
 
 
 def _is_for_transformers_5(config: Mapping[str, Any]) -> bool:
-    """Whether the version that wrote a file, or its spelling, says so."""
+    """Whether the version in the file, or its spelling, is that of transformers 5."""
     version = str(config.get("transformers_version", "")).partition(".")[0]
     if version.isdecimal() and int(version) >= 5:
         return True

@@ -1,27 +1,29 @@
-"""Llama 2: flavors, and what tells it from Llama 3. Parameters and names are those of llama.py."""
+"""Llama 2: flavors, and how it is distinguished from Llama 3. Parameters and names are those of llama.py."""
+
+from typing import Any
 
 from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.meta_params import LLAMA2_THETA, args_from_meta_params, ffn_hidden, llama2_meta_params
 
-SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and what fine-tuning added
+SENTENCEPIECE_VOCABULARIES = range(32000, 33000)  # Llama 2's own, Code Llama's 32016, and those of fine-tuned models
 
 
 def is_llama2(args: ModelArgs) -> bool:
-    """Whether a model that calls itself LlamaForCausalLM, or has a params.json, is a Llama 2.
+    """Whether a LlamaForCausalLM, or a model with a params.json, is a Llama 2.
 
-    Neither file says so, and the computation is one: the family settles how Meta's files spell the model. Llama 3 has
+    Neither file says so, and the computation is the same: the family determines the form of Meta's files. Llama 3 has
     theta 500000 and 128,256 tokens, from 3.1 on a RoPE scaling too; Llama 2 has theta 10000 and 32,000 tokens.
     """
-    told_by_theta = args.rope_theta == LLAMA2_THETA
+    has_theta = args.rope_theta == LLAMA2_THETA
     is_llama31 = isinstance(args.rope_scaling, RopeScaling)
-    return not is_llama31 and (told_by_theta or args.vocab_size in SENTENCEPIECE_VOCABULARIES)
+    return not is_llama31 and (has_theta or args.vocab_size in SENTENCEPIECE_VOCABULARIES)
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
-    rest = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **rest)
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:
+    numbers: dict[str, Any] = {"vocab_size": 32000, "rope_theta": LLAMA2_THETA, "max_seq_len": 4096} | rest
+    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
 
 
 FLAVORS = {

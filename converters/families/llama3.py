@@ -1,5 +1,7 @@
 """Llama 3, 3.1, 3.2, 3.3: flavors. Parameters and names are those of llama.py."""
 
+from typing import Any
+
 from converters.families.base import Family, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
@@ -7,9 +9,9 @@ from converters.families.llama2 import is_llama2
 from converters.families.meta_params import args_from_meta_params, ffn_hidden, llama3_meta_params
 
 
-def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest) -> ModelArgs:
-    rest = {"vocab_size": 128256, "rope_scaling": RopeScaling()} | rest
-    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **rest)
+def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> ModelArgs:
+    numbers: dict[str, Any] = {"vocab_size": 128256, "rope_scaling": RopeScaling()} | rest
+    return ModelArgs(dim, layers, heads, kv_heads, dim // heads, hidden, **numbers)
 
 
 FLAVORS = {

@@ -1,4 +1,4 @@
-"""params.json of Meta's Llama 2 and 3 releases: read, and written as the code of each release takes it."""
+"""Read params.json of Meta's Llama 2 and 3 releases, and write it for the code of each release."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from converters.errors import CheckpointError, UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, RopeScaling
 from converters.model_numbers import check_numbers
 
-# Meta's 3.2 releases say only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
+# Meta's 3.2 releases have only `use_scaled_rope`, their code hard-codes factor 8, and 32 is right: known by size.
 # (dim, layers) of the releases whose embedding is tied and whose factor is 32.
 _LLAMA_3_2_SIZES = {(2048, 16), (3072, 28)}
 _META_HARD_CODED_FACTOR = 8.0
 LLAMA2_THETA = 10000.0
 _LLAMA3_THETA = 500000.0
-_TIKTOKEN_VOCABULARY = 100_000  # Llama 3 has 128,256 tokens, what SentencePiece made for Llama 2 a third of that
+_TIKTOKEN_VOCABULARY = 100_000  # Llama 3 has 128,256 tokens, the SentencePiece vocabulary of Llama 2 a third of that
 
 
 def ffn_hidden(dim: int, *, multiple_of: int, multiplier: float | None = None) -> int:
@@ -25,14 +25,14 @@ def ffn_hidden(dim: int, *, multiple_of: int, multiplier: float | None = None) -
 
 
 def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ModelArgs:
-    """Numbers from params.json and the weights' full shapes, for what params.json leaves open.
+    """Numbers from params.json and, where it leaves them open, from the weights' full shapes.
 
-    Widths come from the weights where they are there, else from Meta's formula. A model without output.weight is tied.
+    Widths come from the weights if these are known, else from Meta's formula. A model without output.weight is tied.
     """
     missing = [key for key in ("dim", "n_layers", "n_heads") if not isinstance(params.get(key), int)]
     if missing:
         raise CheckpointError("params.json lacks numbers that define the model:" + list_offenders(missing))
-    # Llama 1 and 2 say vocab_size -1: it is the tokenizer's
+    # Llama 1 and 2 have vocab_size -1: that of the tokenizer
     check_numbers({k: v for k, v in params.items() if (k, v) != ("vocab_size", -1)}, what="params.json")
     dim, num_layers, num_heads = params["dim"], params["n_layers"], params["n_heads"]
     num_kv_heads = params.get("n_kv_heads") or num_heads
@@ -44,7 +44,7 @@ def args_from_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[
     if params.get("use_scaled_rope"):
         factor = params.get("rope_scaling_factor") or (32.0 if released_3_2 else _META_HARD_CODED_FACTOR)
         scaling = RopeScaling(factor=float(factor), high_freq_factor=float(params.get("rope_high_freq_factor") or 4.0))
-    # Llama 1 and 2 releases carry no rope_theta and mean 10000; every Llama 3 says it, and Meta's code assumes 500000
+    # Llama 1 and 2 releases have no rope_theta and use 10000; every Llama 3 has it, and Meta's code defaults to 500000
     theta = params.get("rope_theta") or (_LLAMA3_THETA if vocab_size >= _TIKTOKEN_VOCABULARY else LLAMA2_THETA)
     wq, w1 = shapes.get("layers.0.attention.wq.weight"), shapes.get("layers.0.feed_forward.w1.weight")
     return ModelArgs(
@@ -69,47 +69,48 @@ def _formula(params: Mapping[str, Any]) -> int:
 
 
 def llama3_meta_params(args: ModelArgs) -> dict[str, Any]:
-    """params.json's content. Meta's code computes the feed-forward width, so a multiplier is chosen that gives it back.
+    """params.json's content. Meta's code computes the feed-forward width, so a multiplier is chosen that results in it.
 
-    Raises UnsupportedError where Meta's code would build another model: it knows one formula and one kind of scaling.
-    No max_seq_len: Meta's loader passes its own beside these, and Python refuses an argument that is given twice.
+    Raises UnsupportedError where Meta's code would build another model: it has one formula and one kind of scaling.
+    There is no max_seq_len: Meta's loader passes its own, and the argument must not be given twice.
     """
     params = _numbers(args)
     scaling = args.rope_scaling
-    is_llama31 = isinstance(scaling, RopeScaling)
-    sayable = RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor) if is_llama31 else None
-    if scaling != sayable:
+    is_expressible = scaling is None or (
+        isinstance(scaling, RopeScaling)
+        and scaling == RopeScaling(scaling.factor, high_freq_factor=scaling.high_freq_factor)
+    )
+    if not is_expressible:
         raise UnsupportedError(
-            f"params.json cannot say {scaling}",
+            f"params.json cannot express {scaling}",
             hint="Meta's code takes low_freq_factor 1 and original_max_position_embeddings 8192",
         )
     params |= {"rope_theta": args.rope_theta, "use_scaled_rope": scaling is not None}
-    if scaling is not None:
-        # Keys of Meta's later releases; its Llama 3 code ignores them, readers that know better do not
+    if isinstance(scaling, RopeScaling):
+        # keys of Meta's later releases, which its Llama 3 code ignores and other readers use
         params["rope_scaling_factor"] = scaling.factor
         params["rope_high_freq_factor"] = scaling.high_freq_factor
     return params
 
 
 def llama2_meta_params(args: ModelArgs) -> dict[str, Any]:
-    """params.json's content for Llama 2, whose code knows fewer arguments and fails on any other.
+    """params.json's content for Llama 2, whose code fails on unknown arguments.
 
-    Raises UnsupportedError as llama3_meta_params does. A theta that does not go without saying is written as Code Llama
-    has it.
+    Raises UnsupportedError as llama3_meta_params does. A theta other than the default is written as in Code Llama.
     """
     params = _numbers(args)
     if args.rope_scaling is not None:
-        raise UnsupportedError(f"params.json of Llama 2 cannot say {args.rope_scaling}")
+        raise UnsupportedError(f"params.json of Llama 2 cannot express {args.rope_scaling}")
     understood = args.rope_theta == LLAMA2_THETA and args.vocab_size < _TIKTOKEN_VOCABULARY
     return params if understood else params | {"rope_theta": args.rope_theta}
 
 
 def _numbers(args: ModelArgs) -> dict[str, Any]:
     if args.attention_bias or args.mlp_bias:
-        raise UnsupportedError("params.json cannot say that linear layers have biases: Meta's code has none")
+        raise UnsupportedError("params.json cannot express that linear layers have biases: Meta's code has none")
     if args.head_dim * args.num_heads != args.dim:
         raise UnsupportedError(
-            f"params.json cannot say head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",
+            f"params.json cannot express head_dim {args.head_dim} with dim {args.dim} and {args.num_heads} heads",
             hint="Meta's code takes dim / n_heads",
         )
     return {

@@ -1,4 +1,4 @@
-"""Which families exist. A user's own is added by `register`, from a module that `custom_import` or `--import` names."""
+"""The known families. `register` adds a user's own, from a module that `custom_import` or `--import` names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ _FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA3, LLAMA
 
 
 def register(family: Family) -> None:
-    """Make a family known under its name."""
+    """Add a family under its name."""
     _FAMILIES[family.name] = family
 
 
@@ -24,7 +24,7 @@ def all_families() -> Mapping[str, Family]:
 def get_family(name: str) -> Family:
     """The family of that name. Raises UnsupportedError, naming those that exist."""
     if name not in _FAMILIES:
-        raise UnsupportedError(f"no model family is called {name!r}", hint=f"families: {', '.join(_FAMILIES)}")
+        raise UnsupportedError(f"unknown model family: {name!r}", hint=f"families: {', '.join(_FAMILIES)}")
     return _FAMILIES[name]
 
 
@@ -34,14 +34,14 @@ def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
         args = family.args_from_hf_config(config)
         if family.claims(args):
             return family, args
-    raise UnsupportedError("config.json describes a model that no family here reads")
+    raise UnsupportedError("config.json describes a model of no known family")
 
 
 def _families_for(config: Mapping[str, Any]) -> list[Family]:
     """Families whose class a config.json is for.
 
-    transformers' AutoModelForCausalLM goes by `model_type` alone, a class's own from_pretrained by neither key: where
-    both are there they must agree, and where one is missing the other decides.
+    transformers' AutoModelForCausalLM uses only `model_type`, a class's own from_pretrained neither key: where a file
+    has both they must agree, and where one is missing the other decides.
     """
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
@@ -63,20 +63,20 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
     if named and model_type is not None:
         raise UnsupportedError(
             f"config.json names {says}, which are of different models",
-            hint="transformers goes by model_type; correct the one that is wrong. Read here: " + read,
+            hint="transformers uses model_type; correct the one that is wrong. Supported: " + read,
         )
     raise UnsupportedError(
-        f"config.json names {says}, which no family here reads",
-        hint=f"read: {read}; a family of your own is imported first",
+        f"config.json names {says}, which no family supports",
+        hint=f"supported: {read}; import your own family first",
         tries=["titan --import MODULE …"],
     )
 
 
 def read_meta_params(params: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Family, ModelArgs]:
-    """Family and numbers of a params.json, which names no family; `shapes`: the weights', as far as they are known."""
+    """Family and numbers of a params.json, which names no family; `shapes`: those of the weights that are known."""
     for family in _FAMILIES.values():
         if family.args_from_meta_params is not None:
             args = family.args_from_meta_params(params, shapes)
             if family.claims(args):
                 return family, args
-    raise UnsupportedError("params.json describes a model that no family here reads")
+    raise UnsupportedError("params.json describes a model of no known family")

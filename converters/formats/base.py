@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import ConfigError
 
@@ -37,6 +38,14 @@ class OptionText:
     def parameter(self) -> str:
         """The name of the command's parameter."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+
+class Style(StrEnum):
+    """The checkpointers of torchtune."""
+
+    hf = "hf"
+    meta = "meta"
+    torchtune = "torchtune"
 
 
 def _parse_mesh(text: str) -> MeshShape:
@@ -85,7 +94,8 @@ class OutputOptions:
     style: str | None = _option(
         "--style",
         "The names that torchtune's checkpointer reads. Default: hf.",
-        kind=Literal["hf", "meta", "torchtune"],
+        kind=Style,
+        parse=str,
         refusal="it chooses between the checkpointers of torchtune",
     )
     device: str | None = _option(
@@ -113,13 +123,13 @@ OPTIONS: Mapping[str, OptionText] = {f.name: f.metadata["option"] for f in field
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an output is planned from: the tensors as they will be written, and the model that they are."""
+    """What an output is planned from: the tensors to write, and their model."""
 
     tensors: Mapping[str, TensorInfo]  # by target name, in order
-    view: View  # gives their values; its ledger says which native tensor each one is
+    view: View  # has their values; its ledger maps them to native tensors
     family: Family
     info: ModelInfo
-    dst: Path  # where the complete output will be; it is written elsewhere
+    dst: Path  # of the complete output; it is written elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +147,14 @@ class Format:
 
     name: str
     called: str  # in messages: "a DCP checkpoint"
-    containers: tuple[str, ...]  # that hold it, as a source; of the first one it is the usual format
+    containers: tuple[str, ...]  # that a source may have; a source in the first one is taken for this format
     takes: tuple[str, ...]  # fields of OutputOptions that it takes, in the order of the help page
     naming: Callable[[Family, OutputOptions], Naming | None]  # None: native names
     plan: Callable[[Contents, OutputOptions], Target]
     write_small_files: Callable[[Path, Contents, OutputOptions], list[str]]  # returns the names of what it wrote
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
     to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
-    file_suffixes: tuple[str, ...] = ()  # of a DST that is not a folder, but the one file of this format
+    file_suffixes: tuple[str, ...] = ()  # of a DST that is a single file
     destination_help: str = "The folder to make."
 
     def check_options(self, options: OutputOptions) -> None:

@@ -34,14 +34,15 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     meta_params(contents.info)  # raises before the copy where params.json cannot describe the model
     num_shards = 1 if options.num_shards is None else options.num_shards
     _check_num_shards(num_shards, args)
-    dims = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))} | family.meta_shard_dims
+    dims: dict[str, int | None] = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))}
+    dims |= family.meta_shard_dims
     twice = second_names(contents.view.ledger.used)
     shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
     return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared)
 
 
 def _check_num_shards(num_shards: int, args: ModelArgs) -> None:
-    """Raise ConfigError where Meta's code could not run such shards: each has whole heads and an equal part of all."""
+    """Raise ConfigError unless each shard has whole heads and an equal part of all weights, as Meta's code needs."""
     from converters.layout import uneven_over_tp
 
     possible = [str(number) for number in NUM_SHARDS if not uneven_over_tp(args, number)]

@@ -16,7 +16,7 @@ FORMATS: Mapping[str, Format] = {format.name: format for format in (DCP, HF, MET
 def get_format(name: str) -> Format:
     """The format of that name. Raises UnsupportedError, naming those that exist."""
     if name not in FORMATS:
-        raise UnsupportedError(f"there is no format {name!r} to write", hint=f"known: {', '.join(FORMATS)}")
+        raise UnsupportedError(f"unknown format: {name!r}", hint=f"known: {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

@@ -44,7 +44,7 @@ TORCH = Format(
     to_dcp=CommandHelp(
         "A torch.save file to DCP.",
         "A torch.save file (.pt, .pth, .bin) to DCP; of a training checkpoint in one, the model part.\n\n"
-        "Native, Hugging Face, Meta and torchtune names are recognised.",
+        "Native, Hugging Face, Meta and torchtune names are recognized.",
         (
             "torch-to-dcp checkpoint.pt llama-dcp --model-from Llama-3.1-8B",
             "torch-to-dcp pytorch_model_folder llama-dcp --for-mesh dp_shard=8",

@@ -1,7 +1,7 @@
-"""Whether a tokenizer.json gives the ids of the tokenizer.model beside it: tiktoken ranks, or SentencePiece.
+"""Compare a tokenizer.json with the tokenizer.model of the same checkpoint: tiktoken ranks, or SentencePiece.
 
 transformers, torchtitan and titan read the tokenizer.json where there is one, Meta's and torchtune's code the
-tokenizer.model. The comparison is of what decides ids: vocabulary, merges, and how text is cut before merging.
+tokenizer.model. What determines ids is compared: vocabulary, merges, and how text is split before merging.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _PREPENDS = {"type": "Sequence", "normalizers": [
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Why the two give other ids, () where they do not; and what else a reader of tiktoken ranks needs of the json."""
+    """Why the two give different ids, if they do; and what a reader of tiktoken ranks needs of the JSON."""
 
     problems: tuple[str, ...]
     added_tokens: Sequence[Any] = ()
@@ -33,7 +33,7 @@ class Comparison:
 
 
 def compare_tokenizers(described: Path, model: Path) -> Comparison:
-    """Compare a tokenizer.json with a tokenizer.model; once for the same two files.
+    """Compare a tokenizer.json with a tokenizer.model; the result for two files is cached.
 
     Raises CheckpointError where either is damaged.
     """
@@ -41,16 +41,16 @@ def compare_tokenizers(described: Path, model: Path) -> Comparison:
 
 
 def disagreement(assets: Mapping[str, Path], *, meta_vocab_size: int | None = None) -> str:
-    """Why a checkpoint's two tokenizers give other ids; "" where they do not, or there are not two.
+    """Why a checkpoint's two tokenizers give different ids; "" where they do not, or where it has only one.
 
-    `meta_vocab_size`: rows of the embedding, where Meta's code is to read the tokenizer.model: it places the special
-    tokens by itself.
+    `meta_vocab_size`: rows of the embedding, where Meta's code, which numbers the special tokens itself, reads the
+    tokenizer.model.
     """
     described, model = assets.get(TOKENIZER_JSON), assets.get(TIKTOKEN_MODEL)
     if described is None or model is None:
         return ""
     found = compare_tokenizers(described, model)
-    problems = found.problems
+    problems: Sequence[str] = found.problems
     if not problems and meta_vocab_size is not None and looks_like_tiktoken(model):
         problems = other_specials(found.added_tokens, len(read_ranks(model)), vocab_size=meta_vocab_size)
     return "; ".join(problems[:3])
@@ -100,13 +100,13 @@ def _other_vocabulary(found: Mapping[str, int], expected: Mapping[str, int]) -> 
     odd = sorted(text for text in found.keys() | expected.keys() if found.get(text) != expected.get(text))
     first = odd[0]
     ids = f"{found.get(first, 'no id')} in tokenizer.json, {expected.get(first, 'no id')} in tokenizer.model"
-    return f"{len(odd):,} tokens have other ids, such as {first!r:.40}: {ids}"
+    return f"{len(odd):,} tokens have different ids, such as {first!r:.40}: {ids}"
 
 
 def _are_all_splits(merges: Sequence[Any], ranks: Mapping[str, int]) -> bool:
     """Whether the merges are every split of every token into two tokens, in the order of the tokens' ranks.
 
-    Then they are those that tiktoken may make (see other_merges), and this takes a third of a second for 128,000.
+    Then they are those of tiktoken (see other_merges). This takes a third of a second for 128,000.
     """
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
     made = [ranks.get(left + right, -1) for left, right in pairs]
@@ -114,7 +114,7 @@ def _are_all_splits(merges: Sequence[Any], ranks: Mapping[str, int]) -> bool:
         return False
     if not all(left in ranks and right in ranks for left, right in pairs):
         return False
-    # Each listed pair is such a split, and none stands twice, so it is enough to count the splits
+    # Each listed pair is such a split, and none is repeated, so it is enough to count the splits
     known = ranks.keys()
     splits = sum([token[:i] in known and token[i:] in known for token in known for i in range(1, len(token))])
     return splits == len(pairs)
@@ -127,11 +127,11 @@ def _against_pieces(content: Mapping[str, Any], model: SentencePiece) -> list[st
     problems = []
     cutter, normalizer = content.get("pre_tokenizer"), content.get("normalizer")
     is_metaspace = normalizer is None and (cutter or {}).get("type") == "Metaspace"
-    metaspace_prepends = is_metaspace and cutter.get("prepend_scheme", "always") in ("always", "first")
+    metaspace_prepends = is_metaspace and (cutter or {}).get("prepend_scheme", "always") in ("always", "first")
     if not model.plain or not ((normalizer == _PREPENDS and cutter is None) or metaspace_prepends):
-        problems.append("it normalizes or cuts text another way")
+        problems.append("it normalizes or splits text differently")
     if not described.get("byte_fallback"):
-        problems.append("it does not spell unknown characters as bytes")
+        problems.append("it does not encode unknown characters as bytes")
     theirs = {text: id for id, (text, _, _) in enumerate(model.pieces)}
     if problem := _other_vocabulary({t: id for t, id in described["vocab"].items() if id < len(theirs)}, theirs):
         return [*problems, problem]

@@ -1,4 +1,4 @@
-"""Special tokens that tokenizer_config.json names and tokenizer.json lacks, and the ids that readers give them."""
+"""Special tokens of tokenizer_config.json that tokenizer.json lacks, and the ids that readers give them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +22,7 @@ def tokens_only_in_config(assets: Mapping[str, Path], id_of: Mapping[str, int], 
     `id_of` and `next_id`: see `read_table`.
 
     The ids follow the table of tokenizer.json, as the `tokenizers` library assigns them in torchtitan and transformers.
-    Both disregard the ids that `added_tokens_decoder` writes. Raises UnsupportedError where they would differ.
+    Both ignore the ids of `added_tokens_decoder`. Raises UnsupportedError where they would differ.
     """
     if TOKENIZER_CONFIG not in assets or not id_of:
         return {}
@@ -51,7 +51,7 @@ def count_lacking(config: Mapping[str, Any], id_of: Mapping[str, int]) -> int:
 
 
 def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
-    """What a user has to know of a tokenizer.json: ids of such tokens, and bytes of a text that get no token."""
+    """Notes on a tokenizer.json: ids of such tokens, and bytes of a text that have no token."""
     if TOKENIZER_JSON not in assets:
         return []
     path, notes = assets[TOKENIZER_JSON], []
@@ -67,14 +67,14 @@ def tokenizer_notes(assets: Mapping[str, Path]) -> list[str]:
     if dropped := _dropped_bytes(content):
         which = ", the space among them," if ord(" ") in dropped else ""
         notes.append(
-            f"{path} has no token for {len(dropped)} of the 256 bytes{which} and none for the unknown: they are left"
-            " out of each text, as in torchtitan and transformers"
+            f"{path} has no token for {len(dropped)} of the 256 bytes{which} and none for unknown ones: they are"
+            " dropped from each text, as in torchtitan and transformers"
         )
     return notes
 
 
 def _dropped_bytes(content: Mapping[str, Any]) -> list[int]:
-    """Bytes without a token, where a text is cut into bytes and nothing stands for an unknown one."""
+    """Bytes without a token, where text is split into bytes and there is no unknown token."""
     model, cut = content.get("model") or {}, content.get("pre_tokenizer") or {}
     kinds = {part.get("type") for part in [cut, *cut.get("pretokenizers", [])]}
     if model.get("type") != "BPE" or "ByteLevel" not in kinds or model.get("unk_token") is not None:
@@ -83,9 +83,9 @@ def _dropped_bytes(content: Mapping[str, Any]) -> list[int]:
 
 
 def read_table(path: Path) -> tuple[dict[str, int], int]:
-    """The id of each token of a tokenizer.json, added ones included, and the id that the next added one gets.
+    """The id of each token of a tokenizer.json, added ones included, and the id of the next added one.
 
-    That is, in the `tokenizers` library, the size of the model's own table, or what follows the added tokens beyond it.
+    In the `tokenizers` library that is the size of the model's table, or the id after the added tokens beyond it.
     """
     return _table(read_tokenizer_json(path)[0], path)
 
@@ -102,7 +102,7 @@ def _table(content: Mapping[str, Any], path: Path) -> tuple[dict[str, int], int]
 
 
 def token_text(token: Any) -> str | None:
-    """tokenizer_config.json writes a token as its text or as an object with `content`."""
+    """The text of a token of tokenizer_config.json, which is its text or an object with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -111,7 +111,7 @@ def _named(config: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
 
 
 def _declared(config: Mapping[str, Any]) -> dict[int, str]:
-    """Tokens of `added_tokens_decoder` by the ids that it writes."""
+    """Tokens of `added_tokens_decoder` by id."""
     listed = config.get("added_tokens_decoder") or {}
     try:
         return {int(id): str(token["content"]) for id, token in listed.items()}

@@ -15,24 +15,24 @@ _SPACE = "\u2581"
 
 @dataclass(frozen=True, slots=True)
 class SentencePiece:
-    """What a SentencePiece file says. `pieces`: text, score and type by id."""
+    """The content of a SentencePiece file. `pieces`: text, score and type by id."""
 
     pieces: tuple[tuple[str, float, int], ...]
     model_type: int
-    control: dict[str, str]  # bos, eos, pad, unk → its text, where the model has it
-    plain: bool  # text is taken as it is, after a space in front; spaces become ▁
+    control: dict[str, str]  # bos, eos, pad, unk → text, where the model has it
+    plain: bool  # text is not normalized, except for a space in front; spaces become ▁
 
     def token_ids(self) -> dict[str, int]:
-        """bos_token_id, eos_token_id and pad_token_id, as far as the model has them."""
+        """bos_token_id, eos_token_id and pad_token_id, if the model has them."""
         id_of = {text: id for id, (text, _, kind) in enumerate(self.pieces) if kind == _CONTROL}
         named = {f"{name}_token_id": id_of.get(self.control[name]) for name in ("bos", "eos", "pad")}
         return {key: id for key, id in named.items() if id is not None}
 
 
 def read_sentencepiece(path: Path) -> SentencePiece | None:
-    """The content of a SentencePiece file; None where the file is anything else."""
+    """The content of a SentencePiece file; None where the file is of another kind."""
     from google.protobuf.message import DecodeError
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     model = ModelProto()
     try:
@@ -58,9 +58,9 @@ def read_sentencepiece(path: Path) -> SentencePiece | None:
 
 
 def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_seq_len: int) -> list[str]:
-    """tokenizer.json and tokenizer_config.json for transformers. Returns the names written.
+    """Write tokenizer.json and tokenizer_config.json for transformers. Returns the names written.
 
-    transformers 5 opens a lone SentencePiece file only where sentencepiece and protobuf are installed, and then gives
+    transformers 5 opens a SentencePiece file alone only if sentencepiece and protobuf are installed, and then gives
     other ids to text that begins with a space. Raises UnsupportedError as require_exact does.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
@@ -76,7 +76,7 @@ def write_tokenizer_of_sentencepiece(folder: Path, model: SentencePiece, *, max_
     )
     special = [text for text, _, kind in model.pieces if kind in (_UNKNOWN, _CONTROL)]
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    # A tokenizer_config.json of the checkpoint's own says what transformers puts around a text
+    # the checkpoint's own tokenizer_config.json determines what transformers adds to a text
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else {}
     begin = [bos] if config.get("add_bos_token") is not False else []
     end = [eos] if config.get("add_eos_token") else []
@@ -99,15 +99,15 @@ def require_exact(model: SentencePiece) -> None:
     if model.model_type != BPE_TYPE:
         problems.append("it is not of type BPE")
     if not model.plain:
-        problems.append("it normalizes text, or treats spaces another way than Llama 2's")
+        problems.append("it normalizes text, or treats spaces differently from Llama 2's")
     if kinds - {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
         problems.append("it has user-defined or unused pieces")
     if sum(kind == _BYTE for _, _, kind in model.pieces) != 256:
-        problems.append("it does not spell unknown characters as bytes")
+        problems.append("it does not encode unknown characters as bytes")
     if len(set(scores)) != len(scores):
-        problems.append("pieces share a score, so that either may be merged first")
+        problems.append("pieces share a score, so that their order is undefined")
     if lost := {letter for text in known for letter in text} - known:
-        problems.append(f"{len(lost)} characters stand inside of pieces only")
+        problems.append(f"{len(lost)} characters occur only inside of pieces")
     if not {model.control["bos"], model.control["eos"]} <= {text for text, _, kind in model.pieces if kind == _CONTROL}:
         problems.append("it has no begin or no end of text")
     if problems:
@@ -117,7 +117,7 @@ def require_exact(model: SentencePiece) -> None:
 
 
 def merges_of(model: SentencePiece) -> list[tuple[str, str]]:
-    """Every pair that makes a piece, in the order SentencePiece would merge: by the score of what they make."""
+    """Every pair that makes a piece, in the order of SentencePiece's merging: by the score of the piece."""
     score_of = {text: score for text, score, kind in model.pieces if kind == _NORMAL}
     merges = []
     for text, score in score_of.items():

@@ -1,7 +1,7 @@
-"""From a byte-level tokenizer.json to the tokenizer.model (tiktoken ranks) of the same ids, or why there is none.
+"""Make a tokenizer.model (tiktoken ranks) of a byte-level tokenizer.json, if one gives the same ids.
 
-A tokenizer.model holds ranks only. How text is cut and what the special tokens are is written in Meta's code, so a
-tokenizer.json that does either another way has no tokenizer.model.
+A tokenizer.model has only ranks. How text is split and what the special tokens are is part of Meta's code, so a
+tokenizer.json that does either differently has no tokenizer.model.
 """
 
 import base64
@@ -29,14 +29,14 @@ _OFF = {
 def ranks_of_tokenizer_json(path: Path, *, vocab_size: int | None) -> Mapping[bytes, int]:
     """Token bytes → rank, in order. Raises UnsupportedError with every reason why tiktoken would give other ids.
 
-    `vocab_size`: rows of the model's embedding, which Meta's code fills with special tokens; None for a reader that is
-    told the special tokens, whatever they are.
+    `vocab_size`: rows of the model's embedding, which Meta's code fills with special tokens; None for a reader with a
+    list of special tokens.
     """
     stamp = path.stat() if path.is_file() else None
     return _translate(path, vocab_size, stamp and (stamp.st_mtime_ns, stamp.st_size, stamp.st_ino))
 
 
-@lru_cache(maxsize=1)  # seconds for 128,000 tokens, and a conversion asks when it plans and when it writes
+@lru_cache(maxsize=1)  # seconds for 128,000 tokens, and a conversion needs it for planning and for writing
 def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None) -> Mapping[bytes, int]:
     content, merges = read_tokenizer_json(path)
     try:
@@ -55,24 +55,24 @@ def _translate(path: Path, vocab_size: int | None, stamp: tuple[int, ...] | None
 
 
 def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
-    """A tokenizer.model: a line of base64 and rank for each token."""
+    """Write a tokenizer.model: a line of base64 and rank for each token."""
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
     path.write_text("".join(lines), encoding="ascii")
 
 
 def other_cuts(content: Mapping[str, Any]) -> list[str]:
-    """How text is cut before merging, where it is not Llama 3's way."""
+    """How splitting of text before merging differs from Llama 3's."""
     model, normalizer, cutter = content["model"], content.get("normalizer"), content.get("pre_tokenizer")
     if model["type"] != "BPE":
         return [f"its model is {model['type']}, not BPE"]
     problems = [f"{key} = {model[key]!r}" for key, off in _OFF.items() if model.get(key) not in off]
     if normalizer is not None:
-        problems.append(f"it normalizes text ({normalizer['type']}) before it cuts it")
+        problems.append(f"it normalizes text ({normalizer['type']}) before it splits it")
     steps = cutter["pretokenizers"] if cutter and cutter["type"] == "Sequence" else [cutter]
     letters = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     is_llama3 = len(steps) == 2 and steps[0] == _CUT and letters.items() <= (steps[1] or {}).items()
     if not is_llama3:
-        problems.append("it does not cut text by Llama 3's pattern")
+        problems.append("it does not split text by Llama 3's pattern")
     return problems
 
 
@@ -81,18 +81,18 @@ def _ranks(content: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str]]:
     ordinary = sorted((id, text) for text, id in content["model"]["vocab"].items() if text not in added)
     strange = [text for _, text in ordinary if not text or not _BYTE_OF.keys() >= set(text)]
     if strange:
-        return {}, [f"tokens that are no bytes: {', '.join(map(repr, strange[:5]))}"]
+        return {}, [f"tokens that are not bytes: {', '.join(map(repr, strange[:5]))}"]
     ranks = {bytes(_BYTE_OF[letter] for letter in text): id for id, text in ordinary}
     problems = []
     if list(ranks.values()) != list(range(len(ranks))):
-        problems.append("the ids of its ordinary tokens do not count up from 0")
+        problems.append("the ids of its ordinary tokens are not consecutive from 0")
     if missing := sum(bytes([byte]) not in ranks for byte in range(256)):
-        problems.append(f"{missing} of the 256 single bytes are no tokens")
+        problems.append(f"{missing} of the 256 single bytes are not tokens")
     return ranks, problems
 
 
 def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_size: int) -> list[str]:
-    """Special tokens whose ids Meta's code gives to others. A reserved one stands in no text, so its name is free."""
+    """Special tokens with other ids in Meta's code. Names of reserved ones do not matter."""
     end = max([vocab_size, *(token["id"] + 1 for token in added)])
     places = {token: num_ranks + i for i, token in enumerate(special_tokens_after(num_ranks, vocab_size=end))}
     return [
@@ -103,12 +103,12 @@ def other_specials(added: Sequence[Mapping[str, Any]], num_ranks: int, *, vocab_
 
 
 def other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bool) -> list[str]:
-    """Where merging by the listed pairs is not merging by rank.
+    """How merging by the listed pairs differs from merging by rank.
 
-    tiktoken merges the neighbours whose token has the lowest rank, whichever they are. Two neighbours that span a token
-    came about as if it stood alone, for nothing outside of them was merged with them: so a token has one last pair
-    that ever occurs. The lists agree if each token's last pair is listed, and pairs are in the order of their tokens.
-    `whole`: a piece of text that is a token is taken as it is, as tiktoken does.
+    tiktoken merges the neighbors whose token has the lowest rank. Two neighbors that span a token were formed as if it
+    stood alone, because nothing outside was merged with them: so a token has only one last pair. The lists agree if
+    each token's last pair is listed, and pairs are in the order of their tokens. `whole`: a piece of text that is a
+    token is not merged, as in tiktoken.
     """
     listed: set[int] = set()
     newest = strange = 0
@@ -118,12 +118,12 @@ def other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bo
         if made is None or left not in ranks or right not in ranks:
             strange += 1
         elif made < newest:
-            return ["its merges are not in the order of the tokens that they make"]
+            return ["its merges are not in the order of their tokens"]
         else:
             newest = made
             listed.add(_number(left, right, ranks))
     if strange:
-        return [f"{strange} merges make no token"]
+        return [f"{strange} merges do not result in a token"]
     problems = []
     for token in ranks:
         splits = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -131,23 +131,23 @@ def other_merges(merges: Iterable[Any], ranks: Mapping[bytes, int], *, whole: bo
             continue
         last = _last_pair(token, ranks) if splits else None
         if splits and (_number(*last, ranks) not in listed if last else not whole):
-            problems.append(f"token {ranks[token]} ({token!r}) comes about another way")
+            problems.append(f"token {ranks[token]} ({token!r}) is merged differently")
     return problems
 
 
 def _number(left: bytes, right: bytes, ranks: Mapping[bytes, int]) -> int:
-    """A pair as one number: hundreds of thousands are held at once."""
+    """A pair as one number, because there are hundreds of thousands."""
     return ranks[left] * len(ranks) + ranks[right]
 
 
 def _pair(merge: str | Sequence[str]) -> tuple[bytes, bytes]:
-    """Written as a list, or by older versions of tokenizers as text with a space, which no byte letter is."""
+    """The pair of a merge: a list, or in older versions of tokenizers a text with a space, which no byte letter is."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return bytes(_BYTE_OF[letter] for letter in left), bytes(_BYTE_OF[letter] for letter in right)
 
 
 def _last_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that tiktoken's merging makes of a token before the token itself; None where it ends with more."""
+    """The two parts that tiktoken merges last into a token; None where its merging ends with more parts."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]

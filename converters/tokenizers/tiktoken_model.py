@@ -12,7 +12,7 @@ from converters.errors import CheckpointError
 from converters.names import TOKENIZER_JSON
 from converters.tokenizers.tokenizer_json import write_tokenizer_config
 
-# How Llama 3 cuts text before merging (llama-models, models/llama3/tokenizer.py)
+# How Llama 3 splits text before merging (llama-models, models/llama3/tokenizer.py)
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,9 +32,9 @@ _NUM_RELEASED_RANKS = 128000
 
 
 def special_tokens_after(num_ranks: int, *, vocab_size: int) -> list[str]:
-    """The special tokens of a lone tokenizer.model, in the order of their ids from `num_ranks` on.
+    """The special tokens of a tokenizer.model alone, in the order of their ids from `num_ranks` on.
 
-    Meta's releases have 256, the first two reserved ones among the named; small ones have the named ones in a row.
+    Meta's releases have 256, with the first two reserved ones among the named; small ones have only named ones.
     """
     first_reserved = 2 if num_ranks == _NUM_RELEASED_RANKS else 0
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(max(0, vocab_size - num_ranks))]
@@ -50,7 +50,7 @@ def looks_like_tiktoken(path: Path) -> bool:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Token bytes → rank. Raises CheckpointError unless ranks count up from 0 without a gap."""
+    """Token bytes → rank. Raises CheckpointError unless ranks are consecutive from 0."""
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         token, _, rank = line.strip().partition(b" ")
@@ -63,12 +63,12 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError:
             raise CheckpointError(f"{path}, line {number}: not `<base64> <rank>`") from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise CheckpointError(f"{path}: ranks do not count up from 0, or a token is there twice")
+        raise CheckpointError(f"{path}: ranks are not consecutive from 0, or a token is repeated")
     return ranks
 
 
 def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_len: int) -> list[str]:
-    """tokenizer.json and tokenizer_config.json for transformers, from a tiktoken file. Returns the names written."""
+    """Write tokenizer.json and tokenizer_config.json for transformers, from a tiktoken file. Returns their names."""
     ranks = read_ranks(model)
     special = special_tokens_after(len(ranks), vocab_size=vocab_size)
     if len(special) < 2:
@@ -78,7 +78,9 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
         )
     frame = json.dumps(_without_tokens(special, first_id=len(ranks)), ensure_ascii=False)
     head, between, tail = re.split(r"(?<=\"vocab\": \{)(?=\})|(?<=\"merges\": \[)(?=\])", frame)
-    with (folder / TOKENIZER_JSON).open("w", encoding="utf-8") as file:  # 280,000 merges of a Llama 3 are never held
+    with (folder / TOKENIZER_JSON).open(
+        "w", encoding="utf-8"
+    ) as file:  # without holding the 280,000 merges of a Llama 3
         file.write(head)
         _write_items(file, (f"{_quoted(token)}: {rank}" for token, rank in ranks.items()))
         file.write(between)
@@ -89,11 +91,11 @@ def write_hf_tokenizer(folder: Path, model: Path, *, vocab_size: int, max_seq_le
 
 
 def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
-    """tokenizer.json's content but for vocabulary and merges, as its own library spells it."""
+    """tokenizer.json's content without vocabulary and merges, from the `tokenizers` library."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
     from tokenizers.models import BPE
 
-    # ignore_merges: tiktoken takes a piece that is a token as it is, before any merging
+    # ignore_merges: tiktoken does not merge a piece that is a token
     tokenizer = Tokenizer(BPE({}, [], fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -111,8 +113,8 @@ def _without_tokens(special: Sequence[str], *, first_id: int) -> dict[str, Any]:
             ),
         ]
     )
-    content = json.loads(tokenizer.to_str())
-    for place, token in enumerate(content["added_tokens"]):  # counted from 0, for it knows of no other tokens
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    for place, token in enumerate(content["added_tokens"]):  # numbered from 0, because there are no other tokens here
         token["id"] = first_id + place
     return content
 
@@ -123,7 +125,7 @@ def _write_items(file: TextIO, items: Iterable[str]) -> None:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Every pair that makes a token, in the order tiktoken would merge: by the rank of what they make."""
+    """Every pair that makes a token, in the order of tiktoken's merging: by the rank of the token."""
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = ((token[:i], token[i:]) for i in range(1, len(token)))
         yield from sorted(

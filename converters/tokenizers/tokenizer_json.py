@@ -1,4 +1,4 @@
-"""Read tokenizer.json in little memory, and write the tokenizer_config.json beside one that was made here."""
+"""Read tokenizer.json in little memory, and write the tokenizer_config.json of a converted one."""
 
 import json
 import re
@@ -15,9 +15,9 @@ _MERGES = re.compile(rb'"merges"\s*:\s*\[\s*((?:%b(?:\s*,\s*%b)*+)?+)\s*\]' % (_
 
 
 def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
-    """The content without `model.merges`, and these. Raises CheckpointError where the file is no JSON object.
+    """The content without `model.merges`, and the merges. Raises CheckpointError where the file is not a JSON object.
 
-    Half a million Python strings for a Llama 3 would be more memory than the rest of a conversion takes.
+    Half a million Python strings for a Llama 3 would need more memory than the rest of a conversion.
     """
     raw = path.read_bytes() if path.is_file() else b""
     if found := _MERGES.search(raw):
@@ -27,8 +27,8 @@ def read_tokenizer_json(path: Path) -> tuple[dict[str, Any], Iterable[Any]]:
             if content["model"]["merges"] == []:
                 return content, _each(raw, start, end)
         except (ValueError, RecursionError, TypeError, KeyError):
-            pass  # told below
-    content = read_json(path)  # as others may write it; or not at all
+            pass  # reported below
+    content = read_json(path)  # in another form, or damaged
     model = content.get("model")
     return content, model.pop("merges", []) if isinstance(model, dict) else []
 
@@ -38,11 +38,11 @@ def _each(raw: bytes, start: int, end: int) -> Iterator[Any]:
 
 
 def write_tokenizer_config(folder: Path, tokens: Mapping[str, str], *, max_seq_len: int) -> list[str]:
-    """`tokens`: bos_token, eos_token … Returns the names written: none where the checkpoint brought its own file."""
+    """`tokens`: bos_token, eos_token … Returns the names written: none where the checkpoint has its own file."""
     if (folder / TOKENIZER_CONFIG).exists():  # it may hold the chat template
         return []
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads only tokenizer.json
         **tokens,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],

@@ -1,4 +1,4 @@
-"""A file of conversations to fine-tune on: a small one to start with, and the check of a given one."""
+"""Chat files for fine-tuning: write a small sample, and check a given one."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from converters.names import CHAT_LINES, CHAT_LIST
 _ROLES = ("system", "user", "assistant")
 _SHAPE = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
-# Enough to see a loss fall, and to be replaced by one's own.
+# Enough to see the loss decrease; meant to be replaced.
 _CONVERSATIONS = (
     ("What is the capital of France?", "Paris."),
     ("How many legs does a spider have?", "Eight."),
@@ -27,14 +27,14 @@ _CONVERSATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ChatFile:
-    """The name under which a chat file goes into a folder, and how many conversations it has."""
+    """The name of a chat file in the output, and the number of its conversations."""
 
     name: str
     num_conversations: int
 
 
 def write_sample(path: Path) -> None:
-    """A chat file with a handful of questions and answers, one conversation in a line."""
+    """Write a chat file with a few questions and answers, one conversation per line."""
     lines = []
     for question, answer in _CONVERSATIONS:
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -43,10 +43,10 @@ def write_sample(path: Path) -> None:
 
 
 def check_chat_file(path: Path | None) -> ChatFile:
-    """What a chat file is; None: the sample. Raises ConfigError unless all of it can be trained on.
+    """Check a chat file; None: the sample. Raises ConfigError unless all of it can be trained on.
 
-    A conversation is an object whose `messages` are turns of role and text, as torchtune wants them: a system message
-    only first, then user and assistant in turn. The file has one a line, or is a JSON list of them.
+    A conversation is an object whose `messages` have role and text, as torchtune expects: a system message only first,
+    then user and assistant alternating. The file has one per line, or is a JSON list of them.
     """
     if path is None:
         return ChatFile(CHAT_LINES, len(_CONVERSATIONS))
@@ -60,18 +60,18 @@ def check_chat_file(path: Path | None) -> ChatFile:
     except OSError as error:
         raise ConfigError(f"--dataset {path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        hint = f"expected: JSON, one conversation in a line, each {_SHAPE}"
-        raise ConfigError(f"--dataset {path} is no chat file: {in_words(error)}", hint=hint) from None
+        hint = f"expected: JSON, one conversation per line, each {_SHAPE}"
+        raise ConfigError(f"--dataset {path} is not a chat file: {in_words(error)}", hint=hint) from None
     if problems or not num_conversations:
         raise ConfigError(
-            f"--dataset {path} is no chat file:" + list_offenders(problems or ["it has no conversation"]),
+            f"--dataset {path} is not a chat file:" + list_offenders(problems or ["it has no conversation"]),
             hint=f"a conversation is {_SHAPE}",
         )
     return ChatFile(name, num_conversations)
 
 
 def _items(path: Path) -> Iterator[tuple[str, Any]]:
-    """Conversations with the place of each, a line at a time where it is a file of lines."""
+    """Conversations with their position; line by line for a file of lines."""
     with path.open(encoding="utf-8") as file:
         start = file.read(4096).lstrip()
         file.seek(0)
@@ -108,5 +108,5 @@ def _problem(item: Any) -> str:
             return f"message {number}, the assistant's, follows none of the user's"
         before = role
     if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
-        return "has no answer of the assistant's to learn from"
+        return "has no answer of the assistant to train on"
     return ""

@@ -1,4 +1,4 @@
-"""torchtune.yaml: the recipe with which `tune run` fine-tunes an exported checkpoint as it is."""
+"""torchtune.yaml: the recipe for `tune run` to fine-tune an exported checkpoint."""
 
 import glob
 import json
@@ -16,7 +16,7 @@ from converters.model_info import ModelInfo
 from converters.names import ASSETS_FOLDER, TORCHTUNE_RECIPE
 from converters.torchtune.chat_file import ChatFile
 
-VERSION = "0.6.1"  # of torchtune: the last one on PyPI, whose names all of this is written for
+VERSION = "0.6.1"  # of torchtune: the last one on PyPI
 _FAMILIES = ("llama2", "llama3")
 CHECKPOINTERS = {
     "hf": "torchtune.training.FullModelHFCheckpointer",
@@ -26,12 +26,12 @@ CHECKPOINTERS = {
 _CACHED = (
     '# tiktoken caches a tokenizer.model by its path: after another one took its place, set TIKTOKEN_CACHE_DIR=""\n'
 )
-_MOST_TOKENS = 2048  # of a conversation; longer ones are cut, so that the first run fits
+_MOST_TOKENS = 2048  # of a conversation; longer ones are truncated, so that the first run fits
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that a recipe says of one checkpoint. Files lie in `folder`, those of the tokenizer in its assets/."""
+    """The content of a recipe. Files are in `folder`, those of the tokenizer in its assets/."""
 
     folder: Path  # absolute
     style: str  # one of CHECKPOINTERS
@@ -45,47 +45,43 @@ class Recipe:
 def require_family(name: str) -> None:
     """Raise UnsupportedError for families that torchtune does not have."""
     if name not in _FAMILIES:
-        raise UnsupportedError(
-            f"torchtune {VERSION} has no {name} models", hint=f"of the families here it has {', '.join(_FAMILIES)}"
-        )
+        raise UnsupportedError(f"torchtune {VERSION} has no {name} models", hint=f"it has {', '.join(_FAMILIES)}")
 
 
 def require_model(info: ModelInfo) -> None:
-    """Raise UnsupportedError, with every reason, where no builder of torchtune makes this model."""
+    """Raise UnsupportedError, with every reason, where no builder of torchtune can build this model."""
     args, scaling, problems = info.args, info.args.rope_scaling, []
     if get_family(info.family).has_role(Role.HEAD_NORM, args):
         problems.append("norms on q and k")
     if args.head_dim * args.num_heads != args.dim:
         problems.append(f"head_dim {args.head_dim}: it takes dim / heads, {args.dim} / {args.num_heads}")
     if scaling is not None and not isinstance(scaling, RopeScaling):
-        problems.append(f"RoPE of type {rope_type(scaling)}: it has llama3's alone")
+        problems.append(f"RoPE of type {rope_type(scaling)}: it has only llama3's")
     elif scaling is not None and scaling != RopeScaling(factor=scaling.factor):
-        problems.append(f"{scaling}: of these it takes another factor only, from {RopeScaling()}")
+        problems.append(f"{scaling}: it supports only another factor, from {RopeScaling()}")
     if args.attention_bias or args.mlp_bias:
-        problems.append("biases of linear layers: its builders of Llama models make none")
+        problems.append("biases of linear layers: its builders of Llama models have none")
     if problems:
         raise UnsupportedError(f"torchtune {VERSION} cannot build this model:" + list_offenders(problems))
 
 
 def require_device(device: str | None) -> None:
-    """Raise ConfigError unless torchtune knows the device; whether it is there, the machine that trains will say."""
+    """Raise ConfigError unless torchtune knows the device; its presence is checked by torchtune."""
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ConfigError(
-            f"--device {device}: no device that this recipe is for", tries=["--device cpu", "--device cuda"]
-        )
+        raise ConfigError(f"--device {device}: not a device of torchtune", tries=["--device cpu", "--device cuda"])
 
 
 def require_path(folder: Path) -> None:
-    """Raise ConfigError where a recipe cannot name `folder`: the readers of its values would take it for more."""
+    """Raise ConfigError where a recipe cannot contain the path `folder`: its readers would interpret it."""
     if "${" in str(folder) or "::" in str(folder) or not str(folder).isprintable():
         raise ConfigError(
-            f"{str(folder)!r}: torchtune would not understand this path",
-            hint="no `${`, no `::` and no unprintable character in it, please",
+            f"{str(folder)!r}: torchtune cannot read this path",
+            hint="it must not contain `${`, `::` or unprintable characters",
         )
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """The YAML, with a comment where a user would have a question."""
+    """The YAML of the recipe."""
     folder, cuda = recipe.folder, recipe.device != "cpu"
     batch_size = min(2, recipe.chat.num_conversations)  # torchtune drops a batch that is not full
     seq_len = min(_MOST_TOKENS, recipe.info.args.max_seq_len)
@@ -173,7 +169,7 @@ def _model(info: ModelInfo) -> dict[str, Any]:
 
 
 def _builder(info: ModelInfo) -> str:
-    """The builders differ in RoPE and in tying only, so the numbers decide."""
+    """The builder; they differ only in RoPE and tying, so the numbers determine it."""
     if info.args.tied:
         return "torchtune.models.llama3_2.llama3_2"
     if info.args.rope_scaling is not None:
@@ -188,13 +184,13 @@ def _scale_factor(args: ModelArgs) -> dict[str, float]:
 
 
 def _resume(recipe: Recipe) -> str:
-    """The file that torchtune writes in a first epoch; it looks for it in output_dir."""
+    """The file that torchtune writes in the first epoch, relative to output_dir."""
     suffix = "safetensors" if recipe.style == "hf" else "bin"
     return f"epoch_0/model-00001-of-{len(recipe.weights):05}.{suffix}"
 
 
 def _model_type(info: ModelInfo) -> str:
-    """How the checkpointers tell a tied model; otherwise they do the same for all Llamas."""
+    """The model_type, by which the checkpointers recognize a tied model; they treat all Llamas alike otherwise."""
     return "LLAMA3_2" if info.args.tied else info.family.upper()
 
 
@@ -207,7 +203,7 @@ def _list(values: Iterable[str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A scalar as every YAML reader takes it: 1.0e-05, since 1e-05 is a text to some of them."""
+    """A scalar for every YAML reader: 1.0e-05, because some read 1e-05 as text."""
     if isinstance(value, float):
         text = repr(int(value)) if value.is_integer() else repr(value)
         mantissa, e, exponent = text.partition("e")

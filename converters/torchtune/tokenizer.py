@@ -1,4 +1,4 @@
-"""The tokenizer that torchtune uses: which of a checkpoint's files it opens, and the special tokens that it needs."""
+"""The tokenizer for torchtune: the file of a checkpoint that it opens, and the special tokens that it needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,28 +29,28 @@ _NEEDED = (
 )
 _NUM_SEEN = 8
 _LLAMA3 = "torchtune.models.llama3.llama3_tokenizer"
-_WITHOUT = "to hand on weights alone, convert to hf or meta: torchtune reads both"
+_WITHOUT = "to export weights alone, convert to hf or meta: torchtune reads both"
 _TRIES = ("--model-from FOLDER, a folder with the model's config and its tokenizer.model",)
-_RELEASED = (128000, 128256)  # ranks and vocabulary of Meta's releases, whose ids torchtune knows by heart
+_RELEASED = (128000, 128256)  # ranks and vocabulary of Meta's releases, whose ids torchtune has built in
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """What a recipe says of the tokenizer, and the file of special tokens that has to be written for it, if any."""
+class TorchtuneTokenizer:
+    """The tokenizer section of a recipe, and the file of special tokens that it needs, if any."""
 
     component: str
-    special_tokens: Mapping[str, int] | None = None  # None: torchtune knows them
+    special_tokens: Mapping[str, int] | None = None  # None: those built into torchtune
     ranks: Mapping[bytes, int] | None = None  # made of a tokenizer.json, which torchtune cannot open
 
     def section(self, folder: Path) -> dict[str, Any]:
-        """The recipe's section, for files that lie in `folder`."""
+        """The recipe's section, for files in `folder`."""
         section = {"_component_": self.component, "path": str(folder / TIKTOKEN_MODEL)}
         if self.special_tokens is not None:
             section["special_tokens_path"] = str(folder / TORCHTUNE_SPECIAL_TOKENS)
         return section
 
     def write(self, folder: Path) -> list[str]:
-        """Write what is not carried along as it is. Returns the names."""
+        """Write the files that are not copied. Returns their names."""
         written = []
         if self.ranks is not None:
             write_ranks(folder / TIKTOKEN_MODEL, self.ranks)
@@ -62,32 +62,35 @@ class Tokenizer:
         return written
 
 
-def find_tokenizer(info: ModelInfo) -> Tokenizer:
-    """Raises CheckpointError or UnsupportedError where torchtune can open none that the checkpoint has."""
+def find_tokenizer(info: ModelInfo) -> TorchtuneTokenizer:
+    """The checkpoint's tokenizer. Raises CheckpointError or UnsupportedError where torchtune can open none."""
     path, in_json = info.assets.get(TIKTOKEN_MODEL), info.assets.get(TOKENIZER_JSON)
-    if path is None and in_json is None:
+    if path is not None:
+        if not looks_like_tiktoken(path):
+            return TorchtuneTokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
+        ranks: Mapping[bytes, int] = read_ranks(path)
+    elif in_json is not None:
+        ranks = _ranks_of(in_json)
+    else:
         raise CheckpointError(
             "the checkpoint has no tokenizer, and torchtune fine-tunes on text", hint=_WITHOUT, tries=_TRIES
         )
-    if path is not None and not looks_like_tiktoken(path):
-        return Tokenizer("torchtune.models.llama2.llama2_tokenizer")  # SentencePiece
-    ranks = _ranks_of(in_json) if path is None else read_ranks(path)
     special_tokens = None
     if len(ranks) != _RELEASED[0] or info.args.vocab_size < _RELEASED[1]:
         special_tokens = _special_tokens(info, len(ranks))
-    return Tokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
+    return TorchtuneTokenizer(_LLAMA3, special_tokens, ranks if path is None else None)
 
 
 def _ranks_of(tokenizer_json: Path) -> Mapping[bytes, int]:
     try:
         return ranks_of_tokenizer_json(tokenizer_json, vocab_size=None)
     except UnsupportedError as error:
-        hint = f"torchtune {VERSION} opens a tokenizer.model only; {_WITHOUT}"
+        hint = f"torchtune {VERSION} opens only a tokenizer.model; {_WITHOUT}"
         raise UnsupportedError(error.message, hint=hint, tries=_TRIES) from None
 
 
 def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
-    """The checkpoint's own special tokens and, in rows of the embedding that no token has, those it lacks."""
+    """The checkpoint's own special tokens and, in free rows of the embedding, those it lacks."""
     vocab_size = info.args.vocab_size
     if TOKENIZER_JSON in info.assets:
         listed = read_json(info.assets[TOKENIZER_JSON]).get("added_tokens") or []
@@ -102,6 +105,6 @@ def _special_tokens(info: ModelInfo, num_ranks: int) -> dict[str, int]:
         raise UnsupportedError(
             f"a vocabulary of {vocab_size} has no room for tokens that torchtune's chat format needs:"
             + list_offenders(homeless),
-            hint=f"its tokenizer has {num_ranks} tokens beside them: is it the one of this model?",
+            hint=f"its tokenizer has {num_ranks} other tokens: is it the one of this model?",
         )
     return tokens

@@ -1,41 +1,44 @@
-"""What a resharded checkpoint will hold: every name, where its values come from, and its place in the state dict."""
+"""Plan the contents of a resharded checkpoint: names, the source of values, and keys in the state dict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from converters.catalog import Catalog
 from converters.engine.read import CatalogReader
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
+from converters.training.parameter_names import Spelling
 from converters.training.sections import MODEL
-from converters.training.spelling import Spelling
 from converters.view import Ledger, View
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What will be written: every name of it, and where it comes from."""
+class ReshardedContents:
+    """What is written: all names, and where their values come from."""
 
     source: View
     parameters: Sequence[Parameter]
     moments: Mapping[str, Sequence[str]]  # parameter → states of its shape
     blobs: Mapping[str, bytes]  # finished items
-    paths: Mapping[str, tuple]  # keys in the nested state dict
+    paths: Mapping[str, tuple[Any, ...]]  # keys in the nested state dict
     dropped: Mapping[str, str]
     missing: tuple[str, ...]
     unknown: Sequence[str]
 
 
-def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool) -> Contents:
-    """Gather what the sections of `reader` become. Raises CheckpointError where the optimizer does not fit."""
+def collect(
+    reader: CatalogReader, spelling: Spelling, sections: Mapping[str, str], *, allow_missing: bool
+) -> ReshardedContents:
+    """Plan all sections of `reader`. Raises CheckpointError where the optimizer does not match the model."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
     used = {fqn: name for fqn, name in spelling.weights.items() if name in reader.tensors}
     row_orders = {fqn: order for fqn, order in names.row_orders.items() if fqn in used} | optimizer.row_orders
     used |= optimizer.tensors | {name: name for name in optimizer.numbers}
-    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: where their bytes lie; or made here
+    copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: entries that are copied, and new items
     others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
     for name in others:
         if name in reader.catalog.blobs:
@@ -48,7 +51,7 @@ def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, st
     view = View(source, {n: source.tensors[held] for n, held in used.items()}, row_orders, Ledger(used))
     read = cache(reader.read_blob)  # a group's settings go to each of its parameters
     paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*used, *copied, *items)}
-    return Contents(
+    return ReshardedContents(
         source=view,
         parameters=names.parameters,
         moments=optimizer.moments,
@@ -60,8 +63,8 @@ def collect(reader: CatalogReader, spelling: Spelling, sections: Mapping[str, st
     )
 
 
-def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple:
-    """Where an entry lies in the nested state dict: as it did, or as the trainer nests what is translated."""
+def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:
+    """The keys of an entry in the nested state dict: unchanged, or the trainer's for translated entries."""
     if spelling.names.are_native or sections.get(name, MODEL) not in (MODEL, OPTIMIZER):
         return catalog.path_of(name)
     head, _, rest = name.partition(".")

@@ -1,8 +1,8 @@
-"""The optimizer of a training checkpoint: which state belongs to which parameter, checked, under titan's names.
+"""Plan the optimizer of a training checkpoint: assign states to parameters, check them, translate their names.
 
-Native names stay as they are. Other namings are translated: a state takes its parameter's native name and, where the
-naming orders rows differently, its permutation; settings that lie in numbered groups are told for each parameter, as
-torch's `flatten_optimizer_state_dict` and the trainer do, because group numbers collide between pipeline stages.
+Native names do not change. Other namings are translated: a state gets its parameter's native name and, where the naming
+orders rows differently, its permutation; settings of numbered groups are written for each parameter, as in torch's
+`flatten_optimizer_state_dict` and in the trainer, because group numbers collide between pipeline stages.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ class ParameterNames:
     parameters: Sequence[Parameter]
     native: Mapping[str, str]  # as spelled in the checkpoint → native name
     row_orders: Mapping[str, np.ndarray]  # native name → for each row of a head, the checkpoint's row (see View)
-    are_native: bool  # nothing is to be translated
+    are_native: bool  # nothing needs translation
     tied: bool
 
 
@@ -48,25 +48,27 @@ class OptimizerPlan:
 
     tensors: dict[str, str] = field(default_factory=dict)  # name to write → tensor that it is read from
     row_orders: dict[str, np.ndarray] = field(default_factory=dict)  # by name to write
-    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # 0-dim tensors that were no tensors before
+    numbers: dict[str, np.ndarray] = field(default_factory=dict)  # 0-dim tensors made of plain values
     moments: dict[str, list[str]] = field(default_factory=dict)  # parameter → names to write of states of its shape
     blobs: dict[str, str] = field(default_factory=dict)  # name to write → value whose bytes are copied
     items: dict[str, bytes] = field(default_factory=dict)  # name to write → finished item of a value that was a tensor
     dropped: dict[str, str] = field(default_factory=dict)  # the checkpoint's name → reason
-    without_state: list[str] = field(default_factory=list)  # parameters that lack states, where that is allowed
-    unknown: list[str] = field(default_factory=list)  # entries that are neither state nor setting; kept as they are
+    without_state: list[str] = field(default_factory=list)  # parameters that lack states, if that is allowed
+    unknown: list[str] = field(default_factory=list)  # entries that are neither state nor setting; copied unchanged
 
 
 def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missing: bool = False) -> OptimizerPlan:
     """Plan the optimizer section of `reader`. Raises CheckpointError with everything that does not match the model.
 
-    Parameters need not have the same kinds of state (Muon beside AdamW), but one whose kinds are a part of another's
-    lacks some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: nothing says whose they are.
+    Parameters need not have the same kinds of state (Muon and AdamW), but one with a subset of another's kinds lacks
+    some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: their parameters are unknown.
     """
     plan, problems = OptimizerPlan(), []
     shapes = {p.fqn: p.shape for p in names.parameters}
     kinds_of: dict[str, set[str]] = {fqn: set() for fqn in shapes}
-    second: list[tuple[str, str]] = []  # (name to write, tensor) of a tied model's output, which the embedding has too
+    second: list[
+        tuple[str, str]
+    ] = []  # (name to write, tensor) of a tied model's output, in addition to the embedding's
     entries = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if n.startswith(f"{OPTIMIZER}.")]
     for name in entries:
         if name.startswith(GROUPS):
@@ -84,7 +86,7 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
             kinds_of[owner].add(kind)
             problems += _plan_state(plan, reader, names, name, owner, kind, shapes[owner])
     for target, name in second:
-        problems += _settle_second(plan, reader, target, name)
+        problems += _plan_second(plan, reader, target, name)
     if any(kinds_of.values()):
         lacking = {fqn: told for fqn, kinds in kinds_of.items() if (told := _lacking(kinds, kinds_of.values()))}
         if allow_missing:
@@ -98,7 +100,7 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
 
 
 def _owner(rest: str, native: Mapping[str, str]) -> tuple[str, str]:
-    """(native name of the parameter, what of it) of `<name>.<what>`; ("", …) where no parameter is called so."""
+    """(native name of the parameter, kind) of `<name>.<kind>`; ("", …) where there is no such parameter."""
     at = rest.rfind(".")
     while at > 0:
         if rest[:at] in native:
@@ -129,7 +131,7 @@ def _plan_state(
     elif info.shape and kind in _LIKE_PARAMETER:
         return [f"shape       {name}  is {list(info.shape)}, its parameter {list(shape)}"]
     elif info.shape and owner in names.row_orders:
-        return [f"rows        {name}  {list(info.shape)}: nothing says how to permute it as its parameter is"]
+        return [f"rows        {name}  {list(info.shape)}: its permutation is unknown"]
     plan.tensors[target] = name
     return []
 
@@ -137,30 +139,30 @@ def _plan_state(
 def _plan_value(
     plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, name: str, target: str, kind: str
 ) -> list[str]:
-    """A state that is no tensor. Old torch counts steps in plain numbers; whoever resumes wants a tensor."""
+    """Plan a state that is not a tensor: old versions of torch count steps in plain numbers, new ones in tensors."""
     if names.are_native or kind != "step":
         plan.blobs[target] = name
         return []
     value = read_blob_item(reader.read_blob(name), what=name)
     if type(value) not in (int, float):
-        return [f"value       {name}  is {value!r:.40}, no number of steps"]
+        return [f"value       {name}  is {value!r:.40}, not a number of steps"]
     plan.numbers[target] = np.array(value, np.float32)
     return []
 
 
-def _settle_second(plan: OptimizerPlan, reader: CatalogReader, target: str, name: str) -> list[str]:
-    """A tied model has one optimizer state for its one weight: a second one must be the same, bit for bit."""
+def _plan_second(plan: OptimizerPlan, reader: CatalogReader, target: str, name: str) -> list[str]:
+    """Drop a second state of a tied weight, which must be equal bit for bit."""
     known = plan.tensors.get(target)
     if known is None or reader.tensors.get(name) != reader.tensors[known]:
         return [f"tied        {name}: the embedding has no such state"]
     if first_differing_block(reader, known, reader, name):
-        return [f"tied        {name}: is not {known}, though the model is tied"]
+        return [f"tied        {name}: differs from {known}, but the model is tied"]
     plan.dropped[name] = TIED_REASON
     return []
 
 
 def _lacking(kinds: set[str], others: Iterable[set[str]]) -> list[str]:
-    """Kinds of state that another parameter has beside all of these; `*` where this one has none at all."""
+    """Kinds of state that another parameter has in addition to these; `*` where this one has none."""
     if not kinds:
         return ["*"]
     return sorted(set().union(*(other for other in others if kinds < other)) - kinds)
@@ -169,16 +171,16 @@ def _lacking(kinds: set[str], others: Iterable[set[str]]) -> list[str]:
 def _plan_groups(
     plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, entries: Sequence[str]
 ) -> list[str]:
-    if names.are_native:  # in whatever style: the bytes are right as they are
+    if names.are_native:  # in any style: the bytes need no change
         for name in entries:
             _keep(plan, reader, name)
         return []
-    problems = []
+    problems: list[str] = []
     members = _group_members(reader, names, entries, problems.append)
     for name in entries:
         rest = name.removeprefix(GROUPS)
         number, _, key = rest.partition(".")
-        owners = members.get(number, ())
+        owners: Sequence[str] = members.get(number, ())
         if not number.isdecimal():
             owner, key = _owner(rest, names.native)
             owners = (owner,)
@@ -192,16 +194,16 @@ def _plan_groups(
             plan.dropped[name] = "each setting names its parameter"
             continue
         made = None
-        if name in reader.tensors:  # a learning rate may be one, for torch.compile's sake
+        if name in reader.tensors:  # a learning rate may be a tensor, for torch.compile
             info = reader.tensors[name]
             if not is_number(info):
-                problems.append(f"value       {name}  is {info.dtype} {list(info.shape)}, no setting")
+                problems.append(f"value       {name}  is {info.dtype} {list(info.shape)}, not a setting")
                 continue
             made = number_item(reader, name)
         for owner in owners:
             target = f"{GROUPS}{owner}.{key}"
             if target in plan.blobs or target in plan.items:
-                problems.append(f"twice       {name}  is told of {owner} already")
+                problems.append(f"twice       {name}  is a repeated setting of {owner}")
             if made is not None:
                 plan.items[target] = made
             else:
@@ -220,7 +222,7 @@ def _group_members(
             continue
         listed = read_blob_item(reader.read_blob(name), what=name) if name in reader.catalog.blobs else None
         if not isinstance(listed, list | tuple):
-            complain(f"value       {name}  is no list of parameters")
+            complain(f"value       {name}  is not a list of parameters")
             continue
         strangers = [str(spelled) for spelled in listed if not (type(spelled) is str and spelled in names.native)]
         if strangers:
@@ -242,7 +244,7 @@ def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
         if numbered
         else "",
         tries=[
-            f"--drop {OPTIMIZER}, to go on without it",
+            f"--drop {OPTIMIZER}, to continue without it",
             *(
                 ["--allow-missing, where parameters were frozen"]
                 if any(p.startswith("missing") for p in problems)
@@ -253,7 +255,7 @@ def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:
 
 
 class WithNumbers:
-    """A TensorSource with a few more 0-dim tensors, held in memory."""
+    """A TensorSource with additional 0-dim tensors in memory."""
 
     def __init__(self, source: TensorSource, numbers: Mapping[str, np.ndarray]):
         self.source = source
@@ -270,6 +272,6 @@ def is_number(info: TensorInfo) -> bool:
 
 
 def number_item(source: TensorSource, name: str) -> bytes:
-    """The finished item of a tensor's one number, as a plain int or float."""
+    """The item of a 0-dim tensor's number, as a plain int or float."""
     value = source.read(name, Box((), ()))
     return blob_item(float(value) if DTYPES[source.tensors[name].dtype].is_floating else int(value))

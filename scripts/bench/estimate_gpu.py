@@ -104,9 +104,9 @@ def main() -> None:
 
 def predict(case: Case, gpu: str) -> dict[str, float]:
     """Peaks of the steady step in GiB, as estimated."""
+    from titan_tools.memory.expand.ranks import trace_rank
     from titan_tools.memory.replay.replay import replay
-    from titan_tools.memory.trace.kernels.kernels import gpu_kernels
-    from titan_tools.memory.trace.traced import trace_rank
+    from titan_tools.memory.trace.kernels import gpu_kernels
 
     print(case.name, file=sys.stderr, flush=True)
     trace = trace_rank(case.config, case.args, case.dims, rank=0, kernels=gpu_kernels(GPUS[gpu]))

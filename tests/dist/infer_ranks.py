@@ -60,12 +60,12 @@ def _be_rank(rank, num, port, arguments, streams, patience):
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     import torch
 
+    from titan_tools.infer import process_group
     from titan_tools.infer.model import shared_memory
-    from titan_tools.infer.ranks import join
 
     torch.set_num_threads(1)
     if patience:
-        join.COLLECTIVE_TIMEOUT, join.own_machine = patience, lambda: (f"machine {rank}", "")
+        process_group.COLLECTIVE_TIMEOUT, process_group.machine_identity = patience, lambda: (f"machine {rank}", "")
         shared_memory._open = lambda *_, **__: None
     cli.main()
 

@@ -98,6 +98,14 @@ def test_the_commands_of_the_page_run(folder):
 
 
 @pytest.mark.slow
+def test_the_script_for_torchrun_trains(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_mine.py"]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.read_losses(folder / "torchrun-outputs").keys() == set(range(1, 7))
+
+
+@pytest.mark.slow
 def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
     layouts = {
         "one": {},

@@ -19,11 +19,10 @@ from tests.json_lines import write_lines
 from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.ranks.group import Ranks
-from titan_tools.infer.ranks.join import _neighbours
-from titan_tools.infer.ranks.machine import own_machine
+from titan_tools.infer.identity import check_same_inputs
+from titan_tools.infer.process_group import _machine_group
+from titan_tools.infer.ranks import TPRanks, machine_identity
 from titan_tools.infer.request import Request
-from titan_tools.infer.same_inputs import check_inputs
 
 CPU = torch.device("cpu")
 TELLS_TIME = "{{ strftime_now('%H:%M:%S.%f') }}{{ messages[0].content }}"
@@ -66,7 +65,7 @@ def infer(asked, place, num=2, part_bytes=manifest._PART_BYTES, machines=((0, 1)
     manifest._PART_BYTES, manifest._sum_part = part_bytes, noted
     try:
         with chdir(place / str(rank)), redirect_stdout(out), redirect_stderr(err):
-            ranks = Ranks(num, rank, CPU, world, _neighbours(machines, world))
+            ranks = TPRanks(num, rank, CPU, world, _machine_group(machines, world))
             infer_run._infer(ranks.done_by_first(lambda: request), ranks)
     except TitanError as error:
         wrong = f"{error.message}\nhint: {error.hint}" if len(machines) > 1 else error.message
@@ -94,8 +93,7 @@ def test_the_first_chooses_the_step_and_the_time_and_tells_once(pools, dcp_folde
     told = first[1].splitlines()
     assert told[0] == "reading run/step-20" and told[-1] == "reading run/step-10"
     assert (
-        sum(line.startswith("WARNING: passing over a damaged step: run/step-20: changed or damaged") for line in told)
-        == 1
+        sum(line.startswith("WARNING: skipping a damaged step: run/step-20: changed or damaged") for line in told) == 1
     )
 
 
@@ -124,7 +122,7 @@ def test_each_machine_reads_its_own_copy_for_damage(pools, dcp_folder, tmp_path)
     asked, machines = {"checkpoint": Path("run/step-20"), "text": "def main("}, ((0,), (1,))
     for rank, (out, err, wrong, read) in enumerate(pools[2].run(infer, asked, tmp_path, 2, size // 4 + 1, machines)):
         assert (out, err) == ("", "") and f"\n  {name}: its bytes have changed (CRC32)\nhint: " in wrong
-        assert wrong.endswith(f"; seen by rank 1 on {own_machine()[0]}")
+        assert wrong.endswith(f"; on rank 1 of {machine_identity()[0]}")
         assert len({start for file, start in read if file == name}) == 4, rank
     first, _ = pools[2].run(infer, asked | {"checkpoint": Path("run")}, tmp_path, 2, size // 4 + 1, machines)
     alone = infer(asked | {"checkpoint": Path("run/step-10")}, tmp_path, 1)
@@ -188,15 +186,15 @@ def test_ranks_that_read_something_else_are_refused(pools, tmp_path, what, chang
     for out, err, wrong, _ in told:
         assert (out, err) == ("", "")
         said = rf"ranks do not read the same {what}:\n  rank 0: {tmp_path}/0/{place} on (\S+)\n"
-        assert re.fullmatch(rf"{said}  rank 1: {tmp_path}/1/{place} on \1, which is another one", wrong), wrong
+        assert re.fullmatch(rf"{said}  rank 1: {tmp_path}/1/{place} on \1 \(different\)", wrong), wrong
 
 
 def test_every_rank_is_named_where_they_read_different_things():
     read = [{"batch": (identity, f"/data/in on {host}")} for identity, host in (("a", "n0"), ("a", "n1"), ("b", "n2"))]
-    check_inputs(read[:2])
+    check_same_inputs(read[:2])
     with pytest.raises(ConfigError) as raised:
-        check_inputs(read)
-    places = ["rank 0: /data/in on n0", "rank 1: /data/in on n1", "rank 2: /data/in on n2, which is another one"]
+        check_same_inputs(read)
+    places = ["rank 0: /data/in on n0", "rank 1: /data/in on n1", "rank 2: /data/in on n2 (different)"]
     assert raised.value.message.splitlines()[1:] == [f"  {place}" for place in places]
 
 
@@ -222,7 +220,7 @@ def test_ranks_read_no_weights_where_nothing_is_left_to_do(pools, tmp_path):
 
 
 def first_says(num):
-    ranks = Ranks(num, dist.get_rank(), CPU, dist.group.WORLD)
+    ranks = TPRanks(num, dist.get_rank(), CPU, dist.group.WORLD)
     return ranks.done_by_first(lambda: ranks.rank)
 
 

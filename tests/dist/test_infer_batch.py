@@ -14,11 +14,11 @@ from converters.errors import ConfigError
 from converters.weights import open_native
 from tests.tiny_llama import write_llama
 from titan_tools.infer import report
-from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.loading import prepare_work
 from titan_tools.infer.model.load import load_model
-from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.tasks.batch import prepare_batch
 from titan_tools.infer.tasks.score import prepare_score
@@ -41,7 +41,7 @@ def continue_batch(folder, tp, score=False, held=False):
             patch.setenv("RANK", str(rank))
             patch.setenv("WORLD_SIZE", str(tp))
         with open_native(folder) as weights:
-            work = infer_run._look(request, weights)
+            work = prepare_work(request, weights)
             task = (prepare_score if score else prepare_batch)(work)
             model = load_model(weights.source, weights.info, dtype=torch.float32, device=cpu, tp=tp, rank=rank)
         if tp > 1:
@@ -51,7 +51,7 @@ def continue_batch(folder, tp, score=False, held=False):
             fcntl.flock(other, fcntl.LOCK_EX)
         # a rank's own streams go where the first test of the session had them go
         talk = stack.enter_context(redirect_stderr(stack.enter_context(redirect_stdout(io.StringIO()))))
-        ranks = Ranks(tp, rank, cpu, dist.group.WORLD if tp > 1 else None)
+        ranks = TPRanks(tp, rank, cpu, dist.group.WORLD if tp > 1 else None)
         try:
             task.run(Engine(model, rows=task.rows, room=task.room) if task.rows else None, ranks)
         except ConfigError as error:
@@ -113,7 +113,7 @@ def most_memory():
     rank = dist.get_rank()
     before, report._peak_resident_bytes = report._peak_resident_bytes, lambda: 100 * (rank + 1)
     try:
-        return report._peak_bytes(Ranks(2, rank, torch.device("cpu")))
+        return report._peak_bytes(TPRanks(2, rank, torch.device("cpu")))
     finally:
         report._peak_resident_bytes = before
 

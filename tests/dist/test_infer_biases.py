@@ -7,19 +7,19 @@ import torch.nn.functional as F
 from tests.biased_families import BIASED, registered, write_biased
 from tests.tiny_infer import load
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.model import packed
+from titan_tools.infer.model import linear as packed
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 
 
 def logits_of(folder, tp, how, packs):
     """This rank's logits of a prefill and of two decode steps behind it: [3, V]."""
-    least, packed._LEAST_BYTES = packed._LEAST_BYTES, 1
+    least, packed._LEAST_PACKED_BYTES = packed._LEAST_PACKED_BYTES, 1
     try:
         with registered():
             model = load(folder, tp=tp, rank=torch.distributed.get_rank(), quantize=how, packed=packs)
     finally:
-        packed._LEAST_BYTES = least
+        packed._LEAST_PACKED_BYTES = least
     engine = Engine(model, rows=1, room=64)
     return torch.stack([engine.prefill(0, TOKENS), *(engine.decode([token])[0] for token in (7, 8))]).tolist()
 

@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_on_another_machine_is_given_up(started, tmp_path):
     os.kill(ranks.processes[1].pid, signal.SIGSTOP)
     assert ranks.wait(0) == 3
     told = ranks.output[0].read_text(errors="replace")
-    assert "error: rank 0 has waited in vain for another rank\nhint: it hangs, was stopped, or its machine" in told
+    assert "error: rank 0 timed out while waiting for another rank\nhint: it hangs, was stopped, or its machine" in told
     assert "Traceback" not in told
 
 

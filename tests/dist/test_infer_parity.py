@@ -18,8 +18,8 @@ from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import NO_TEXT, complete, load
 from titan_tools.infer.decoding import generate as generation
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Settings
-from titan_tools.infer.decoding.sampling import Sampling, Seat, choose
+from titan_tools.infer.decoding.generate import GenerationSettings
+from titan_tools.infer.decoding.sampling import NoiseKey, Sampling, choose
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
 from titan_tools.infer.text.prompts import Prompt
 
@@ -126,7 +126,7 @@ class Known:
             while said != alone:
                 model = model or load(self.folder)
                 at = next(i for i in range(len(said)) if said[i] != alone[i])
-                seat = Seat(str(number), 0, len(prompt) + at)
+                seat = NoiseKey(str(number), 0, len(prompt) + at)
                 logits_V = Engine(model, rows=1, room=seat.position).prefill(0, [*prompt, *said[:at]])
                 moved_BV = logits_V + CLOSE_CALL * (2 * torch.rand((200, VOCAB), generator=noise) - 1)
                 assert said[at] in choose(moved_BV, SEEDED, [seat] * 200), f"token {at} of prompt {number}"
@@ -134,7 +134,7 @@ class Known:
                 alone = said[: at + 1]
                 if len(alone) < len(said):
                     rest = Prompt(str(number), "", [*prompt, *alone])
-                    settings = Settings(len(said) - len(alone), SEEDED)
+                    settings = GenerationSettings(len(said) - len(alone), SEEDED)
                     engine = Engine(model, rows=1, room=len(prompt) + len(said))
                     (told,) = generation.generate(engine, [rest], settings, NO_TEXT)
                     alone = [*alone, *told.tokens]

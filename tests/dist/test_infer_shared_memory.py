@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.model import shared_memory
-from titan_tools.infer.model.shared_memory import PLACE_BYTES, share_memory, sum_in_shared_memory
+from titan_tools.infer.model.shared_memory import SLOT_BYTES, share_memory, sum_in_shared_memory
 from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives
-from titan_tools.infer.ranks.join import LostRank
+from titan_tools.infer.process_group import LostRank
 
 # The last one goes as messages in fp32; an odd number of them, so that each comes in both dtypes
-SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (5,), (2, PLACE_BYTES // 8 + 1)]
+SHAPES = [(1, 1, 64), (3, 1, 5), (1, 7, 33), (5,), (2, SLOT_BYTES // 8 + 1)]
 
 
 def part_of(rank, number, shape, dtype):
@@ -76,7 +76,7 @@ def without(tp, hidden):
             setattr(shared_memory, hidden, ORIGINALS[hidden])
 
 
-ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "watch_ends")}
+ORIGINALS = {name: getattr(shared_memory, name) for name in ("_open", "open_pidfds")}
 
 
 @pytest.mark.parametrize("hidden", ORIGINALS)

@@ -8,7 +8,7 @@ from converters.families.base import ModelArgs
 from tests.dist.training import Layout, args_of
 from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.sections import Config
 from trainer.job import resolve
 

@@ -187,7 +187,7 @@ def test_ranks_are_given_the_time_to_join_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("trainer.train.StopRequest.listen", lambda self: None)
-    monkeypatch.setattr("trainer.watching.flight_recorder.FlightRecorder.switch_on", lambda self: None)
+    monkeypatch.setattr("trainer.observability.flight_recorder.FlightRecorder.switch_on", lambda self: None)
     with pytest.raises(Joined) as told:
         trainer.train.main(Config(comm=Comm(init_timeout_seconds=66)))
     assert told.value.args == (timedelta(seconds=66),)

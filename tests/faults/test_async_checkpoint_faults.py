@@ -51,8 +51,8 @@ def _writers_of(process_ids):
 @pytest.mark.parametrize(
     ("mode", "how", "victim"),
     [
-        ("async", "stuck_in_commit", 1),
         ("async_with_pinned_mem", "stuck_in_data", 0),
+        pytest.param("async", "stuck_in_commit", 1, marks=pytest.mark.slow),
         pytest.param("async", "stuck_in_data", 0, marks=pytest.mark.slow),
         pytest.param("async_with_pinned_mem", "stuck_in_commit", 1, marks=pytest.mark.slow),
     ],

@@ -22,7 +22,7 @@ KEYS = {
     "checkpoint": {"interval": 1, "keep_latest_k": 2},
 }
 ALL_KEPT = KEYS | {"checkpoint": {"interval": 1, "keep_latest_k": 0}}
-OFTEN = {("half of the data", 1), ("data, no metadata", 0), ("manifest, no rename", 0), ("in the purge", 0)}
+OFTEN = {("half of the data", 1), ("manifest, no rename", 0), ("in the purge", 0)}
 CASES = [
     pytest.param(phase, victim, marks=() if (phase, victim) in OFTEN else pytest.mark.slow)
     for phase in PHASES
@@ -94,7 +94,7 @@ def run_where_the_second_save_fails_on_one_rank(config):
         writer.write_data = write_data
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_save_that_one_rank_cannot_write_is_let_pass_by_all(pool, data, whole, tmp_path, mode):
     folder = tmp_path / "checkpoint"
     config = runs.make_config(data, tmp_path, **KEYS | {"checkpoint": KEYS["checkpoint"] | {"async_mode": mode}})

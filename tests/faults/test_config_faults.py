@@ -18,12 +18,6 @@ from trainer.job import resolve_job
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def titan(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "titan_tools", *arguments]
-    paths = {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=os.environ | paths | environment)
-
-
 # --- F1: unknown keys and flags
 
 
@@ -38,7 +32,7 @@ def titan(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.C
     ],
 )
 @pytest.mark.parametrize("command", [("train", "debug"), ("config", "check", "debug")], ids=" ".join)
-def test_f1_an_unknown_key_is_told_with_the_nearest_one(command, words, told):
+def test_f1_an_unknown_key_is_told_with_the_nearest_one(titan, command, words, told):
     done = titan(*command, *words)
     assert (done.returncode, done.stdout) == (2, "") and told in done.stderr, done.stderr
 
@@ -231,9 +225,10 @@ def test_f3_the_same_layouts_without_the_fault_are_fine(tmp_path):
     ],
     ids=["syntax", "twice", "open header", "yaml", "yaml tag", "json", "latin-1", "utf-16", "pickle", "huge", "deep"],
 )
-def test_f4_a_broken_file_is_told_with_line_and_column_and_nothing_runs(tmp_path, data, told):
+def test_f4_a_broken_file_is_told_with_line_and_column_and_nothing_runs(titan, monkeypatch, tmp_path, data, told):
     (tmp_path / "run.toml").write_bytes(data)
-    done = titan("train", "run.toml", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = titan("train", "run.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert told in done.stderr and "run.toml" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
@@ -247,7 +242,7 @@ def test_f4_a_byte_order_mark_is_no_fault(tmp_path):
 # --- F5: several places say something
 
 
-def test_f5_the_command_line_goes_before_the_file_before_the_default_and_each_is_named(tmp_path):
+def test_f5_the_command_line_goes_before_the_file_before_the_default_and_each_is_named(titan, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[training]\nsteps = 7\nseq_len = 64\n")
     done = titan("config", "show", str(path), "--training.steps", "9")
@@ -279,15 +274,16 @@ ONE_RANK += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enab
         (("debgu",), "titan config show debug"),
         (("folder",), "is a folder, not a config file"),
         (("--training.steps", "debug"), "the config comes before the overrides"),
-        (("debug", "--training.dataset_path", "nowhere"), "nowhere"),
+        pytest.param(("debug", "--training.dataset_path", "nowhere"), "nowhere", marks=pytest.mark.slow),
         (("debug", "--job.dump_folder", ""), "a folder, not an empty string"),
         (("debug", "--experimental.custom_import", "./nowhere.py"), "there is no such file or folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(tmp_path, words, told):
+def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(titan, monkeypatch, tmp_path, words, told):
     _make_places(tmp_path)
-    done = titan("train", *words, *(ONE_RANK if words[0] == "debug" else ()), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = titan("train", *words, *(ONE_RANK if words[0] == "debug" else ()))
     assert done.returncode == 2, done.stderr
     told_as_error = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "try: ", "hint: "))]
     assert told in "\n".join(told_as_error) and "Traceback" not in done.stderr
@@ -296,6 +292,7 @@ def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(tmp_path, words, told)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("--training.dataset_path", "nowhere"), "nowhere"),
         (("--training.dataset_path", "file"), "file"),
         (("--training.dataset_path", "folder"), "folder"),
         (("--model.hf_assets_path", "nowhere"), "is no folder"),

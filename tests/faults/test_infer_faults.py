@@ -16,9 +16,8 @@ from converters.errors import TitanError
 from tests.tiny_llama import BOS, EOS, ids_of, write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.tasks.batch_lines import read_batch
-from titan_tools.infer.tasks.made_with import MadeWith, write_made_with
-from titan_tools.infer.tasks.results_file import open_results
-from titan_tools.infer.tasks.results_lines import Expected
+from titan_tools.infer.tasks.results_file import ExpectedResults, open_results
+from titan_tools.infer.tasks.results_settings import ResultsSettings, write_results_settings
 from trainer.data import tokenizer as tokenizers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,7 +90,9 @@ def test_i1_a_prompt_may_lose_its_beginning(titan, hf):
         result = result_of(told)
         assert result["prompt_tokens"] == [BOS, *(ids_of("a" * 69 + "b" * 30)[1 - num_left :])]
         assert len(result["tokens"]) == num_new and result["prompt"] == cut[1]
-        assert f"the prompt lost {100 - num_left} tokens of its beginning (--truncate left), {num_left} stay" in told[2]
+        assert (
+            f"the prompt lost {100 - num_left} tokens of its beginning (--truncate left), {num_left} remain" in told[2]
+        )
         end = result_of(titan("infer", hf, "--prompt", cut[1][1 - num_left :], "--max-new-tokens", num_new, *cut[4:]))
         assert result["tokens"] == end["tokens"]
     kept = result_of(titan("infer", hf, "--prompt", "b" * 47, *cut[2:]))
@@ -99,7 +100,7 @@ def test_i1_a_prompt_may_lose_its_beginning(titan, hf):
 
 
 def test_i1_new_tokens_that_leave_no_place_for_a_prompt_are_refused(refused):
-    said = ["63 new tokens leave no place for a prompt in the model's context of 64 tokens"]
+    said = ["63 new tokens leave no room for a prompt in the model's context of 64 tokens"]
     refused("--prompt", "a" * 9, "--truncate", "left", "--max-new-tokens", "63", says=said)
 
 
@@ -108,7 +109,7 @@ EMPTY = {
     "white space": (" \n\t\u3000", "the prompt holds nothing but white space"),
     "special tokens": (
         "<|begin_of_text|><|end_of_text|>\n",
-        "the prompt '<|begin_of_text|><|end_of_text|>' is made of special tokens alone, and in a prompt they are text",
+        "the prompt '<|begin_of_text|><|end_of_text|>' consists of special tokens only, and in a prompt they are text",
     ),
 }
 
@@ -120,7 +121,7 @@ def test_i2_a_prompt_of_nothing_is_refused(refused, prompt, said):
 
 @pytest.mark.parametrize("prompt", ["<s>", "</s>", " <s> </s>\n", "<s><s>"])
 def test_i2_special_tokens_of_a_llama_2_are_nothing_too(refused, llama2, prompt):
-    said = f"the prompt {prompt.strip()!r} is made of special tokens alone, and in a prompt they are text"
+    said = f"the prompt {prompt.strip()!r} consists of special tokens only, and in a prompt they are text"
     assert "--from-bos" in refused("--prompt", prompt, says=[said], folder=llama2)
 
 
@@ -293,7 +294,7 @@ def test_i4_any_bytes_are_a_batch_or_told(tmp_path, content, lead):
         for line in read_batch(file, lambda line: line, keys=("prompt",)):
             assert isinstance(line.id, str | int)
             json.dumps([line.id, line.values], ensure_ascii=False).encode()
-    expected = Expected([(0, 0)], lambda key, result: "", MadeWith("model"))
-    write_made_with(file, expected.made_with)
+    expected = ExpectedResults([(0, 0)], lambda key, result: "", ResultsSettings("model"))
+    write_results_settings(file, expected.settings)
     with suppress(TitanError), open_results(file, expected) as results:
         assert file.read_bytes() == (lead if (0, 0) in results else b"")

@@ -1,4 +1,4 @@
-"""Batches of inference that are interrupted keep what is finished, and the same command goes on to the same file.
+"""Batches of inference that are interrupted keep what is finished, and the same command resumes to the same file.
 
 They run in a fork of this process, which pays for no start; Ctrl-C also in a process of its own.
 """
@@ -151,7 +151,7 @@ def test_a_request_to_stop_keeps_the_finished_lines(hf, batch, whole, tmp_path, 
 
     assert in_a_fork(command(hf, *batch), inject, tmp_path / "errors") == code
     assert batch[1].read_bytes().count(b"\n") == 2
-    hint = f"2 of 6 results are in {batch[1]}; the same command goes on from there"
+    hint = f"2 of 6 results are in {batch[1]}; the same command resumes there"
     assert (tmp_path / "errors").read_text().endswith(f"error: {said}\nhint: {hint}\n")
 
 
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_a_process_with_its_finished_lines(hf, batch):
     assert process.returncode == 130 and kept.endswith(b"\n")
     assert all(json.loads(line)["finish_reason"] for line in kept.split(b"\n")[:-1])
     # one more where the signal came between a line and its count
-    hints = [f"{kept.count(10) - more:,} of 5,000 results are in {out}; the same command goes on" for more in (0, 1)]
+    hints = [f"{kept.count(10) - more:,} of 5,000 results are in {out}; the same command resumes" for more in (0, 1)]
     assert any(f"error: interrupted\nhint: {hint}" in err for hint in hints) and "Traceback" not in err
 
 
@@ -180,7 +180,7 @@ def test_who_started_the_ranks_says_where_the_finished_lines_are(titan, hf, batc
 
     monkeypatch.setattr(infer_run, "run_ranks", interrupted)
     code, _, err = titan(*command(hf, *batch)[1:], "--tp", "2")
-    hint = f"finished results are in {batch[1]}; the same command goes on from there"
+    hint = f"finished results are in {batch[1]}; the same command resumes there"
     assert (code, err) == (130, f"error: interrupted\nhint: {hint}\n")
 
 

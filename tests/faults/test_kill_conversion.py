@@ -163,7 +163,10 @@ def sources(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("to", "how"), [("dcp", "new"), ("hf", "new"), ("hf", "exchange"), ("dcp", "aside")])
+@pytest.mark.parametrize(
+    ("to", "how"),
+    [("dcp", "new"), pytest.param("hf", "new", marks=pytest.mark.slow), ("hf", "exchange"), ("dcp", "aside")],
+)
 def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, to, how):
     """`aside`: a file system that cannot exchange two names, where a kill can come between two renames."""
     shutil.copytree(sources / ("hf" if to == "dcp" else "dcp"), tmp_path / "src")
@@ -249,7 +252,9 @@ def hearing_interrupts():
 
 
 @pytest.mark.usefixtures("hearing_interrupts")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_what_an_interrupt_ends_is_kept_with_resume_and_told(tmp_path, number, code):
     _sparse_llama(tmp_path / "src", num_layers=12)
     process = _start(tmp_path / "src", tmp_path / "out", "--resume")

@@ -22,7 +22,7 @@ from tests.dist.processes import ranks
 FSDP2 = runs.FSDP2  # accumulates twice
 STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
 PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
-SLOW = ("data", "forward")  # on either side of them a rank is killed in the normal set
+SLOW = ("data", "forward", "optim")
 
 
 def _fault(phase, what, rank):
@@ -42,7 +42,7 @@ def _fault(phase, what, rank):
 
     from trainer import train
     from trainer.models.llama3.model import TransformerBlock
-    from trainer.watching.report import Report
+    from trainer.observability.report import Report
 
     def before(owner, name, happen):
         original = getattr(owner, name)
@@ -101,7 +101,7 @@ def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, who
     with ranks(config, 2, tmp_path, partial(_fault, phase, _kill_oneself)) as running:
         ended = running.wait()
     assert ended[VICTIM].exit_code == -signal.SIGKILL and ended[VICTIM].told == {}
-    assert ended[0].exit_code == 3 and ended[0].secs - ended[VICTIM].secs < 2
+    assert ended[0].exit_code == 3 and ended[0].secs - ended[VICTIM].secs < 30  # and not a collective's timeout
     step = {"init": 1, "optim": STEP + 1}.get(phase, STEP)
     assert ended[0].told["message"].startswith(f"rank 0, step {step}: gloo:"), ended[0].told
     assert ", lost a peer: " in ended[0].told["message"] and ended[0].told["traceback"] == ""
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, who
 
 
 def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole, tmp_path):
-    config = runs.make_config(data, tmp_path, **FSDP2, comm={"train_timeout_seconds": 3})
+    config = runs.make_config(data, tmp_path, **FSDP2, comm={"train_timeout_seconds": 8})
     with ranks(config, 2, tmp_path, partial(_fault, "forward", _stop_oneself)) as running:
         ended = running.wait(0)
     told = ended[0].told
@@ -138,7 +138,7 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole
     else:
         last = read.stderr.splitlines()[-1]
         assert read.returncode == 0 and last.startswith(entries[-1]["profiling_name"].removeprefix("gloo:")), read
-    _assert_whole_after_another_start(config, tmp_path, whole)
+    _assert_whole_after_another_start(runs.make_config(data, tmp_path, **FSDP2), tmp_path, whole)
 
 
 def test_an_exception_on_one_rank_is_the_only_traceback(data, tmp_path):

@@ -15,9 +15,9 @@ from titan_tools.infer.decoding import engine as engine_file
 from titan_tools.infer.decoding import sampling as sampling_file
 from titan_tools.infer.decoding.cache import Prefill, Span, attention_kernels
 from titan_tools.infer.decoding.engine import Engine, RowTokens
-from titan_tools.infer.decoding.generate import Settings, generate
+from titan_tools.infer.decoding.generate import GenerationSettings, generate
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.decoding.split_keys import can_split
+from titan_tools.infer.decoding.static_decode import can_split
 from titan_tools.infer.model.quantize import quantize_weight
 from titan_tools.infer.text.prompts import Prompt
 
@@ -63,7 +63,7 @@ def tokens_of(num, *, seed=0):
 
 def said(model, prompts, *, rows, engine=None, **settings):
     """Tokens after each prompt; `engine`: how it decodes."""
-    settings = Settings(**settings)
+    settings = GenerationSettings(**settings)
     room = max(map(len, prompts)) + settings.max_new_tokens
     asked = [Prompt(str(n), "", list(tokens)) for n, tokens in enumerate(prompts)]
     completions = generate(Engine(model, rows=rows, room=room, **(engine or {})), asked, settings, NO_TEXT)

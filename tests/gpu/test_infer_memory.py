@@ -6,12 +6,11 @@ import torch
 from converters.weights import open_native
 from tests.tiny_infer import NO_TEXT, load
 from tests.tiny_llama import write_llama
-from titan_tools.infer import free_memory
+from titan_tools.infer import memory as free_memory
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.free_memory import free_bytes, rows_that_fit
-from titan_tools.infer.out_of_memory import OutOfMemory, memory_for_sequences
-from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.memory import OutOfMemory, free_bytes, memory_for_sequences, rows_that_fit
+from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 
@@ -29,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_rows_that_are_said_to_fit_do(folder, dtype):
-    model, ranks = load(folder, dtype=dtype, device=GPU), Ranks(1, 0, GPU)
+    model, ranks = load(folder, dtype=dtype, device=GPU), TPRanks(1, 0, GPU)
     with open_native(folder) as weights:
         args = weights.info.args
     a_row = ROOM * model.bytes_per_cached_token

@@ -6,7 +6,7 @@ from tests.gpu.running import write_job
 from tests.gpu.test_infer import ASK, COMMANDS
 from tests.gpu.test_training import CASES
 from titan_tools.infer import run
-from titan_tools.infer.options import check_options
+from titan_tools.infer.request import check_options
 from trainer.config.load import load_config
 from trainer.job import resolve_job
 

@@ -1,4 +1,4 @@
-"""titan config: look at a config, check it, bring an older one up to date, start one."""
+"""`titan config`: show, check, upgrade and create config files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 config_app = typer.Typer(
-    help="Show, check, upgrade and start config files.\n\n"
+    help="Show, check, upgrade and create config files.\n\n"
     "\b\nExamples:\n"
     "  titan config show debug\n"
     "  titan config init llama3_8b my_run.toml\n"
@@ -42,20 +42,22 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
         note(f"not read: {line}")
 
 
-@config_app.command("check", short_help="Check a config as training would.", context_settings=_OVERRIDES)
+@config_app.command("check", short_help="Check a config as training does.", context_settings=_OVERRIDES)
 def check(
     context: typer.Context,
     config: _Source,
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", min=1, metavar="N", help="Ranks of the job; default: what the degrees need."),
+        typer.Option(
+            "--world-size", min=1, metavar="N", help="Ranks of the job; default: as many as the degrees need."
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Check a config as training would: keys, values, model, and the layout on that many ranks. Exit code 0 or 2.
+    """Check a config as training does: keys, values, model, and the layout on the given ranks. Exit code 0 or 2.
 
-    What training reads and writes is looked for, too: the dump folder, tokenizer, data and initial checkpoint. Of a
-    preset and of defaults it may be missing yet, which is said.
+    The paths that training uses are checked too: dump folder, tokenizer, data and initial checkpoint. If a path of a
+    preset or a default does not exist yet, a note says so.
 
     \b
     Examples:
@@ -82,27 +84,25 @@ def check(
         note(f"not checked: {line}")
 
 
-@config_app.command("upgrade", short_help="Bring an older file to today's vocabulary.")
+@config_app.command("upgrade", short_help="Upgrade a file of an older torchtitan.")
 def upgrade(
     old: Annotated[Path, typer.Argument(metavar="OLD.toml", help="The file to read.")],
-    new: Annotated[
-        Path | None, typer.Argument(metavar="NEW.toml", help="The file to write; without one the text goes to stdout.")
-    ] = None,
-    in_place: Annotated[bool, typer.Option("--in-place", help="Write the new text over the old file.")] = False,
+    new: Annotated[Path | None, typer.Argument(metavar="NEW.toml", help="The file to write; default: stdout.")] = None,
+    in_place: Annotated[bool, typer.Option("--in-place", help="Replace the old file.")] = False,
     check_only: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit code 1 where something would change.")
+        bool, typer.Option("--check", help="Write nothing; exit with 1 if something would change.")
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Bring a TOML file of an older torchtitan to today's vocabulary: renamed and moved keys, values that changed.
+    """Upgrade a TOML file of an older torchtitan: rename and move keys, and translate values.
 
     \b
     Examples:
       titan config upgrade old.toml new.toml
       titan config upgrade old.toml --check
 
-    Comments and order stay; each change is told with its reason. What cannot be translated is listed, and then nothing
-    is written (exit code 2). A file of today stays as it is, byte for byte.
+    Comments and order are kept, and each change is reported with its reason. If something cannot be translated, it is
+    listed and nothing is written (exit code 2). A current file is not changed.
     """
     from converters.errors import ConfigError, list_offenders
     from titan_tools.console import note, print_json
@@ -139,13 +139,13 @@ def upgrade(
         raise typer.Exit(1)
 
 
-@config_app.command("init", short_help="Write a preset to a file of your own.")
+@config_app.command("init", short_help="Write a preset to a file.")
 def init(
-    preset: Annotated[str | None, typer.Argument(help="Preset to start from; without one they are listed.")] = None,
+    preset: Annotated[str | None, typer.Argument(help="Preset to start from; default: list the presets.")] = None,
     out: Annotated[Path | None, typer.Argument(help="File to write; default: PRESET.toml.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Write a preset to a file of your own, to edit; or list the presets.
+    """Write a preset to a file for editing; or list the presets.
 
     \b
     Examples:

@@ -1,9 +1,10 @@
 """titan convert: the same weights in another format. The commands are made from the records of the formats."""
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -52,6 +53,9 @@ _AUTO = CommandHelp(
 )
 
 
+_FormatName = StrEnum("_FormatName", {name: name for name in FORMATS})
+
+
 def _common_options(
     model_from: ModelFrom = None,
     dtype: DType = None,
@@ -80,7 +84,7 @@ def _register(
     parameters = [argument("src", Source), argument("dst", Annotated[Path, dst])]
     if to is None:
         option = typer.Option(help="The format to write.", show_default=False)
-        parameters.append(argument("to", Annotated[Literal[tuple(FORMATS)], option]))
+        parameters.append(argument("to", Annotated[_FormatName, option]))
     for field in takes:
         option = format_option(field)
         parameters.append(argument(OPTIONS[field].parameter, Annotated[OPTIONS[field].kind | None, option], None))
@@ -97,7 +101,7 @@ def _register(
         report = convert(
             src,
             dst,
-            to=to or values.pop("to"),
+            to=to or str(values.pop("to")),
             source=source,
             options=OutputOptions(**options),
             digests=not no_digest,

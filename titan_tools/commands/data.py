@@ -1,4 +1,4 @@
-"""titan data: turn text into a token index for training."""
+"""`titan data prepare`: turn text into a token index for training."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ data_app = typer.Typer(
 
 @data_app.callback()
 def _keep_the_group() -> None:
-    """A Typer group with one command would lose that command's name without a callback."""
+    """Without a callback Typer would drop the name of a group's only command."""
 
 
 @data_app.command("prepare", short_help="Turn text into a token index.")
@@ -27,40 +27,38 @@ def prepare(
         typer.Argument(
             metavar="SOURCE",
             help="Files (.txt, .md, .py, JSON lines also .gz and .zst, .parquet, .npy of token ids) and folders; "
-            "default: Python's own sources.",
+            "default: the Python standard library.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder of the index.")] = Path("data"),
+    out: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Folder to write the index to.")] = Path("data"),
     vocab_size: Annotated[
-        int, typer.Option("--vocab-size", metavar="N", help="Tokens of the tokenizer that is trained.")
+        int, typer.Option("--vocab-size", metavar="N", help="Vocabulary size of the tokenizer to train.")
     ] = 2048,
     tokenizer: Annotated[
         Path | None,
-        typer.Option("--tokenizer", metavar="FOLDER", help="Folder with a tokenizer to use; none is trained."),
+        typer.Option("--tokenizer", metavar="FOLDER", help="Folder with the tokenizer to use instead of training one."),
     ] = None,
     held_out: Annotated[
-        float, typer.Option("--held-out", metavar="SHARE", help="Share of the text kept for validation; 0: none.")
+        float, typer.Option("--held-out", metavar="SHARE", help="Share of the text to keep for validation; 0: none.")
     ] = 0.02,
     max_bytes: Annotated[
         int | None,
         typer.Option(
             "--max-bytes",
             metavar="N",
-            help="Read at most this much text: whole documents, but a first one that is longer is cut.",
+            help="Read at most this many bytes of text, in whole documents; only a longer first one is truncated.",
         ),
     ] = None,
     text_key: Annotated[
-        str, typer.Option("--text-key", metavar="KEY", help="Key, or parquet column, of the text.")
+        str, typer.Option("--text-key", metavar="KEY", help="JSON key or Parquet column of the text.")
     ] = "text",
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out and count documents that cannot be read.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is there.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count documents that cannot be read.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing index.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Turn text into a token index: memory-mapped tokens, document offsets, a held-out part, and the tokenizer.
 
-    Text comes from whole files, lines of JSON or rows of parquet. A .npy file of token ids is taken as it is.
+    Text is read from whole files, JSON lines or Parquet rows. A .npy file of token ids is used directly.
 
     \b
     Examples:

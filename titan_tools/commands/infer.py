@@ -1,4 +1,4 @@
-"""titan infer: what does this checkpoint say?"""
+"""The `titan infer` command: signature, help and examples."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -30,8 +30,8 @@ def infer(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="A DCP folder, a run's folder (its newest whole step), an HF folder or cache snapshot, Meta's "
-            "original one, torchtune's, or a torch file.",
+            help="A DCP folder, a run's folder (its newest complete step), an HF folder or cache snapshot, Meta's "
+            "original folder, torchtune's, or a torch file.",
             show_default=False,
         ),
     ],
@@ -43,7 +43,9 @@ def infer(
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="A prompt from a file: UTF-8, taken as it is, line ends included.", show_default=False
+            metavar="FILE",
+            help="Read the prompt from a file: UTF-8, taken as it is.",
+            show_default=False,
         ),
     ] = None,
     batch: Annotated[
@@ -58,7 +60,7 @@ def infer(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Where the results of --batch go, a JSON line each; a rerun skips finished ids. Default: stdout.",
+            help="Write the results of --batch here, a JSON line each; a rerun skips finished ids. Default: stdout.",
             show_default=False,
         ),
     ] = None,
@@ -66,20 +68,20 @@ def infer(
         bool,
         typer.Option(
             "--chat",
-            help="Put prompts into the checkpoint's chat template, as a user's message; without one, a conversation.",
+            help="Put prompts into the checkpoint's chat template as user messages; without a prompt, a conversation.",
         ),
     ] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system message of a chat.", show_default=False)
     ] = None,
     score: Annotated[
-        bool, typer.Option("--score", help="Log-likelihood and perplexity of the prompts; nothing is generated.")
+        bool, typer.Option("--score", help="Print log-likelihood and perplexity of the prompts; nothing is generated.")
     ] = False,
     truncate: Annotated[
         _Truncate | None,
         typer.Option(
             metavar="left",
-            help="left: drop the beginning of prompts that do not fit the context. Default: refuse them.",
+            help="left: drop the beginning of prompts that do not fit the context. Default: reject them.",
             show_default=False,
         ),
     ] = None,
@@ -87,14 +89,14 @@ def infer(
         bool, typer.Option("--from-bos", help="Allow an empty prompt: the begin-of-text token alone.")
     ] = False,
     special_tokens: Annotated[
-        bool, typer.Option("--special-tokens", help="Read special tokens written in a prompt as such, not as text.")
+        bool, typer.Option("--special-tokens", help="Read special tokens written in a prompt as tokens, not as text.")
     ] = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Default: 128, in a conversation 1024 or a quarter of its context; never more than fit.",
+            help="Default: 128, in a conversation 1024 or a quarter of its context; never more than fits.",
             show_default=False,
         ),
     ] = None,
@@ -110,8 +112,8 @@ def infer(
         typer.Option(
             min=2,
             metavar="N",
-            help="Tokens a conversation may hold (default: the model's, at most 8192), or of the windows that --score "
-            "reads (default: the model's).",
+            help="Tokens of a conversation (default: the model's, at most 8192), or of the windows of --score "
+            "(default: the model's).",
             show_default=False,
         ),
     ] = None,
@@ -119,7 +121,7 @@ def infer(
         bool,
         typer.Option(
             "--generation-config",
-            help="Follow the checkpoint's generation_config.json; other options given here come first.",
+            help="Follow the checkpoint's generation_config.json; options given here take precedence.",
         ),
     ] = False,
     temperature: Annotated[
@@ -141,7 +143,7 @@ def infer(
         float | None,
         typer.Option(
             metavar="P",
-            help="Leave out tokens less likely than this share of the likeliest one. Default: 0.",
+            help="Exclude tokens less likely than this share of the likeliest one. Default: 0.",
             show_default=False,
         ),
     ] = None,
@@ -149,7 +151,7 @@ def infer(
         float | None,
         typer.Option(
             metavar="X",
-            help="Divides the logits of tokens that were there before; 1 is none. Default: 1.",
+            help="Divide the logits of tokens that occurred before; 1 is none. Default: 1.",
             show_default=False,
         ),
     ] = None,
@@ -168,7 +170,7 @@ def infer(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: results and stats.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: results and stats.")] = False,
     tp: Annotated[
         int | None,
         typer.Option(
@@ -203,9 +205,7 @@ def infer(
         ),
     ] = None,
     model_from: ModelFrom = None,
-    request: Annotated[
-        Path | None, typer.Option(hidden=True, help="For ranks: what was asked of the first process.")
-    ] = None,
+    request: Annotated[Path | None, typer.Option(hidden=True, help="Internal: the request file for ranks.")] = None,
 ) -> None:
     """Generate text from a checkpoint of any format, without converting it.
 
@@ -230,7 +230,7 @@ def infer(
     if request is not None:
         infer(replace(load_request(request), checkpoint=checkpoint, tp=tp))
         return
-    chosen = {
+    options = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens,
     }  # fmt: skip
@@ -240,7 +240,7 @@ def infer(
             checkpoint,
             Sampling(temperature or 0.0, top_k, top_p, min_p or None, penalty, seed),
             generation_config=generation_config,
-            explicit=tuple(name for name, value in chosen.items() if value is not None),
+            explicit=tuple(name for name, value in options.items() if value is not None),
             text=read_prompt(text=prompt, file=prompt_file, source=source),
             batch=batch,
             out=out,

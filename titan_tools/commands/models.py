@@ -1,4 +1,4 @@
-"""titan models: what is supported."""
+"""`titan models`: list the supported model families and flavors."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ import typer
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """List model families and flavors, their sizes, and which commands take them.
+    """List model families and flavors, their sizes, and the commands that support them.
 
     \b
     Examples:

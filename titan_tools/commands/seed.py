@@ -1,4 +1,4 @@
-"""`titan seed`: first weights as a checkpoint, cut for the mesh of a config."""
+"""`titan seed`: write the initial weights as a checkpoint, sharded for the mesh of a config."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,12 +11,12 @@ from titan_tools.commands.convert_options import DEFAULT_WORKERS, Json, Workers
 def seed(
     context: typer.Context,
     config: Annotated[str, typer.Argument(help="A TOML file, or the name of a preset.", metavar="CONFIG")],
-    out: Annotated[Path, typer.Argument(help="The folder to make.", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="The folder to create.", metavar="OUT")],
     workers: Workers = DEFAULT_WORKERS,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT once the new one is complete.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write the first weights of a config's model as a DCP checkpoint, without building the model.
+    """Write the initial weights of a config's model as a DCP checkpoint, without building the model.
 
     \b
     Examples:
@@ -24,7 +24,7 @@ def seed(
       titan seed llama3_8b seed-8b --parallelism.tensor_parallel_degree 8 --debug.seed 1
       titan seed llama3_70b seed-70b --parallelism.data_parallel_shard_degree 8 --training.dtype bfloat16 --workers 8
 
-    The same weights that `titan train` begins with by itself, for any mesh; start from them with
+    They equal the weights that `titan train` starts with, for any mesh. To start from OUT:
     --checkpoint.initial_load_path OUT. Every key of the config can be given as --section.key VALUE;
     `titan config show CONFIG` lists them.
     """

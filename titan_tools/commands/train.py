@@ -1,4 +1,4 @@
-"""`titan train`: start the ranks of a job, or be one of them."""
+"""`titan train`: start the ranks of a job, or run one of them."""
 
 from typing import Annotated
 
@@ -13,19 +13,23 @@ def train(
         typer.Option(
             min=1,
             metavar="N",
-            help="Ranks to start on this machine. Else all GPUs; without GPUs, what the degrees need.",
+            help="Ranks to start on this machine. Default: all GPUs; without GPUs as many as the degrees need.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build one rank without memory and peers; say what it holds and sends.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Build one rank without memory or peers; report its parameters and collectives."
+        ),
     ] = False,
     world_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks of a dry run's job; default: what the degrees need.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks of the job of a dry run; default: as many as the degrees need."),
     ] = None,
     rank: Annotated[int, typer.Option(min=0, metavar="N", help="The rank that a dry run builds.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Of a dry run: one JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
 ) -> None:
-    """Train a model, resuming where its folder left off.
+    """Train a model, or resume from the newest checkpoint of the run.
 
     \b
     Examples:
@@ -33,11 +37,11 @@ def train(
       titan train config.toml --nproc 8 --parallelism.tensor_parallel_degree 2
       titan train llama3_405b --dry-run --world-size 512
 
-    Every key of the config can be given as --section.key VALUE; `titan config show CONFIG` lists them. Ranks are
-    started here; under torchrun or a scheduler that has started them, this process joins as one. On SIGTERM or SIGUSR1
-    it saves after the step and exits with 75.
+    Every key of the config can be given as --section.key VALUE; `titan config show CONFIG` lists them. The
+    command starts the ranks; under torchrun or a scheduler it runs one of them. On SIGTERM or SIGUSR1 it saves after
+    the step and exits with 75.
 
-    Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0); PYTORCH_ALLOC_CONF is
+    Environment: LOG_RANK=0,1 shows the log lines of these ranks (default 0). PYTORCH_ALLOC_CONF is set to
     expandable_segments:True unless it or PYTORCH_CUDA_ALLOC_CONF is set.
     """
     from converters.errors import ConfigError
@@ -45,7 +49,7 @@ def train(
     from titan_tools.memory.allocator_settings import choose_allocator
     from trainer.config.load import load_config
     from trainer.job import required_world_size, resolve_job
-    from trainer.watching.log_rank import shown_ranks
+    from trainer.observability.log import shown_ranks
 
     choose_allocator()  # before custom_import, which may load torch
     settings = load_config(config, context.args)
@@ -67,7 +71,7 @@ def train(
     if num_ranks > num_gpus > 0:
         raise ConfigError(
             f"{num_ranks} ranks, but {num_gpus} GPU{'s' if num_gpus > 1 else ''} on this machine",
-            hint="each rank needs a GPU of its own",
+            hint="each rank needs its own GPU",
             tries=[
                 f"degrees (--parallelism.…) that need {num_gpus}",
                 "CUDA_VISIBLE_DEVICES= titan train …, to run on the CPU",

@@ -1,4 +1,4 @@
-"""From the paths a user gives to folders: a run's newest whole step, what says the model, what has the tokenizer."""
+"""Find the checkpoint to read: the newest complete step of a run, and the folder of the tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,41 +14,42 @@ from titan_tools.infer.text.chat_template import has_template
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 from trainer.config.sections import Checkpoint
 
-_DATA = ".distcp"  # the files that hold tensors
+_DATA = ".distcp"  # suffix of the files with tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A checkpoint to try, and why newer steps than it were skipped; each reason is given once."""
+class FoundCheckpoint:
+    """A checkpoint to try, and why newer steps were skipped; each reason is given once."""
 
     folder: Path
-    is_step: bool = False  # of a run whose folder was named: where it is damaged, there may be an older one
+    is_step: bool = False  # of a run's folder: if it is damaged, an older one may be used
     skipped: tuple[str, ...] = ()
 
 
-def find_checkpoints(path: Path) -> Iterator[Found]:
-    """`path` itself, or those steps of a run's folder that look whole, newest first.
+def find_checkpoints(path: Path) -> Iterator[FoundCheckpoint]:
+    """`path` itself, or the steps of a run's folder that look complete, newest first.
 
-    Who asks for the next step has found the last one damaged, and reports that. Raises CheckpointError where no step is
-    left.
+    A caller that takes another step has found the one before damaged, and reports that. Raises CheckpointError where no
+    step is left.
     """
     run = _folder_of_steps(path)
     if run is None:
-        yield Found(path)
+        yield FoundCheckpoint(path)
         return
-    problems, num_told = [], 0
+    problems: list[str] = []
+    num_reported = 0
     for step in list_steps(run):
         folder = step_folder(run, step)
         problem = size_problem(folder) or _small_file_problem(folder)
         if not problem:
-            yield Found(folder, True, tuple(problems[num_told:]))
-            problem, num_told = "it is damaged", len(problems) + 1
+            yield FoundCheckpoint(folder, True, tuple(problems[num_reported:]))
+            problem, num_reported = "it is damaged", len(problems) + 1
         problems.append(f"{folder.name}: {problem}")
-    raise CheckpointError(f"no step in {run} is whole:" + list_offenders(problems))
+    raise CheckpointError(f"no step in {run} is complete:" + list_offenders(problems))
 
 
 def newest_step(path: Path) -> Path:
-    """The newest step with a .metadata where `path` is a run's folder, and a note that names it; else `path`."""
+    """The newest step with a .metadata file where `path` is a run's folder, with a note; else `path`."""
     run = _folder_of_steps(path)
     steps = [step_folder(run, step) for step in list_steps(run)] if run else []
     complete = [step for step in steps if (step / DCP_METADATA).is_file()]
@@ -58,17 +59,17 @@ def newest_step(path: Path) -> Path:
     others = f"; another step: titan verify {complete[1]}" if len(complete) > 1 else ""
     note(
         f"{path} is a run's folder: its newest step, {complete[0].name}, is verified"
-        + (f" ({cut_off}: no {DCP_METADATA}, a save that was cut off)" if cut_off else "")
+        + (f" ({cut_off}: no {DCP_METADATA}, an interrupted save)" if cut_off else "")
         + others
     )
     return complete[0]
 
 
 def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Path]) -> Path:
-    """The folder of the tokenizer: that of the checkpoint, which lies in `root`, else `model_from`'s.
+    """The folder of the tokenizer: the checkpoint's, `root`, else `model_from`.
 
-    `assets`: of the checkpoint that is open; with `model_from`, its tokenizer is the same as that of `root`, or none.
-    Then `model_from` may still have a chat template that `root` lacks. Raises CheckpointError where neither has one.
+    `assets`: of the open checkpoint. Where both folders have the tokenizer, it is the same one, and `model_from` is
+    chosen if only it has a chat template. Raises CheckpointError where neither has a tokenizer.
     """
     own, given = _tokenizer_in(root), _tokenizer_in(_folder_of(model_from)) if model_from else {}
     places = [root, *([_folder_of(model_from)] if model_from else [])]
@@ -84,20 +85,21 @@ def find_tokenizer(root: Path, model_from: Path | None, assets: Mapping[str, Pat
 
 
 def _small_file_problem(step: Path) -> str:
-    """What is wrong with a step's files that hold no tensors: reading them would fail before anything is compared."""
-    small = [name for name in read_manifest(step).files if not name.endswith(_DATA)]
+    """The problem of a step's files without tensors, which are read before the check for damage."""
+    manifest = read_manifest(step)
+    small = [name for name in manifest.files if not name.endswith(_DATA)] if manifest else []
     return "; ".join(check_files(step, small))
 
 
 def _folder_of_steps(path: Path) -> Path | None:
-    """Where the steps of a run are; None where `path` is no run's folder."""
+    """The folder with a run's steps; None where `path` is not a run's folder."""
     if not path.is_dir() or (path / DCP_METADATA).is_file():
         return None
     return next((folder for folder in _places_of_steps(path) if list_steps(folder)), None)
 
 
 def _places_of_steps(path: Path) -> list[Path]:
-    """Where a run may keep its steps: here, in the folder of that name, or in the one that it was told to take."""
+    """Where a run may keep its steps: here, in the default subfolder, or in the only other subfolder with steps."""
     usual = path / Checkpoint().folder
     others = [p for p in sorted(path.iterdir()) if p.is_dir() and not p.is_symlink() and p != usual and list_steps(p)]
     return [path, usual, *(others if len(others) == 1 else ())]

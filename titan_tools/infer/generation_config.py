@@ -1,6 +1,6 @@
-"""What a checkpoint's generation_config.json asks for, beside stop tokens: followed with --generation-config, or named.
+"""A checkpoint's generation_config.json: which fields --generation-config follows, and a note on them without it.
 
-As transformers' `generate` reads it, its defaults included (top_k is 50 where a file that samples names none).
+They mean what they mean to transformers' `generate`, defaults included (top_k is 50 where a file samples without one).
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,20 @@ from converters.errors import CheckpointError, ConfigError, UnsupportedError, li
 from converters.json_file import read_json
 from converters.model_info import ModelInfo
 from converters.names import HF_GENERATION_CONFIG
-from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.request import Request
 
-# What it takes to sample: field → what transformers takes where it is not there, and what switches it off
-_SAMPLING = {"temperature": (1.0, None), "top_k": (50, 0), "top_p": (1.0, 1.0), "min_p": (None, 0.0)}
+# Sampling fields: transformers' default, and the value without effect
+_SAMPLING: dict[str, tuple[float | None, float | None]] = {
+    "temperature": (1.0, None),
+    "top_k": (50, 0),
+    "top_p": (1.0, 1.0),
+    "min_p": (None, 0.0),
+}
 _LENGTHS = ("max_new_tokens", "max_length")
 FOLLOWED = {"do_sample", *_SAMPLING, "repetition_penalty", *_LENGTHS}
 ALWAYS_FOLLOWED = {"eos_token_id", "stop_strings", "bos_token_id"}
-# Fields that titan cannot follow → the value, beside null, with which they have no effect
-REFUSED = {
+# Fields that titan does not support → the value, besides null, without effect
+UNSUPPORTED: dict[str, Any] = {
     "begin_suppress_tokens": [], "bad_words_ids": [], "constraints": None, "diversity_penalty": 0.0,
     "dola_layers": None, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0, "exponential_decay_length_penalty": None,
@@ -31,8 +35,8 @@ REFUSED = {
     "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": 0.0, "sequence_bias": None, "suppress_tokens": [],
     "token_healing": False, "top_h": None, "typical_p": 1.0, "use_mtp": False, "watermarking_config": None,
 }  # fmt: skip
-_OF_SAMPLING_ALONE = {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}
-# Fields that change no token: of beams, encoder-decoders and output, and of speculation, which must not change any
+_ONLY_WHEN_SAMPLING = {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}
+# Fields that change no token: of beam search, encoder-decoders, output, and speculative decoding
 WITHOUT_EFFECT = {
     "_commit_hash", "_from_model_config", "assistant_confidence_threshold", "assistant_early_exit",
     "assistant_ensemble_weight", "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config",
@@ -47,73 +51,72 @@ WITHOUT_EFFECT = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The content of a generation_config.json, without what is null."""
+    """The content of a generation_config.json, without null values."""
 
     path: Path
     fields: Mapping[str, Any]
 
     @property
     def samples(self) -> bool:
-        return self._value("do_sample", bool, False)
+        value = self.fields.get("do_sample", False)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.path}: do_sample is {value!r:.60}, not a boolean")
+        return value
 
-    def number(self, name: str, otherwise: float | None) -> float | None:
-        return self._value(name, (int, float), otherwise)
+    def number(self, name: str) -> float | None:
+        """The value of a field; None without the field."""
+        value = self.fields.get(name)
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            raise CheckpointError(f"{self.path}: {name} is {value!r:.60}, not a number")
+        return value
 
     def length(self, name: str) -> int | None:
-        found = self.number(name, None)
+        found = self.number(name)
         if found is not None and (found != int(found) or found < 1):
             raise CheckpointError(f"{self.path}: {name} is {found}, not a number of tokens")
         return None if found is None else int(found)
 
-    def _value(self, name: str, kinds: type | tuple[type, ...], otherwise: Any) -> Any:
-        value = self.fields.get(name, otherwise)
-        if value is not otherwise and (not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool)):
-            raise CheckpointError(
-                f"{self.path}: {name} is {value!r:.60}, not a {'boolean' if kinds is bool else 'number'}"
-            )
-        return value
-
-    def not_followed(self, *, explicit: tuple[str, ...] = ()) -> list[str]:
-        """The fields that would change what `generate` makes, with their values, beside what is always followed."""
+    def effective_fields(self, *, explicit: tuple[str, ...] = ()) -> list[str]:
+        """The fields that change tokens, with their values, without those that are always followed."""
         names = []
         for name, value in self.fields.items():
             if name in explicit:
                 continue
             if name == "do_sample":
-                asks = self.samples
+                has_effect = self.samples
             elif name in _SAMPLING:
-                asks = self.samples and value not in (_SAMPLING[name][1], 1.0 if name == "temperature" else None)
+                has_effect = self.samples and value not in (_SAMPLING[name][1], 1.0 if name == "temperature" else None)
             elif name == "repetition_penalty":
-                asks = value != 1
+                has_effect = value != 1
             else:
-                asks = name in _LENGTHS or name in self._impossible()
-            if asks:
+                has_effect = name in _LENGTHS or name in self._unsupported()
+            if has_effect:
                 names.append(f"{name} {value!r:.60}")
         return names
 
-    def _impossible(self) -> list[str]:
+    def _unsupported(self) -> list[str]:
         return [
             name
             for name, value in self.fields.items()
-            if name in REFUSED and value != REFUSED[name] and (self.samples or name not in _OF_SAMPLING_ALONE)
+            if name in UNSUPPORTED and value != UNSUPPORTED[name] and (self.samples or name not in _ONLY_WHEN_SAMPLING)
         ]
 
-    def refuse_impossible(self) -> None:
-        """Raise UnsupportedError with every field that titan cannot follow."""
-        if impossible := self._impossible():
+    def require_supported(self) -> None:
+        """Raise UnsupportedError with every field that titan does not support."""
+        if unsupported := self._unsupported():
             raise UnsupportedError(
-                f"{self.path} asks for what titan's decoding cannot do:"
-                + list_offenders([f"{name} {self.fields[name]!r:.60}" for name in impossible]),
-                hint="without --generation-config they are left out, and a note says so",
+                f"{self.path} has fields that titan's decoding does not support:"
+                + list_offenders([f"{name} {self.fields[name]!r:.60}" for name in unsupported]),
+                hint="without --generation-config they are ignored, and a note says so",
             )
 
     def unknown(self) -> list[str]:
-        """Fields that transformers does not know either, or that are newer than this list."""
-        return sorted(self.fields.keys() - FOLLOWED - ALWAYS_FOLLOWED - REFUSED.keys() - WITHOUT_EFFECT)
+        """Fields that transformers does not have, or that are newer than these lists."""
+        return sorted(self.fields.keys() - FOLLOWED - ALWAYS_FOLLOWED - UNSUPPORTED.keys() - WITHOUT_EFFECT)
 
 
 def read_generation_config(folder: Path, info: ModelInfo) -> GenerationConfig | None:
-    """The checkpoint's, else that of the tokenizer's folder; None where there is none."""
+    """The checkpoint's file, else that in the tokenizer's folder; None without one."""
     path = info.assets.get(HF_GENERATION_CONFIG) or find_assets(folder).get(HF_GENERATION_CONFIG)
     if path is None:
         return None
@@ -121,50 +124,66 @@ def read_generation_config(folder: Path, info: ModelInfo) -> GenerationConfig | 
 
 
 def follow(config: GenerationConfig | None, request: Request, *, folder: Path, vocab_size: int) -> Request:
-    """The request with what the file asks for, where no flag says otherwise (`request.explicit`).
+    """The request with the file's values for options that were not given (`request.explicit`).
 
-    Raises ConfigError where there is no such file, UnsupportedError with the fields that cannot be followed.
+    Raises ConfigError without a file, UnsupportedError with the fields that titan does not support.
     """
     if config is None:
         raise ConfigError(f"--generation-config: {folder} has no {HF_GENERATION_CONFIG}", hint="leave the option out")
-    config.refuse_impossible()
-    given, asked = request.explicit, request.sampling
-    own_temperature = config.number("temperature", 1.0) if config.samples else 0.0
-    if config.samples and own_temperature <= 0:
-        raise CheckpointError(f"{config.path}: do_sample with temperature {own_temperature}; it must be above 0")
-    temperature = asked.temperature if "temperature" in given else own_temperature
-    values: dict[str, float | None] = {"temperature": float(temperature)}
-    for name in ("top_k", "top_p", "min_p"):
+    config.require_supported()
+    given, requested = request.explicit, request.sampling
+    temperature = requested.temperature
+    if "temperature" not in given:
+        temperature = float(_or(config.number("temperature"), 1.0)) if config.samples else 0.0
+        if config.samples and temperature <= 0:
+            raise CheckpointError(f"{config.path}: do_sample with temperature {temperature}; it must be above 0")
+
+    def filter_value(name: str) -> Any:
         default, off = _SAMPLING[name]
-        own = config.number(name, default) if temperature > 0 else None
-        values[name] = getattr(asked, name) if name in given else None if own in (None, off) else own
-    if values["top_k"] is not None and "top_k" not in given:
-        values["top_k"] = min(int(values["top_k"]), vocab_size)
-    penalty = asked.repetition_penalty if "repetition_penalty" in given else config.number("repetition_penalty", 1.0)
+        own = _or(config.number(name), default) if temperature > 0 else None
+        return getattr(requested, name) if name in given else None if own in (None, off) else own
+
+    top_k = filter_value("top_k")
+    if top_k is not None and "top_k" not in given:
+        top_k = min(int(top_k), vocab_size)
+    penalty = requested.repetition_penalty
+    if "repetition_penalty" not in given:
+        penalty = float(_or(config.number("repetition_penalty"), 1.0))
     new, total = (config.length(name) for name in _LENGTHS)
     if "max_new_tokens" in given:
         new, total = request.max_new_tokens, None
-    sampling: Sampling = replace(asked, repetition_penalty=float(penalty), **values)
-    # transformers takes the number of new tokens where both are there
+    sampling = replace(
+        requested,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=filter_value("top_p"),
+        min_p=filter_value("min_p"),
+        repetition_penalty=penalty,
+    )
+    # With both, transformers uses the number of new tokens
     return replace(request, sampling=sampling, max_new_tokens=new, max_length=total if new is None else None)
 
 
+def _or(value: float | None, default: Any) -> Any:
+    return default if value is None else value
+
+
 def note_on(config: GenerationConfig | None, request: Request) -> str:
-    """A line on what of the file is followed and what is not; "" where it has nothing beside stop tokens."""
+    """A note on the fields that are (not) followed; "" where the file has only stop tokens."""
     if config is None or request.score:
         return ""
-    asks = config.not_followed(explicit=() if request.generation_config else request.explicit)
+    fields = config.effective_fields(explicit=() if request.generation_config else request.explicit)
     unknown = config.unknown()
-    unknown_part = f"; not known here, and without effect: {', '.join(unknown)}" if unknown else ""
+    unknown_part = f"; unknown fields, without effect: {', '.join(unknown)}" if unknown else ""
     if request.generation_config:
         if request.sampling.temperature > 0 and "top_k" not in {*config.fields, *request.explicit}:
-            asks.append(f"top_k {request.sampling.top_k} (what transformers takes where it is not named)")
-        won = [name for name in request.explicit if name in config.fields]
-        flags = f"; from the command line instead: {', '.join(won)}" if won else ""
-        return f"{config.path.name} is followed: {', '.join(asks) or 'greedy decoding'}{flags}{unknown_part}"
-    if not asks:
+            fields.append(f"top_k {request.sampling.top_k} (transformers' default)")
+        overridden = [name for name in request.explicit if name in config.fields]
+        flags = f"; from the command line instead: {', '.join(overridden)}" if overridden else ""
+        return f"{config.path.name} is followed: {', '.join(fields) or 'greedy decoding'}{flags}{unknown_part}"
+    if not fields:
         return ""
     ends = "stop tokens are" if not request.ignore_eos else "nothing is"
     return (
-        f"{config.path.name}: {ends} followed; not followed: {', '.join(asks)} (--generation-config follows the file)"
+        f"{config.path.name}: {ends} followed; not followed: {', '.join(fields)} (--generation-config follows the file)"
     )

@@ -1,50 +1,53 @@
-"""What a user asked of `titan infer`, and how that travels to the ranks that one process starts."""
+"""The options of one `titan infer` call: the record, how it is passed to ranks, and which options go together."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
-from converters.errors import ConfigError
-from titan_tools.infer.decoding.sampling import Sampling
+from converters.errors import ConfigError, list_offenders
+from titan_tools.infer.decoding.sampling import Sampling, check_sampling
+from titan_tools.infer.text.prompts import FROM_BOS, why_empty
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call: the command's options by their names. None is what its help calls the default."""
+    """One call: the command's options by their names. None is the default of the option's help."""
 
     checkpoint: Path
     sampling: Sampling
-    # what to say something about: one of the two, or neither for a conversation
+    # Prompts: one of the two, or neither for a conversation
     text: str | None = None
     batch: Path | None = None
     out: Path | None = None  # of a batch; None: standard output
-    chat: bool = False  # prompts are what a user says, put into the checkpoint's chat template
+    chat: bool = False  # prompts are user messages in the checkpoint's chat template
     system: str | None = None
-    score: bool = False  # how likely are the texts, instead of what follows them
-    generation_config: bool = False  # follow the checkpoint's, where no option in `explicit` was given
+    score: bool = False  # log-likelihood of the texts instead of completions
+    generation_config: bool = False  # follow the checkpoint's, except for the options in `explicit`
     explicit: tuple[str, ...] = ()
-    # how far
+    # Length
     max_length: int | None = None  # of prompt and new tokens together, from the generation config
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    context: int | None = None  # tokens that a conversation may hold, or a window of a score
+    context: int | None = None  # tokens of a conversation, or of a window with --score
     truncate: str | None = None  # "left": prompts that do not fit lose their beginning
     from_bos: bool = False  # an empty prompt is the begin-of-text token alone
     special_tokens: bool = False  # <|…|> in a prompt are tokens, not text
-    # what is told
+    # Output
     samples: int = 1
     logprobs: int | None = None
     as_json: bool = False
-    # where it runs
+    # Hardware
     tp: int | None = None
     dtype: str | None = None
     quantize: str | None = None  # "int8" or "float8"
     compile: bool = False
-    batch_size: int | None = None  # sequences at a time
-    model_from: Path | None = None  # a folder that says what the model is and has its tokenizer
-    # what time it is to a chat template: the first process's, as ranks that asked for themselves could disagree
+    batch_size: int | None = None  # sequences that decode together
+    model_from: Path | None = None  # folder with the model's config and tokenizer
+    # The time for the chat template: the first process's, since those of ranks could differ
     moment: datetime = field(default_factory=datetime.now)
 
 
@@ -52,7 +55,7 @@ _PATHS = ("checkpoint", "batch", "out", "model_from")
 
 
 def save_request(request: Request, path: Path) -> None:
-    """Write what `load_request` reads. Paths become absolute."""
+    """Write a request for `load_request`. Paths become absolute."""
     values = asdict(request)
     for name in _PATHS:
         if values[name] is not None:
@@ -62,15 +65,132 @@ def save_request(request: Request, path: Path) -> None:
 
 
 def load_request(path: Path) -> Request:
-    """Raises ConfigError for a file of somebody else's: the option that names it is for ranks."""
+    """Read a request. Raises ConfigError for any other file: the option that names it is internal."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         values = None
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Request)}:
-        raise ConfigError(f"--request {path}: not what titan writes for the ranks that it starts; leave it out")
+        raise ConfigError(f"--request {path}: not a file that titan wrote for its ranks; leave the option out")
     for name in _PATHS:
         if values[name] is not None:
             values[name] = Path(values[name])
-    made = {"sampling": Sampling(**values["sampling"]), "moment": datetime.fromisoformat(values["moment"])}
-    return Request(**values | made | {name: tuple(values[name]) for name in ("stop", "explicit")})
+    parsed = {"sampling": Sampling(**values["sampling"]), "moment": datetime.fromisoformat(values["moment"])}
+    return Request(**values | parsed | {name: tuple(values[name]) for name in ("stop", "explicit")})
+
+
+class _Problem(NamedTuple):
+    message: str
+    tries: tuple[str, ...] = ()
+
+
+def check_options(request: Request, *, is_settled: bool = True) -> None:
+    """Raise ConfigError with all options that do not go together, before anything is read.
+
+    `is_settled`: False where sampling options may still come from a generation config.
+    """
+    problems = list(_problems(request, is_settled=is_settled))
+    try:
+        if is_settled:
+            check_sampling(request.sampling)
+    except ConfigError as error:
+        problems.append(_Problem(error.message, tuple(error.tries)))
+    if not problems:
+        return
+    message = problems[0].message
+    if len(problems) > 1:
+        message = f"{len(problems)} problems with these options:" + list_offenders(
+            [problem.message for problem in problems]
+        )
+    raise ConfigError(message, tries=list(dict.fromkeys(line for problem in problems for line in problem.tries)))
+
+
+def _problems(request: Request, *, is_settled: bool) -> Iterator[_Problem]:
+    yield from _prompt_problems(request)
+    for name, text in (("--system", request.system), *(("--stop", stop) for stop in request.stop)):
+        if where := _not_utf8(text or ""):
+            yield _Problem(f"{name} is not UTF-8: {where}")
+    if "" in request.stop:
+        yield _Problem("--stop is empty, and every text ends with nothing", ('--stop "###"',))
+    if is_settled and request.samples > 1 and request.sampling.temperature == 0 and not request.score:
+        yield _Problem(
+            f"--samples {request.samples} at temperature 0 would all be equal: give --temperature", ("--temperature 1",)
+        )
+    is_text = request.batch is None and not request.as_json
+    if request.logprobs is not None and is_text and not is_conversation(request):
+        yield _Problem("--logprobs cannot be shown in plain text", ("--json",))
+    if request.quantize and request.dtype == "float16":
+        yield _Problem(
+            "--quantize with --dtype float16: sums over 8-bit weights exceed 65504, float16's largest number",
+            ("--dtype bfloat16",),
+        )
+    if request.score:
+        yield from _no_effect(_GENERATION_OPTIONS, request, "with --score, which generates no tokens")
+        yield from _no_effect(("--batch-size",), request, "with --score, which reads one text at a time")
+    if is_conversation(request):
+        yield from _no_effect(_RESULT_OPTIONS, request, "in a conversation; give a prompt")
+    elif request.context is not None and not request.score:
+        yield _Problem("--context is for a conversation (--chat without a prompt), or for --score")
+    if request.chat:
+        yield from _no_effect(_PLAIN_TEXT_OPTIONS, request, "in a chat, where the template adds the special tokens")
+    elif request.system is not None:
+        yield _Problem("--system is a message of a --chat", ("--chat",))
+
+
+def _prompt_problems(request: Request) -> Iterator[_Problem]:
+    if request.text is None and request.batch is None and not is_conversation(request):
+        or_chat = "" if request.score else "; or --chat"
+        yield _Problem(
+            f"give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE{or_chat}",
+            ('--prompt "" --from-bos',) if request.from_bos else (),
+        )
+    if request.text is not None and request.batch is not None:
+        yield _Problem("--batch has prompts of its own: leave the other prompt out")
+    elif request.text is not None and (problem := why_empty(request.text, from_bos=request.from_bos)):
+        can_be_empty = not (request.chat or request.score)
+        yield _Problem(f"the prompt {problem}", (FROM_BOS,) if can_be_empty else ('--prompt "Once upon a time"',))
+    if request.batch is None:
+        if request.out is not None:
+            yield _Problem("--out is the results file of a --batch", ("--batch FILE",))
+        if request.batch_size is not None and request.samples == 1 and request.text is not None and not request.score:
+            yield _Problem("--batch-size is for a --batch, or for --samples: there is one sequence here")
+
+
+def is_conversation(request: Request) -> bool:
+    """Whether messages are read from standard input: --chat without a prompt."""
+    return request.chat and request.text is None and request.batch is None and not request.score
+
+
+_GENERATION_OPTIONS = (
+    "--chat", "--max-new-tokens", "--stop", "--ignore-eos", "--temperature", "--top-k", "--top-p", "--min-p",
+    "--repetition-penalty", "--generation-config", "--samples", "--truncate", "--from-bos", "--compile",
+)  # fmt: skip
+_RESULT_OPTIONS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-size")
+_PLAIN_TEXT_OPTIONS = ("--from-bos", "--special-tokens")
+
+
+def _no_effect(names: tuple[str, ...], request: Request, where: str) -> Iterator[_Problem]:
+    given = _given(request)
+    yield from (_Problem(f"{name} has no effect {where}") for name in names if given[name])
+
+
+def _given(request: Request) -> dict[str, bool]:
+    """Whether an option has another value than its default, by its name."""
+    return {
+        "--json" if field.name == "as_json" else f"--{field.name.replace('_', '-')}": (
+            getattr(record, field.name) != field.default
+        )
+        for record in (request, request.sampling)
+        for field in fields(record)
+        if field.default is not MISSING
+    }
+
+
+def _not_utf8(text: str) -> str:
+    """Which byte of an argument is not UTF-8; Python passes such bytes as lone surrogates."""
+    data = text.encode("utf-8", "surrogateescape")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return f"byte 0x{data[error.start]:02x} at offset {error.start}"
+    return ""

@@ -1,37 +1,67 @@
-"""What a call of `titan infer` is there to do: one prompt, a batch, a conversation, or scoring. Each has a file."""
+"""The tasks of `titan infer` (one prompt, a batch, a conversation, scoring): their interface and their input."""
 
-from dataclasses import dataclass, field
-from hashlib import blake2b
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from converters.families.base import ModelArgs
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.origin import Origin
-from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.decoding.generate import GenerationSettings
+from titan_tools.infer.identity import Origin
+from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.text.chat_template import ChatTemplate
+from titan_tools.infer.text.chat_tokens import turn_end_ids
 from titan_tools.infer.text.vocabulary import Vocabulary
+
+_ROWS_ON_CPU, _ROWS_ON_GPU = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request, and all that headers, tokenizer and numbers show before ranks start and weights are read."""
+    """A request, and what file headers and tokenizer say, before ranks start and weights are read."""
 
     request: Request
     args: ModelArgs
     vocabulary: Vocabulary
-    template: ChatTemplate | None  # of a chat
+    template: ChatTemplate | None  # with --chat
     tp: int
     dtype: str
-    origin: Origin | None = None  # where results are kept, for a later run, and where ranks must have the same
-    batch_digest: Any = field(default_factory=blake2b)  # taken as its lines are read
+    origin: Origin | None = None  # with --out, and with several ranks
 
 
 class Task(Protocol):
-    """Made from `Work` by its file's `prepare`, which raises where what was asked cannot be."""
+    """Made from `Work` by the `prepare_…` function of its file, which raises where the request cannot be fulfilled."""
 
-    rows: int  # sequences at a time; the first rank's is 0 where an earlier run has left nothing to do
-    room: int  # tokens of the longest, new ones included
+    @property
+    def rows(self) -> int:
+        """Sequences that decode together; 0 where an earlier run has left nothing to do (known to the first rank)."""
 
-    def run(self, engine: Engine | None, ranks: Ranks) -> None:
-        """Do it on all ranks; the first one prints. There is no engine where there are no rows."""
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence, new ones included."""
+
+    def run(self, engine: Engine | None, ranks: TPRanks) -> None:
+        """Called on all ranks; the first one prints. The engine is None where `rows` is 0."""
+
+
+def generation_settings(work: Work, *, max_new_tokens: int) -> GenerationSettings:
+    """The settings of `generate`, from the request and the checkpoint's stop tokens."""
+    request, vocabulary = work.request, work.vocabulary
+    stop_ids = vocabulary.stop_ids
+    if work.template is not None:
+        stop_ids |= turn_end_ids(work.template, vocabulary.tokenizer)
+    return GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        sampling=request.sampling,
+        stop_ids=frozenset() if request.ignore_eos else stop_ids,
+        stop_strings=(*request.stop, *vocabulary.stop_strings),
+        logprobs=request.logprobs,
+        samples=request.samples,
+    )
+
+
+def num_rows(request: Request, num_sequences: int) -> int:
+    """Sequences that decode together if memory allows: --batch-size, by default 8 on a CPU and 32 on a GPU."""
+    return min(num_sequences, request.batch_size or (_ROWS_ON_GPU if torch.cuda.is_available() else _ROWS_ON_CPU))

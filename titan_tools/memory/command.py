@@ -1,7 +1,8 @@
 """What `titan estimate-memory` does: check everything, estimate, print, draw, and give the exit code."""
 
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
@@ -12,10 +13,8 @@ from titan_tools.memory.constants import Gpu
 from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.replay.allocator import AllocatorName
-from titan_tools.memory.same_command import same_command
 from titan_tools.memory.torch_library import map_torch_library
-from titan_tools.memory.trace.coverage import trace_gaps
-from titan_tools.memory.trace.refused import NotTraceable
+from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 from trainer.parallel.float8 import capability_needed, is_float8
@@ -128,3 +127,30 @@ def _output_problems(timeline: Path | None, snapshot: Path | None) -> list[str]:
         elif not os.access(path.absolute().parent, os.W_OK):
             problems.append(f"{path.absolute().parent} is not yours to write to, so {path.name} cannot be put there")
     return problems
+
+
+def same_command(
+    config: str, overrides: Sequence[str], *, flags: Mapping[str, object], changed: Mapping[str, str]
+) -> str:
+    """A line for the shell. `flags`: the command's own, left out where None or False; `changed`: keys → values."""
+    words = ["titan", "estimate-memory", config]
+    for flag, value in flags.items():
+        if value is True:
+            words.append(flag)
+        elif value not in (None, False):
+            words += [flag, str(value)]
+    words += _without(overrides, changed)
+    return shlex.join([*words, *(f"--{key}={value}" for key, value in changed.items())])
+
+
+def _without(overrides: Sequence[str], keys: Mapping[str, str]) -> list[str]:
+    """The overrides that are about other keys."""
+    kept: list[str] = []
+    is_kept = True
+    for word in overrides:
+        if word.startswith("--"):
+            section, dot, name = word[2:].partition("=")[0].replace("-", "_").rpartition(".")
+            is_kept = section + dot + name not in keys and section + dot + name.removeprefix("no_") not in keys
+        if is_kept:
+            kept.append(word)
+    return kept

@@ -56,3 +56,18 @@ ENGINES_AGREE = 0.02
 # many tokens need no sorting; of more, runs of so many rows for one token are summed apart.
 EMBEDDING_UNSORTED_TOKENS = 3072
 EMBEDDING_ROWS_PER_THREAD = 10
+
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "recompute",
+    "logits_and_loss",
+    "all_gather",
+    "reduce_scatter",
+    "pipeline_buffers",
+    "workspaces",
+    "other",
+)

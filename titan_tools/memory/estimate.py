@@ -1,28 +1,25 @@
 """The estimate of a run: every pipeline rank's peaks by two engines, the worst of them, and verdicts per GPU type."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from converters.layout import MeshShape
-from titan_tools.memory.assumptions import assumptions_of
 from titan_tools.memory.constants import ENGINES_AGREE, GPUS, Gpu
+from titan_tools.memory.expand.ranks import TraceJob, kinds_of_ranks, traced_kinds
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.run_shape import RunShape, run_shape
 from titan_tools.memory.gpus import DEFAULT
 from titan_tools.memory.replay.allocator import AllocatorName
-from titan_tools.memory.replay.peaks import Peak
-from titan_tools.memory.replay.replay import Replayed, replay
+from titan_tools.memory.replay.replay import Peak, Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
-from titan_tools.memory.trace.compile.kept import compiled_code_kept
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels.kernels import gpu_kernels
-from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, traced_kinds
+from titan_tools.memory.trace.kernels import gpu_kernels
 from titan_tools.memory.two_processes import beside
-from titan_tools.memory.verdict import Verdict, judge, nvidia_smi_gib
+from titan_tools.memory.verdict import Verdict, assumptions_of, judge, nvidia_smi_gib
 from trainer.config.sections import Config
 
 
@@ -106,7 +103,7 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
             None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=counted, steady=True),
         )
 
-    job = Job(config, run.args, dims, gpu_kernels(counted))
+    job = TraceJob(config, run.args, dims, gpu_kernels(counted))
     ranks, fullest = _all_ranks(job, allocator, estimated)
     judged = [gpu] if gpu else GPUS.values()
     return Estimate(
@@ -134,7 +131,7 @@ def estimate(config: Config, dims: MeshShape, *, gpu: Gpu | None, allocator: All
 Estimated = Callable[[int, Replayed], RankEstimate]
 
 
-def _all_ranks(job: Job, allocator: AllocatorName, estimated: Estimated) -> tuple[list[RankEstimate], Replayed]:
+def _all_ranks(job: TraceJob, allocator: AllocatorName, estimated: Estimated) -> tuple[list[RankEstimate], Replayed]:
     """All pipeline ranks, in two processes where they are of several kinds, and the trace of the fullest of them.
 
     Where layers are compiled, in one: that takes longer than all else, is done once, and memory for it is needed once.
@@ -142,7 +139,7 @@ def _all_ranks(job: Job, allocator: AllocatorName, estimated: Estimated) -> tupl
     kinds = kinds_of_ranks(job)
     mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
     if not others:
-        with compiled_code_kept(job.config):
+        with _sharing_compiled_code(job.config):
             ranks, fullest = _share(traced_kinds(job, mine), allocator, estimated)
         return ranks, fullest
     with beside(lambda: _share(traced_kinds(job, others), allocator, estimated)) as beside_this:
@@ -150,6 +147,14 @@ def _all_ranks(job: Job, allocator: AllocatorName, estimated: Estimated) -> tupl
         ranks, more = next(own), next(beside_this)
         fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else beside_this)
         return ranks + more, fullest
+
+
+def _sharing_compiled_code(config: Config) -> AbstractContextManager[None]:
+    if not config.compile.enable or not config.compile.components:
+        return nullcontext()
+    from titan_tools.memory.trace.compile import share_compiled_code
+
+    return share_compiled_code(config)
 
 
 def _share(

@@ -6,13 +6,41 @@ from typing import Any
 
 from converters.sizes import format_bytes
 from titan_tools.console import count, table
-from titan_tools.memory.constants import ENGINES_AGREE, GIB
+from titan_tools.memory.constants import ENGINES_AGREE, GIB, PARTS
 from titan_tools.memory.estimate import Estimate, RankEstimate
-from titan_tools.memory.instants import in_words
-from titan_tools.memory.parts import PARTS
-from titan_tools.memory.replay.peaks import Peak
+from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
+from titan_tools.memory.trace.events import StepPoint
 from titan_tools.memory.verdict import Verdict
+
+_PHASES = {
+    "build": "when the model is built",
+    "states": "when optimizer states are made",
+    "reduce": "when a pipeline step's gradients are reduced",
+    "clip": "when gradients are clipped",
+    "optimizer": "in the optimizer's update",
+    "zero_grad": "when gradients are let go",
+    "validation": "in validation",
+}
+_MODULES = {
+    "": "the model",
+    "output": "the output and the loss",
+    "loss": "the loss",
+    "norm": "the last norm",
+    "tok_embeddings": "the embedding",
+}
+
+
+def in_words(point: StepPoint) -> str:
+    """Such as `backward of layers.31, microbatch 2 of stage 1`; counted from 0."""
+    if point.phase in _PHASES:
+        return _PHASES[point.phase]
+    what = {"weight": "weights' gradients"}.get(point.phase, point.phase)
+    said = f"{what} of {_MODULES.get(point.module, point.module)}"
+    if point.microbatch > 0 or point.stage > 0:
+        said += f", microbatch {point.microbatch}"
+    return f"{said} of stage {point.stage}" if point.stage > 0 else said
+
 
 LABELS = {
     "parameters": "parameters (shards)",
@@ -38,7 +66,7 @@ def show(found: Estimate) -> None:
         _rank_rows(found.ranks),
     )
     worst, peak = found.worst_rank, found.worst_rank.worst
-    print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.place)}")
+    print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.point)}")
     beside = found.fullest.trace.symmetric_bytes
     table(("what", "GiB", "share of allocated", "closed form"), _breakdown_rows(worst, peak, beside=beside))
     if peak.activations_by_module:
@@ -50,8 +78,8 @@ def show(found: Estimate) -> None:
         [_verdict_row(verdict) for verdict in found.verdicts],
     )
     for title, lines in (
-        ("Two engines", engines_say(found)),
-        ("What would take less, each alone", to_try(found)),
+        ("Two engines", engine_lines(found)),
+        ("What would take less, each alone", advice_lines(found)),
         ("Assumptions", found.assumptions),
     ):
         if lines:
@@ -84,7 +112,7 @@ def headline(found: Estimate) -> str:
     )
 
 
-def engines_say(found: Estimate) -> list[str]:
+def engine_lines(found: Estimate) -> list[str]:
     """How far apart the trace and the closed form are, in allocated memory of a steady step."""
     if found.formula_gaps:
         return [f"traced only; the closed form does not describe {reason}" for reason in found.formula_gaps]
@@ -100,7 +128,7 @@ def engines_say(found: Estimate) -> list[str]:
     ]
 
 
-def to_try(found: Estimate) -> list[str]:
+def advice_lines(found: Estimate) -> list[str]:
     """What would take less: the other allocator, as replayed, and changes of the config, by the closed form."""
     rank = found.fullest_rank
     saved = rank.reserved_bytes - found.other_reserved_bytes
@@ -124,7 +152,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
             **{name: max(view[name] for view in per_rank) for name in ("allocated_gib", "active_gib", "reserved_gib")},
             "nvidia_smi_gib": _rounded(max(communicating.values())),
             "pp_rank": worst.pp_rank,
-            "peak_at": in_words(worst.worst.allocated_at.place),
+            "peak_at": in_words(worst.worst.allocated_at.point),
             "breakdown_gib": _breakdown(worst.worst),
         },
         "step1": [_view(rank, rank.step1) for rank in found.ranks],
@@ -155,7 +183,7 @@ def _view(rank: RankEstimate, peak: Peak) -> dict[str, Any]:
         "active_gib": gib(peak.active_bytes),
         "reserved_gib": gib(peak.reserved_bytes),
         "nvidia_smi_gib": _rounded(rank.nvidia_smi_gib),
-        "peak_at": in_words(peak.allocated_at.place),
+        "peak_at": in_words(peak.allocated_at.point),
         "breakdown_gib": _breakdown(peak),
         "activations_by_module_gib": {name: gib(size) for name, size in peak.activations_by_module.items()},
     }
@@ -194,7 +222,7 @@ def _rank_rows(ranks: Sequence[RankEstimate]) -> list[tuple[Any, ...]]:
             "{:.1f} … {:.1f}".format(*rank.nvidia_smi_gib),
             _gib(rank.step1.allocated_bytes, digits),
             _gib(rank.step1.reserved_bytes, digits),
-            in_words(rank.worst.allocated_at.place),
+            in_words(rank.worst.allocated_at.point),
         )
         for rank in ranks
     ]

@@ -15,7 +15,7 @@ from converters.sizes import format_bytes
 from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.sections import Config
 from trainer.job import layout_problems, resolve, samples_per_step
 from trainer.loss.registry import CHUNKED

@@ -25,8 +25,8 @@ from trainer.agree import on_first
 from trainer.checkpoints.process import PROGRAM, Place
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
 from trainer.checkpoints.write import StepToSave, save_step
+from trainer.observability.log import note
 from trainer.ranks import CHECKPOINT_TIMEOUT
-from trainer.watching.metrics import note
 
 _PATIENCE_SECS = 20  # for a process that has nothing left to do
 

@@ -31,8 +31,8 @@ from trainer.checkpoints.step_folders import list_steps, refuse_foreign, size_pr
 from trainer.checkpoints.write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
 from trainer.mesh import local_part
+from trainer.observability.log import note
 from trainer.train_model import TrainModel
-from trainer.watching.metrics import note
 
 
 class Checkpoints:

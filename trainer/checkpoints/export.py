@@ -21,7 +21,7 @@ from converters.view import foreign_view
 from trainer.agree import on_first
 from trainer.config.sections import Checkpoint
 from trainer.init import InitialWeights
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 EXPORT_FOLDERS: Mapping[str, str] = {"hf": "export-hf", "torchtune": "export-torchtune"}
 

@@ -16,7 +16,7 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import changed_since, check_files, read_manifest
-from converters.model_info import ModelInfo, read_model_info, says_model
+from converters.model_info import ModelInfo, describes_model, read_model_info
 from converters.names import (
     DATALOADER,
     OPTIMIZER,
@@ -36,9 +36,10 @@ from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
+_OPTIONAL = f"{TRAIN_STATE}.wandb_run_id"  # only in checkpoints of runs that log to Weights & Biases
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 
 
@@ -50,7 +51,7 @@ def load_state(
     for text in catalog.notes:
         note(f"{path}: {text}")
     _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
-    found = read_model_info(path, catalog) if says_model(path) else info  # torchtitan's own do not
+    found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
     refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
     for section, values in state.sections().items():
@@ -58,6 +59,8 @@ def load_state(
             note(f"not loaded from {path}: {section}")
             continue
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
+    if _OPTIONAL in catalog.blobs and TRAIN_STATE not in excluded:
+        wanted[_OPTIONAL] = ""
     strange = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
     if strange and TRAIN_STATE not in excluded:
         note(f"not loaded from {path}, because titan has no such thing: {', '.join(sorted(strange))}")

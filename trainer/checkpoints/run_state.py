@@ -1,4 +1,4 @@
-"""Everything that decides how a run goes on, as a checkpoint holds it: weights, and sections beside them."""
+"""The state of a run that its checkpoints hold: weights, and sections of other state."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from trainer.train_model import TrainModel
 
 
 class Resumable(Protocol):
-    """What tells and takes its state as plain values: the data loader."""
+    """An object whose state is plain values: the data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -22,16 +22,20 @@ class Resumable(Protocol):
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is: steps done, and tokens with a target that it has learnt from, over all ranks."""
+    """How far a run has come: steps done, and tokens with a target that it was trained on, over all ranks."""
 
     step: int = 0
     ntokens_seen: int = 0
     skipped_steps: int = 0  # of `step`: those without an update, under training.on_nonfinite = "skip"
+    wandb_run_id: str | None = None  # saved only where there is one
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run's state, live: loading fills its tensors in place."""
+    """The live state of a run: loading fills its tensors in place."""
 
     model: TrainModel
     optimizer: torch.optim.Optimizer
@@ -40,17 +44,17 @@ class RunState:
     progress: Progress
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """What lies beside the weights, by section."""
+        """Everything but the weights, by section."""
         return {
             OPTIMIZER: optimizer_state(self.optimizer),
             LR_SCHEDULER: self.schedule.state_dict(),
             DATALOADER: self.loader.state_dict(),
-            TRAIN_STATE: asdict(self.progress),
+            TRAIN_STATE: self.progress.state_dict(),
             RNG: _rng_state(),
         }
 
     def take(self, sections: Mapping[str, dict[str, Any]]) -> None:
-        """Take the plain values of sections that were loaded; tensors, but those of generators, are filled already."""
+        """Take the plain values and generator states that were loaded; other tensors were filled in place."""
         if LR_SCHEDULER in sections:
             self.schedule.load_state_dict(sections[LR_SCHEDULER])
         if DATALOADER in sections:
@@ -62,7 +66,7 @@ class RunState:
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    """This rank's generators, as plain uint8 tensors under its own keys."""
+    """The states of this rank's random number generators, as uint8 tensors under its own keys."""
     rank = dist.get_rank()
     states = {f"cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -31,7 +31,6 @@ _NO_EXPERTS = "mixture-of-experts models are not covered yet"
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),
     "job.custom_config_module": _only("", "extension sections are not covered"),
-    "metrics.enable_wandb": _only(False, "Weights & Biases is not covered yet; metrics.enable_tensorboard is"),
     "model.tokenizer_path": _only("", "its meaning changed from a file to a folder: use model.hf_assets_path"),
     "optimizer.early_step_in_backward": _only(
         False, "the step comes after gradient clipping, which needs all gradients"

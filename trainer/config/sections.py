@@ -58,6 +58,8 @@ class Metrics:
     """Write TensorBoard scalars from the rank that logs."""
     save_tb_folder: Folder = "tb"
     """Folder for them, under job.dump_folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases from rank 0, as the WANDB_* environment variables say; needs the package wandb."""
     disable_color_printing: bool = False
     """Plain log lines also on a terminal."""
     save_for_all_ranks: bool = False

@@ -25,7 +25,7 @@ from trainer.data.text_index import Preparation, refuse_no_tokenizer
 from trainer.data.tokenizer import load_tokenizer, tokenizer_note
 from trainer.job import Job
 from trainer.mesh import Meshes
-from trainer.watching.metrics import note
+from trainer.observability.log import note
 
 
 class Loader(Protocol):

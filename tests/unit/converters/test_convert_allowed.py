@@ -19,7 +19,7 @@ from converters.inspect import inspect_checkpoint
 from converters.layout import MeshShape
 from converters.manifest import read_manifest
 from converters.open import open_checkpoint
-from converters.plan import find_casts, find_islands
+from converters.plan import find_casts, find_kept_float32
 from converters.reshard import reshard
 from converters.verify import verify
 from tests.tiny_llama import write_llama
@@ -208,12 +208,13 @@ def test_islands_are_judged_by_bytes():
         "b": TensorInfo("float32", (49,)),
         "n": TensorInfo("int64", (999,)),
     }
-    assert find_islands(tensors, "float16") == ["b"]
+    assert find_kept_float32(tensors, "float16") == ["b"]
     assert find_casts(tensors, "float16") == {"a": "float16"}
     tensors["b"] = TensorInfo("float32", (51,))
-    assert find_islands(tensors, "float16") == [] and find_casts(tensors, "float16") == {"a": "float16", "b": "float16"}
-    assert find_islands(tensors, "float32") == find_islands(tensors, None) == []
-    with pytest.raises(ConfigError, match="no floating element type is called 'int8'"):
+    assert find_kept_float32(tensors, "float16") == []
+    assert find_casts(tensors, "float16") == {"a": "float16", "b": "float16"}
+    assert find_kept_float32(tensors, "float32") == find_kept_float32(tensors, None) == []
+    with pytest.raises(ConfigError, match="unknown floating element type: 'int8'"):
         find_casts(tensors, "int8")
 
 

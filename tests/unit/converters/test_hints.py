@@ -173,7 +173,7 @@ def test_dcp_data_alone_is_not_sent_to_its_folder(tmp_path):
     (folder / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="a part of a checkpoint") as caught:
         open_checkpoint(folder / "__0_0.distcp")
-    assert caught.value.tries == () and ".metadata lists what it holds" in caught.value.hint
+    assert caught.value.tries == () and ".metadata, which lists its contents, is missing" in caught.value.hint
 
 
 # ---- shards of DCP's HuggingFaceStorageWriter, which were suggested one by one

@@ -60,7 +60,7 @@ def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (calls.append(name), call(*given))[1])
     write_manifest(folder, tensors=TENSORS)
-    assert calls == ["fsync", "replace"]
+    assert calls[:2] == ["fsync", "replace"]
 
 
 def test_a_folder_without_one_has_none(tmp_path):

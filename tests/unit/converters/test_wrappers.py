@@ -144,11 +144,19 @@ def put(folder, state, container: str):
     return folder
 
 
+OFTEN = ("lightning", "dcp")
 CONTAINERS = ["torch file", "torch file, nested", "lightning", "hf bin", "safetensors", "dcp", "dcp, nested"]
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("wrapper", WRAPPED)
+# Every container with one wrapper, and every wrapper in two containers
+@pytest.mark.parametrize(
+    ("wrapper", "container"),
+    [
+        pytest.param(wrapper, container, marks=[pytest.mark.slow] * (wrapper != "all" and container not in OFTEN))
+        for wrapper in WRAPPED
+        for container in CONTAINERS
+    ],
+)
 def test_wrappers_names_are_read_and_reported(gloo, source, tmp_path, wrapper, container):
     wrap, expected = WRAPPED[wrapper]
     state = wrap(load(source)).state_dict()

@@ -24,8 +24,8 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def titan(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TITAN, *arguments], capture_output=True, text=True, cwd=cwd, timeout=120)
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TITAN, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def all_pages() -> list[list[str]]:
@@ -88,7 +88,7 @@ def test_help_is_fast():
     best = float("inf")
     for _ in range(5):
         start = spent()
-        assert titan("--help").returncode == 0
+        assert run_process("--help").returncode == 0
         best = min(best, spent() - start)
     assert best <= 0.3
 
@@ -98,7 +98,7 @@ def test_help_is_fast():
     [["no-such-command"], ["models", "--no-such-option"], ["diff", "only-one"], ["reshard"], ["inspect", "/nowhere"]],
     ids=" ".join,
 )
-def test_wrong_usage_is_two_lines_and_exit_2(arguments):
+def test_wrong_usage_is_two_lines_and_exit_2(titan, arguments):
     done = titan(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -127,12 +127,12 @@ def test_somebody_elses_trainer_package_is_refused(tmp_path):
     assert "is not titan's" in done.stderr and "the wrong package ran" not in done.stderr + done.stdout
 
 
-def test_help_has_a_short_form_and_there_is_a_version():
+def test_help_has_a_short_form_and_there_is_a_version(titan):
     assert titan("-h").stdout == titan("--help").stdout
     assert titan("--version").stdout.startswith("titan ") and titan("-V").stdout == titan("--version").stdout
 
 
-def test_help_is_a_word_too():
+def test_help_is_a_word_too(titan):
     assert titan("help").stdout == titan("--help").stdout
     assert titan("help", "convert", "auto").stdout == titan("convert", "auto", "--help").stdout
     wrong = titan("help", "nothing")
@@ -149,22 +149,7 @@ def test_help_of_a_group_has_examples_that_parse(group):
     assert len(examples_of([group])) >= 2
 
 
-def test_the_shell_completes_commands_and_options(monkeypatch):
-    """As the script does that --show-completion prints; torch is not loaded for it."""
-    monkeypatch.setenv("_TITAN_COMPLETE", "complete_bash")
-    for typed, number, expected in (("titan conv", "1", ["convert"]), ("titan verify --acc", "2", ["--accept"])):
-        monkeypatch.setenv("COMP_WORDS", typed)
-        monkeypatch.setenv("COMP_CWORD", number)
-        done = titan()
-        assert (done.returncode, done.stdout.split(), done.stderr) == (0, expected, "")
-    monkeypatch.delenv("_TITAN_COMPLETE")
-    shown = subprocess.run(
-        ["bash", "-c", f"{shlex.join(TITAN)} --show-completion; true"], capture_output=True, text=True
-    )
-    assert "_TITAN_COMPLETE=complete_bash" in shown.stdout and shown.stderr == ""
-
-
-def test_help_of_training_says_where_the_keys_are():
+def test_help_of_training_says_where_the_keys_are(titan):
     shown = " ".join(titan("train", "-h").stdout.split())
     assert "`titan config show CONFIG` lists them" in shown and "<int range>" not in shown
     shown = titan("infer", "-h").stdout
@@ -177,7 +162,7 @@ _WITH_PLACES = [["convert", "auto"], ["convert", "dcp-to-torch"], ["data", "prep
 
 
 @pytest.mark.parametrize("command", _WITH_PLACES, ids=" ".join)
-def test_help_names_arguments_and_values_as_its_text_does(command):
+def test_help_names_arguments_and_values_as_its_text_does(titan, command):
     shown = titan(*command, "--help").stdout
     arguments = [
         line.split()[0] for line in shown.split("Arguments:")[1].split("Options:")[0].splitlines() if line[2:3].strip()
@@ -232,15 +217,14 @@ def test_letters_that_the_locale_lacks_are_no_fault_of_titan(settings, tmp_path)
 
 
 @pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)
-def test_a_bare_group_shows_its_help_and_no_error(group):
+def test_a_bare_group_shows_its_help_and_no_error(titan, group):
     done = titan(*group)
     assert done.returncode == 2 and "Usage: titan" in done.stderr and "error:" not in done.stderr
 
 
 def test_a_reader_that_has_enough_is_no_failed_check():
     shell = f"{shlex.join([*TITAN, 'models', '--json'])} | true; exit ${{PIPESTATUS[0]}}"
-    codes = {subprocess.run(["bash", "-c", shell], capture_output=True, timeout=60).returncode for _ in range(3)}
-    assert codes <= {0, 141}
+    assert subprocess.run(["bash", "-c", shell], capture_output=True, timeout=120).returncode in (0, 141)
 
 
 def test_what_is_said_to_a_closed_stderr_is_not_among_the_results(monkeypatch, capsys):

@@ -2,36 +2,19 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from tests.torchtitan_release import write_first_run
-from titan_tools import cli
 
 OWN_TEXT = ("--validation.dataset_path", "none", "--model.hf_assets_path", "data")
 
 
 @pytest.fixture
-def run_titan(monkeypatch, capsys):
-    """In this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["titan", *arguments])
-        code = cli.run()
-        return code, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def titan(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "titan_tools", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    return run
+def titan(titan, tmp_path, monkeypatch):
+    """Run in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return titan
 
 
 def test_show_prints_values_with_their_origins(titan, tmp_path):
@@ -72,7 +55,7 @@ def test_check_of_a_good_config(titan):
         (["debug", "--training.stepz", "5"], "did you mean `training.steps`?"),
         (["debug", "--world-size", "6"], "but there are 6"),
         (["debug", "--training.seq_len", "255", "--parallelism.tensor_parallel_degree", "3"], "does not divide"),
-        (["debug", "--metrics.enable_wandb"], "not covered yet"),
+        (["debug", "--checkpoint.initial_load_in_hf_quantized"], "not covered yet"),
         (["nowhere.toml"], "no such config file"),
         (["--training.steps", "5"], "comes before the overrides"),
     ],
@@ -96,45 +79,42 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, told
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
-def test_check_refuses_what_training_refuses(run_titan, tmp_path, monkeypatch, overrides, told):
+def test_check_refuses_what_training_refuses(titan, tmp_path, overrides, told):
     """The words of training, which runs the same checks."""
-    monkeypatch.chdir(tmp_path)
-    code, out, err = run_titan("config", "check", "debug", *overrides)
+    code, out, err = titan("config", "check", "debug", *overrides)
     assert (code, out) == (2, "") and told in err
     assert list(tmp_path.iterdir()) == []  # a dump folder that was tried is gone again
 
 
-def test_check_refuses_an_initial_checkpoint_that_training_refuses(run_titan, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_titan("seed", "debug", "seed")[0] == 0
+def test_check_refuses_an_initial_checkpoint_that_training_refuses(titan, tmp_path):
+    assert titan("seed", "debug", "seed")[0] == 0
     initial = ("--checkpoint.initial_load_path", "seed")
-    assert run_titan("config", "check", "debug", *initial)[0] == 0
-    code, _, err = run_titan("config", "check", "debug", *initial, "--model.flavor", "debugmodel")
+    assert titan("config", "check", "debug", *initial)[0] == 0
+    code, _, err = titan("config", "check", "debug", *initial, "--model.flavor", "debugmodel")
     assert code == 2 and "seed is of another model than the config names:\n  dim: 128 in the checkpoint" in err
-    code, _, err = run_titan("config", "check", "debug", *initial, "--checkpoint.initial_load_in_hf")
+    code, _, err = titan("config", "check", "debug", *initial, "--checkpoint.initial_load_in_hf")
     assert code == 2 and "checkpoint.initial_load_in_hf: seed is dcp with native names" in err
 
 
-def test_check_says_what_it_did_not_check(run_titan, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_check_says_what_it_did_not_check(titan, tmp_path):
     (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
-    assert run_titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
-    assert run_titan("config", "check", "debug")[2] == ""
-    code, _, err = run_titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
+    assert titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
+    assert titan("config", "check", "debug")[2] == ""
+    code, _, err = titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
     assert code == 0 and err == "not checked: dataset = 'c4_validation' comes from the hub, which was not asked\n"
-    assert run_titan("data", "prepare", "a.txt", "--vocab-size", "270", "--held-out", "0", "--overwrite")[0] == 0
-    code, _, err = run_titan("config", "check", "debug", "--validation.enable")
+    assert titan("data", "prepare", "a.txt", "--vocab-size", "270", "--held-out", "0", "--overwrite")[0] == 0
+    code, _, err = titan("config", "check", "debug", "--validation.enable")
     assert code == 2 and "no held-out part to validate on" in err and "--validation.no_enable" in err
-    code, _, err = run_titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
+    code, _, err = titan("config", "check", "qwen3_0.6b", "--training.dataset_path", "a.txt")
     assert code == 2 and "a.txt is no folder" in err
 
 
-def test_check_of_torchtitans_first_run_finds_its_text_where_training_does(run_titan, tmp_path, monkeypatch):
+def test_check_of_torchtitans_first_run_finds_its_text_where_training_does(titan, tmp_path, monkeypatch):
     monkeypatch.chdir(write_first_run(tmp_path).parent)
-    code, out, err = run_titan("config", "check", "debug_model.toml")
+    code, out, err = titan("config", "check", "debug_model.toml")
     assert (code, out) == (0, "debug_model.toml: fine on 1 rank (dp_shard=1)\n") and "not checked" not in err
     shutil.rmtree("tests/assets/c4_test")
-    code, _, err = run_titan("config", "check", "debug_model.toml")
+    code, _, err = titan("config", "check", "debug_model.toml")
     assert code == 2 and "dataset = 'c4_test' needs dataset_path" in err
 
 

@@ -223,7 +223,7 @@ def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, 
     [
         (["torch-to-dcp", "hf", "out"], "not a torch file", "titan convert hf-to-dcp hf out"),
         (["dcp-to-torch", "hf", "out"], "not a DCP checkpoint", "titan convert auto hf out --to torch"),
-        (["torchtune-to-dcp", "dcp", "out"], "not a checkpoint of torchtune", "titan reshard dcp out"),
+        (["torchtune-to-dcp", "dcp", "out"], "not a torchtune checkpoint", "titan reshard dcp out"),
         (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan reshard dcp out"),
         (["hf-to-dcp", "dcp", "out"], "not a Hugging Face checkpoint", "titan convert dcp-to-hf dcp out"),
         (["dcp-to-hf", "hf", "out"], "not a DCP checkpoint", "titan convert hf-to-dcp hf out"),

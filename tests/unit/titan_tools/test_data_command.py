@@ -1,8 +1,6 @@
 """titan data prepare: what a user sees, and the exit codes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -10,12 +8,10 @@ from tests.torchtitan_release import write_tokenizer
 
 
 @pytest.fixture
-def titan(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "titan_tools", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-
-    return run
+def titan(titan, tmp_path, monkeypatch):
+    """Run in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return titan
 
 
 def test_the_default_text_becomes_an_index_in_data(titan, tmp_path):

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,15 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def titan(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-m", "titan_tools", "train", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-
-    return run
+def train(titan, tmp_path, monkeypatch):
+    """`titan train` in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    return partial(titan, "train")
 
 
-def test_a_job_of_512_ranks_is_told_on_one(titan, tmp_path):
+def test_a_job_of_512_ranks_is_told_on_one(train, tmp_path):
     words = ("--parallelism.data_parallel_shard_degree=-1", "--world-size=512", "--rank=257", "--training.steps=3")
-    done = titan("debug", "--dry-run", *words, "--json")
+    done = train("debug", "--dry-run", *words, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
@@ -37,10 +35,10 @@ def test_a_job_of_512_ranks_is_told_on_one(titan, tmp_path):
     assert list(tmp_path.iterdir()) == []  # nothing is written, no data is needed
 
 
-def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(titan):
+def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(train):
     words = ("--parallelism.enable_async_tensor_parallel", "--training.enable_cpu_offload")
     words += ("--profiling.enable_memory_snapshot", "--compile.enable", "--training.global_batch_size", "32")
-    done = titan("debug", "--dry-run", *words)
+    done = train("debug", "--dry-run", *words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "llama3 debug_gqa, 1,311,872 parameters, on 8 ranks"
@@ -52,9 +50,9 @@ def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(titan):
     assert done.stderr.count("left out:") == 3
 
 
-def test_every_error_is_told_at_once_and_without_torch(titan):
+def test_every_error_is_told_at_once_and_without_torch(train):
     words = ("--training.seq_len=255", "--parallelism.pipeline_parallel_microbatch_size=3", "--world-size=6")
-    done = titan("debug", "--dry-run", *words)
+    done = train("debug", "--dry-run", *words)
     assert done.returncode == 2 and done.stdout == ""
     for told in ("there are 6", "training.seq_len = 255", "microbatch_size = 3"):
         assert told in done.stderr
@@ -69,15 +67,18 @@ def test_every_error_is_told_at_once_and_without_torch(titan):
         (["debug", "--dry-run", "--training.stepz", "3"], "did you mean `training.steps`?"),
     ],
 )
-def test_wrong_usage(titan, arguments, told):
-    done = titan(*arguments)
+def test_wrong_usage(train, arguments, told):
+    done = train(*arguments)
     assert done.returncode == 2 and told in done.stderr
 
 
 @pytest.mark.slow
-def test_405b_on_512_ranks_takes_little(titan):
+def test_405b_on_512_ranks_takes_little(tmp_path):
+    command = [sys.executable, "-P", "-m", "titan_tools", "train", "llama3_405b", "--dry-run", "--json"]
+    command += ["--world-size", "512", "--rank", "511"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = json.loads(titan("llama3_405b", "--dry-run", "--world-size", "512", "--rank", "511", "--json").stdout)
+    told = json.loads(subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment).stdout)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert told["rank_parameters"] == pytest.approx(405853388800 / 512, rel=2e-3)  # 128,256 rows are not even
     assert after.ru_utime - before.ru_utime < 60  # seconds of one core; about 20 on a quiet machine

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -19,24 +18,23 @@ from converters.families.llama3 import LLAMA3
 from titan_tools.memory import estimate as estimate_module
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
 from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.constants import GIB, GPUS
+from titan_tools.memory.constants import GIB, GPUS, PARTS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
+from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.gpus import find_gpu
 from titan_tools.memory.layout import resolved_layout
-from titan_tools.memory.parts import PARTS
 from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
 from trainer.config.load import load_config
 from trainer.loss import registry as loss_registry
 
 
-def in_a_process(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess:
+def in_a_process(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-P", "-m", "titan_tools", "estimate-memory", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def formula_of(preset: str, *overrides: str, world_size: int | None = None) -> Instant:
@@ -218,18 +216,19 @@ def test_what_libraries_say_at_import_is_not_shown():
     assert not done.stderr
 
 
-@pytest.fixture(scope="module")
-def examples() -> list[list[str]]:
-    lines = [line.strip() for line in in_a_process("--help").stdout.splitlines()]
+@pytest.fixture
+def examples(titan) -> list[list[str]]:
+    lines = [line.strip() for line in titan("estimate-memory", "--help").stdout.splitlines()]
     return [line.split()[2:] for line in lines if line.startswith("titan estimate-memory ")]
 
 
 @pytest.mark.parametrize(
     "number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_help_leads_with_examples_that_run(examples, number, tmp_path):
+def test_help_leads_with_examples_that_run(titan, examples, number, tmp_path, monkeypatch):
     assert len(examples) == 3
-    done = in_a_process(*examples[number], folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = titan("estimate-memory", *examples[number])
     assert done.returncode == 0, done.stderr
 
 
@@ -310,8 +309,8 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
 
     # 8, 9 and 8 layers, each keeping its input; the first block's is the receive buffer, the stage's output is kept too
     per_microbatch = [8 + 1, 9, 8]
-    one_input, turns = 8192 * 4096 * 2, 8192 * 128 * 4
-    kept_by_one = [one_input * each + turns for each in per_microbatch]
+    one_input, rotary = 8192 * 4096 * 2, 8192 * 128 * 4
+    kept_by_one = [one_input * each + rotary for each in per_microbatch]
     assert kept("1F1B") == [n * each for n, each in zip((4, 3, 2), kept_by_one, strict=True)]
     assert kept("GPipe") == [16 * each for each in kept_by_one]
 

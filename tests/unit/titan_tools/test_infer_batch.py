@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from converters.errors import ConfigError
 from tests.json_lines import read_lines, write_lines
 
 # Of different lengths, the first with the most new tokens by far: results end in another order than they began
@@ -86,13 +87,13 @@ def test_lines_leave_in_the_batchs_order_as_soon_as_they_can(monkeypatch):
     """With two rows the second prompt ends long before the first, and waits for it."""
     from titan_tools.infer.decoding.sampling import Sampling
     from titan_tools.infer.request import Request
-    from titan_tools.infer.tasks import sinks
-    from titan_tools.infer.tasks.results_lines import Expected
+    from titan_tools.infer.tasks import results
+    from titan_tools.infer.tasks.results_file import ExpectedResults
 
     events = []
-    monkeypatch.setattr(sinks, "stream", lambda line: events.append(json.loads(line)["id"]))
-    expected = Expected([(id, 0) for id in IDS], lambda key, result: "", None)
-    with sinks.open_sink(Request(Path("model"), Sampling()), expected) as sink:
+    monkeypatch.setattr(results, "stream", lambda line: events.append(json.loads(line)["id"]))
+    expected = ExpectedResults([(id, 0) for id in IDS], lambda key, result: "", None)
+    with results.open_sink(Request(Path("model"), Sampling()), expected) as sink:
         for id, due in ((1, []), ("a", ["a", 1]), (3, ["a", 1]), (IDS[2], IDS[:4]), (10**20, IDS)):
             sink.append((id, 0), {"id": id})
             assert events == due
@@ -216,13 +217,13 @@ OTHER_OUTS = {
     "other tokens": (changed(0, prompt_tokens=[256, 1]), "line 1 (id 'a'): other tokens of the same prompt"),
     "an id that is gone": (changed(3, id="other"), "line 4 (id 'other'): no such id in the batch"),
     "an id of another type": (changed(1, id="1"), "line 2 (id '1'): no such id in the batch"),
-    "twice": (lambda whole: whole + whole[: whole.index(b"\n") + 1], "line 6 (id 'a') stands there twice"),
-    "sample": (changed(0, sample=1), "line 1 (id 'a'): of more --samples than this run has"),
-    "a first of samples": (changed(0, sample=0), "line 1 (id 'a'): of more --samples than this run has"),
-    "notes": (lambda whole: b"my notes\n", "line 1 is no result"),
-    "notes without an end": (lambda whole: b"my notes", "line 1 is no result"),
-    "a prompt": (lambda whole: b'{"id": "a", "prompt": "def main("}', "line 1 (id 'a'): no result"),
-    "bytes": (lambda whole: b"\xff\xfe\n", "line 1 is no result"),
+    "twice": (lambda whole: whole + whole[: whole.index(b"\n") + 1], "line 6 (id 'a') is there twice"),
+    "sample": (changed(0, sample=1), "line 1 (id 'a'): from a run with more --samples"),
+    "a first of samples": (changed(0, sample=0), "line 1 (id 'a'): from a run with more --samples"),
+    "notes": (lambda whole: b"my notes\n", "line 1 is not a result"),
+    "notes without an end": (lambda whole: b"my notes", "line 1 is not a result"),
+    "a prompt": (lambda whole: b'{"id": "a", "prompt": "def main("}', "line 1 (id 'a'): not a completion"),
+    "bytes": (lambda whole: b"\xff\xfe\n", "line 1 is not a result"),
 }
 
 
@@ -244,10 +245,10 @@ def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched
     refused = {
         place / "in.jsonl": "is the batch itself",
         place / "link": "is the batch itself",
-        place / "loop": "is a link that leads back to itself",
+        place / "loop": "is a symbolic link to itself",
         place: f"is a folder\ntry: --out {place}/results.jsonl",
         place / "no" / "out.jsonl": f"there is no folder {place}/no\ntry: mkdir -p {place}/no",
-        Path("/dev/null"): "is no regular file",
+        Path("/dev/null"): "is not a regular file",
         Path("/proc/out.jsonl"): "cannot be written",
     }
     for out, said in refused.items():
@@ -263,25 +264,19 @@ def test_two_cannot_write_one_file(titan, hf, place, untouched):
     assert code == 2 and f"another titan infer is writing {place / 'out.jsonl'} now" in err
 
 
-def test_a_writer_that_replaced_the_file_while_another_waited_is_noticed(tmp_path):
-    """The lock is of the file that was, so the one that is there now must be locked anew."""
+def test_a_file_that_another_writer_has_just_replaced_is_refused(tmp_path, monkeypatch):
+    """The lock is on the old file: results appended to it would be lost."""
     from titan_tools.infer.tasks import results_file
-    from titan_tools.infer.tasks.made_with import MadeWith, write_made_with
-    from titan_tools.infer.tasks.results_lines import Expected
+    from titan_tools.infer.tasks.results_settings import ResultsSettings
 
-    expected = Expected([(0, 0), (1, 0)], lambda key, result: "", MadeWith("model"))
-    (tmp_path / "out").write_bytes(b'{"id": 0, "text": "old"}\n')
-    write_made_with(tmp_path / "out", expected.made_with)
-    lock = results_file._lock
+    flock = fcntl.flock
 
-    def replaced_meanwhile(descriptor, path, how):
-        if not (tmp_path / "new").exists():
-            (tmp_path / "new").touch()
-            (tmp_path / "ordered").write_bytes(b'{"id": 1, "text": "new"}\n')
-            (tmp_path / "ordered").replace(path)
-        lock(descriptor, path, how)
+    def replaced_before(descriptor, how):
+        (tmp_path / "ordered").write_bytes(b"")
+        (tmp_path / "ordered").replace(tmp_path / "out")
+        flock(descriptor, how)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(results_file, "_lock", replaced_meanwhile)
-        with results_file.open_results(tmp_path / "out", expected) as results:
-            assert (0, 0) not in results and (1, 0) in results
+    monkeypatch.setattr(fcntl, "flock", replaced_before)
+    expected = results_file.ExpectedResults([(0, 0)], lambda key, result: "", ResultsSettings("model"))
+    with pytest.raises(ConfigError, match="another titan infer is writing"):
+        results_file.open_results(tmp_path / "out", expected)

@@ -49,9 +49,9 @@ SAID = [
     "line 2: not JSON: Expecting property name enclosed in double quotes at offset 29 of the file",
     "line 3 (id 2): has no 'prompt'",
     "line 4 (id 3): 'prompt' must be a string, not 5",
-    "line 5: no such key: 'promt'; did you mean 'prompt'?",
-    "line 6: no such key: 'temperature'; there are 'id', 'prompt', 'messages'",
-    "line 7: the id 0 stands in line 1 already",
+    "line 5: unknown key 'promt'; did you mean 'prompt'?",
+    "line 6: unknown key 'temperature'; valid: 'id', 'prompt', 'messages'",
+    "line 7: the id 0 is used in line 1 already",
     "line 8: not UTF-8: byte 0xe9 at offset ",
     "line 9: 'id' must be a string or an integer, not 1.5",
     "line 10: 'id' must be a string or an integer, not true",
@@ -60,9 +60,9 @@ SAID = [
     "line 14 (id 13): the prompt holds nothing but white space",
     "line 15: a lone surrogate, \\ud800, at offset ",
     "line 16: a NUL character at offset ",
-    "line 17: the key 'prompt' stands twice in it",
+    "line 17: the key 'prompt' is repeated",
     "line 18 (id 17): 301 prompt tokens do not fit the model's context of 256 tokens",
-    "line 19 (id 18): 'messages' are of a chat",
+    "line 19 (id 18): 'messages' need --chat",
     "line 20: not JSON: Exceeds the limit",
 ]
 
@@ -72,7 +72,7 @@ def test_everything_that_is_wrong_in_a_batch_is_told_at_once(titan, hf, tmp_path
     file.write_bytes(b"\n".join(WRONG))
     code, out, err = titan("infer", hf, "--batch", file, "--out", tmp_path / "out.jsonl")
     assert code == 2 and out == "" and not (tmp_path / "out.jsonl").exists()
-    assert f"error: {file}: {len(SAID)} lines cannot be used:\n" in err
+    assert f"error: {file}: {len(SAID)} invalid lines:\n" in err
     assert [said for said in SAID if f"\n  {said}" not in err] == []
     content = file.read_bytes()
     for what, offset in (
@@ -148,7 +148,7 @@ def test_messages_that_are_no_question_are_refused(titan, hf, tmp_path, untouche
     wrong = {
         "'messages' must be a list of messages, not []": [],
         "'messages' must be a list of messages, not \"hello\"": "hello",
-        "message 1 must have 'role' and 'content', and is {\"role\": \"user\"}": [{"role": "user"}],
+        "message 1 must have 'role' and 'content', not {\"role\": \"user\"}": [{"role": "user"}],
         "message 2 must have": [user, user | {"name": "me"}],
         'the role of message 1 is "usr"': [user | {"role": "usr"}],
         "the content of message 1 must be a string, not null": [user | {"content": None}],
@@ -211,7 +211,7 @@ def test_a_pipe_is_a_batch_for_one_rank_only(titan, hf, untouched):
     with subprocess.Popen(["true"], stdout=subprocess.PIPE) as empty:
         pipe = f"/dev/fd/{empty.stdout.fileno()}"
         code, _, err = titan("infer", hf, "--batch", pipe, "--tp", "2")
-        assert code == 2 and "is not a regular file, and each of 2 ranks reads it by itself" in err
+        assert code == 2 and "is not a regular file, and each of 2 ranks must read it" in err
         code, _, err = titan("infer", hf, "--batch", pipe)
         assert code == 2 and "holds no line" in err
     code, _, err = titan("infer", hf, "--batch", "missing", "--tp", "2")  # which is no pipe

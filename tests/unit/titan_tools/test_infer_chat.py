@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from converters.weights import open_native
 from tests.tiny_llama import EOS, write_llama
-from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.loading import prepare_work
 from titan_tools.infer.request import Request
-from titan_tools.infer.tasks.settings import settings_of
+from titan_tools.infer.task import generation_settings
 from trainer.data.tokenizer import load_tokenizer
 
 TEMPLATE = (
@@ -144,8 +144,8 @@ def test_a_chat_also_stops_at_what_its_template_puts_behind_an_answer(tmp_path):
     for asked, ends in (({}, {9}), ({"chat": True}, {9, EOS}), ({"chat": True, "ignore_eos": True}, set())):
         request = Request(tmp_path, Sampling(), text="a", **asked)
         with open_native(tmp_path) as weights:
-            work = infer_run._look(request, weights)
-        assert settings_of(work, max_new_tokens=1).stop_ids == ends
+            work = prepare_work(request, weights)
+        assert generation_settings(work, max_new_tokens=1).stop_ids == ends
 
 
 def test_answers_to_a_repeated_question_differ_with_a_temperature(talk, folder):
@@ -174,7 +174,7 @@ def test_the_oldest_messages_give_way(talk, folder, prefills):
         (b"fine\nb\xffd\n", "line 2 of standard input is not UTF-8: byte 0xff at offset 1"),
         (b"fine\n\xc3\xa9\0d\n", "line 2 of standard input holds a NUL byte at offset 2"),
         (["/rest"], "there is no command /rest"),
-        (["/retry"], "nothing was said"),
+        (["/retry"], "there is no message to answer again"),
         (["x" * 300], "a prompt of 306 tokens, and the context has 256"),
         (["/system " + "x" * 300], "the system message takes 310 of the context's 256 tokens"),
     ],
@@ -188,13 +188,13 @@ def test_a_script_ends_where_something_is_wrong(talk, folder, lines, told):
     ("options", "told"),
     [
         (("--context", "300"), "--context 300 is more than the model's 256 tokens"),
-        (("--context", "20", "--max-new-tokens", "20"), "leaves nothing for messages in a context of 20"),
+        (("--context", "20", "--max-new-tokens", "20"), "leaves no room for messages in a context of 20"),
         (("--context", "20", "--system", "very brief"), "the system message takes 20 of the context's 20 tokens"),
         (("--context", "4"), "a question takes 7 of the context's 4 tokens"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_read(talk, folder, monkeypatch, options, told):
-    monkeypatch.setattr("titan_tools.infer.run.load_model", None)
+    monkeypatch.setattr("titan_tools.infer.loading.load_model", None)
     code, _, err = talk(folder, ["Hello"], *options)
     assert code == 2 and told in err
 
@@ -215,7 +215,7 @@ def test_to_cut_a_chat_is_suggested_where_less_of_it_would_fit(titan, folder, tm
 def test_templates_that_refuse_or_are_not_there(talk, tmp_path):
     write_checkpoint(tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
     code, _, err = talk(tmp_path, ["a"], "--system", "b")
-    assert code == 2 and "refuses these messages: no system" in err and "without the system message" in err
+    assert code == 2 and "rejects these messages: no system" in err and "without the system message" in err
     (tmp_path / "tokenizer_config.json").write_text("{}")
     code, _, err = talk(tmp_path, ["a"])
     assert code == 2 and "has no chat template" in err
@@ -266,7 +266,7 @@ def test_a_person_may_try_again(talk, folder):
     lines = b"b\xffd\n/system " + b"x" * 300 + b"\n" + b"y" * 300 + b"\n/exit \n"
     code, out, err = talk(folder, lines, terminal=True)
     assert code == 0 and out == "" and "tokens/s" not in err
-    for told in ("line 1 of standard input is not UTF-8", "the system message takes", "nothing would be left"):
+    for told in ("line 1 of standard input is not UTF-8", "the system message takes", "no room would be left"):
         assert told in err
 
 

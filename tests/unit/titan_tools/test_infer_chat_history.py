@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.titan_tools.test_infer_chat import write_checkpoint
-from titan_tools.infer.tasks.chat_history import History
+from titan_tools.infer.tasks.chat import ChatHistory
 from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer
 
@@ -11,25 +11,25 @@ from trainer.data.tokenizer import load_tokenizer
 @pytest.fixture
 def history(tmp_path):
     write_checkpoint(tmp_path)
-    return History(read_template(tmp_path), load_tokenizer(tmp_path), context=64)
+    return ChatHistory(read_template(tmp_path), load_tokenizer(tmp_path), context=64)
 
 
 def test_a_message_too_long_changes_nothing(history):
     prompt = history.ask("a").prompt
-    history.take_answer("b")
+    history.add_answer("b")
     with pytest.raises(Exception, match="a prompt of 106 tokens, and the context has 64"):
         history.ask("x" * 100)
     with pytest.raises(Exception, match="the system message takes"):
-        history.change_system("x" * 100)
+        history.set_system("x" * 100)
     assert history.messages == ["a", "b"] and history.system is None
-    assert history.ask_again().prompt.tokens == prompt.tokens
+    assert history.retry().prompt.tokens == prompt.tokens
 
 
 def test_an_answer_of_nothing_takes_its_message_along(history):
-    with pytest.raises(Exception, match="nothing was said"):
-        history.ask_again()
+    with pytest.raises(Exception, match="there is no message to answer again"):
+        history.retry()
     prompt = history.ask("a").prompt
-    history.take_answer("")
+    history.add_answer("")
     assert history.messages == []
-    again = history.ask_again().prompt
+    again = history.retry().prompt
     assert (again.tokens, again.id) == (prompt.tokens, "1")

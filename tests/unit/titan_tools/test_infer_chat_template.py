@@ -53,20 +53,20 @@ def test_what_a_template_refuses(tmp_path):
     template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x", {})
     with pytest.raises(ConfigError, match="refuses these messages: no system") as caught:
         template.render(said(("system", "s"), ("user", "a")))
-    assert caught.value.hint == "it takes them without the system message"
+    assert caught.value.hint == "it accepts them without the system message"
 
 
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("fine\n{% for m in messages %}", "t.jinja, line 2 is no Jinja template: Unexpected end"),
+        ("fine\n{% for m in messages %}", "t.jinja, line 2 is not a valid Jinja template: Unexpected end"),
         ("\n{{ messages[9].content }}", "t.jinja, line 2 fails on these messages: list object has no element 9"),
         ("{{ 1 + 'a' }}", "fails on these messages: TypeError"),
-        ("{{ ''.__class__.__mro__ }}", "does what no template may"),
-        ("{{ messages.append(1) }}", "does what no template may"),
-        ("{% set n = namespace() %}{% set n._a = 1 %}", "does what no template may"),
+        ("{{ ''.__class__.__mro__ }}", "does something forbidden"),
+        ("{{ messages.append(1) }}", "does something forbidden"),
+        ("{% set n = namespace() %}{% set n._a = 1 %}", "does something forbidden"),
         ("{% for i in range(1000000) %}{% endfor %}", "OverflowError"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "calls itself without an end"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "has an endless recursion"),
         ("{{ '(' * 10 ** 11 }}", "takes more than 1 GiB"),
         ("{% for m in messages %}{{ 'a'.ljust(10 ** 11) }}{% endfor %}", "takes more than 1 GiB"),
         ("{% include '/etc/passwd' %}", "TypeError"),
@@ -81,7 +81,7 @@ def test_broken_and_hostile_templates(source, told):
 def test_a_template_is_told_the_requests_time():
     moment = datetime(1999, 12, 31, 23, 59)
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, moment=moment)
-    assert template.render(said(("user", "a"))) == "31 Dec 1999" and template.tells_time
+    assert template.render(said(("user", "a"))) == "31 Dec 1999" and template.depends_on_current_time
 
 
 def test_a_template_that_writes_too_much_is_told(monkeypatch):
@@ -94,7 +94,7 @@ def test_a_template_that_writes_too_much_is_told(monkeypatch):
 def test_an_endless_template_is_stopped(monkeypatch, body):
     monkeypatch.setattr(template_sandbox, "MOST_SECS", 0.2)
     source = "{% for i in range(99999) %}" + body + "{% endfor %}"
-    with pytest.raises(CheckpointError, match="does not come to an end"):
+    with pytest.raises(CheckpointError, match="takes too long"):
         ChatTemplate(source, {}).render(said(("user", "a")))
 
 
@@ -119,7 +119,7 @@ def test_a_template_is_stopped_though_the_first_stop_is_lost(monkeypatch):
     source = "{% set kept = namespace(all=[]) %}" + twice
     try:
         for _ in range(9):
-            with pytest.raises(CheckpointError, match="does not come to an end"):
+            with pytest.raises(CheckpointError, match="takes too long"):
                 ChatTemplate(source, {}).render(said(("user", "a")))
             if lost:  # or Python came to look for garbage only when time had run out, on a busy machine
                 break

@@ -61,7 +61,7 @@ def test_a_template_that_joins_a_special_token_is_found(tmp_path):
     fine = said(("user", "<a /think[b]</a> <|im"))
     assert encode_chat(template, tokenizer, fine) == tokenizer.encode(template.render(fine), special=True)
     for hostile in ("<|im/think_end|>", "</think|im_end|><|im_end|>"):
-        with pytest.raises(ConfigError, match=r"makes a special token of what a message says: <\|im_end\|>"):
+        with pytest.raises(ConfigError, match=r"makes a special token of a message's text: <\|im_end\|>"):
             encode_chat(template, tokenizer, said(("user", hostile)))
 
 

@@ -16,10 +16,10 @@ from tests.tiny_families import write_tiny
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding import cache as cache_file
-from titan_tools.infer.decoding import compiled, graphs
 from titan_tools.infer.decoding import engine as engine_file
-from titan_tools.infer.decoding import split_keys as split_keys_file
+from titan_tools.infer.decoding import static_decode
 from titan_tools.infer.decoding.engine import Engine, RowTokens
+from titan_tools.infer.model import compiling
 
 VOCAB_SIZE = 97
 ROOM = 60
@@ -36,7 +36,7 @@ def pair(request, tmp_path_factory):
 @pytest.fixture
 def short_shapes(monkeypatch):
     """Fixed shapes that a test's lengths grow out of."""
-    monkeypatch.setattr(graphs, "SHORTEST", 16)
+    monkeypatch.setattr(static_decode, "SHORTEST", 16)
 
 
 def flash_attention(q_BNH, keys, values, first_query, first_key, most_q, most_k, dropout, is_causal, _, *, seqused_k):
@@ -141,9 +141,9 @@ def test_splitting_keys_is_tried_before_it_is_used(monkeypatch):
             return flash_attention(*given, seqused_k=seqused_k + off)
 
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
-        found = [split_keys_file._is_right(CPU, torch.bfloat16, 16, num_heads=num) for num in (2, 8)]
+        found = [static_decode._is_right(CPU, torch.bfloat16, 16, num_heads=num) for num in (2, 8)]
         assert found == [off == 0] * 2
-    assert not split_keys_file.can_split(CPU, torch.bfloat16, 16)
+    assert not static_decode.can_split(CPU, torch.bfloat16, 16)
 
 
 def test_a_sequence_grows_through_the_fixed_shapes(pair, short_shapes):
@@ -164,7 +164,7 @@ def test_shapes_are_few(pair, short_shapes):
         for _ in range(20):
             engine.decode([2] * num)
     assert set(engine._static._steps) == {(n, t) for n in (1, 4, 6) for t in (64,)}
-    assert [graphs.power_of_two(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+    assert [static_decode.power_of_two(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
 
 
 def test_what_a_row_held_before_does_not_matter(pair, short_shapes):
@@ -286,7 +286,7 @@ def test_the_command_compiles_and_says_the_same(titan, tmp_path):
 
 def test_a_missing_compiler_is_told_before_anything_is_read(titan, tmp_path, monkeypatch):
     write_llama(tmp_path)
-    monkeypatch.setattr(compiled, "why_inductor_cannot", lambda _: "no C++ compiler is found")
+    monkeypatch.setattr(compiling, "why_inductor_cannot", lambda _: "no C++ compiler is found")
     code, out, err = titan("infer", tmp_path, "--prompt", "a", "--compile")
     assert code == 2 and not out
     assert "--compile: no C++ compiler is found" in err

@@ -46,7 +46,12 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("called", ODD)
+SLOW = {"llama 2, code", "qwen3, a large eps", "qwen3, no grouping", "theta"}
+
+
+@pytest.mark.parametrize(
+    "called", [pytest.param(called, marks=[pytest.mark.slow] * (called in SLOW)) for called in ODD]
+)
 def test_numbers_that_no_shape_tells(called, tmp_path):
     name, numbers, forms = ODD[called]
     model = write_tiny(tmp_path / "hf", name, numbers=NUMBERS | numbers)

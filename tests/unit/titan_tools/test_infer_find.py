@@ -9,7 +9,7 @@ import pytest
 from converters.assets import find_assets
 from converters.convert import convert
 from tests.json_lines import read_lines
-from titan_tools.infer.find import Found, find_checkpoints, find_tokenizer
+from titan_tools.infer.find import FoundCheckpoint, find_checkpoints, find_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,10 +43,10 @@ def pipe_of(text):
 def test_a_step_is_told_with_what_was_skipped_since_the_last(run):
     found = list(zip(range(2), find_checkpoints(run), strict=False))
     assert [one for _, one in found] == [
-        Found(run / "step-20", True),
-        Found(run / "step-10", True, ("step-15: it has no .metadata",)),
+        FoundCheckpoint(run / "step-20", True),
+        FoundCheckpoint(run / "step-10", True, ("step-15: it has no .metadata",)),
     ]
-    assert [*find_checkpoints(run / "step-20")] == [Found(run / "step-20")]
+    assert [*find_checkpoints(run / "step-20")] == [FoundCheckpoint(run / "step-20")]
 
 
 def test_a_batch_from_a_pipe_outlives_a_damaged_step(titan, run):
@@ -54,7 +54,7 @@ def test_a_batch_from_a_pipe_outlives_a_damaged_step(titan, run):
         code, out, err = titan("infer", run, "--batch", batch, "--max-new-tokens", "3")
     assert code == 0, err
     assert [line["id"] for line in read_lines(out)] == [7]
-    assert f"passing over a damaged step: {run / 'step-20'}" in err and f"reading {run / 'step-10'}\n" in err
+    assert f"skipping a damaged step: {run / 'step-20'}" in err and f"reading {run / 'step-10'}\n" in err
 
 
 def test_prompts_that_cannot_be_are_told_before_a_step_is_read(titan, run, untouched, tmp_path):

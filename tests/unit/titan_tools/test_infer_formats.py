@@ -248,7 +248,7 @@ def test_a_damaged_step_of_a_run_is_passed_over_as_in_training(titan, training, 
     code, out, err = titan("infer", tmp_path / "run", *ASK)
     assert code == 0, err
     assert ids(out) == training[1]
-    assert f"WARNING: passing over a damaged step: {older}" in err and "step-5" in err
+    assert f"WARNING: skipping a damaged step: {older}" in err and "step-5" in err
     assert err.count("skipped step-9") == 1
     assert err.count("skipped step-8: .metadata: its bytes have changed (CRC32)") == 1
     code, out, err = titan("infer", older, *ASK)  # one that was named is that one

@@ -7,7 +7,7 @@ import sys
 _COUNT = """
 import ctypes, resource, sys
 import torch
-from titan_tools.infer.model.freed_memory import keep_freed_memory
+from titan_tools.infer.memory import keep_freed_memory
 
 if sys.platform == "linux":  # whether the system has a huge page to give changes from one moment to the next
     PR_SET_THP_DISABLE = 41

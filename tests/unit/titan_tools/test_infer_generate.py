@@ -10,7 +10,7 @@ from tests.tiny_llama import BOS, write_llama
 from tests.watched_engine import Watched, ragged, run
 from titan_tools.infer.decoding import generate as generate_file
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Settings, Timings
+from titan_tools.infer.decoding.generate import GenerationSettings, Timings
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.model.load import load_model
 from titan_tools.infer.text.prompts import Prompt
@@ -158,12 +158,12 @@ def test_the_prompt_of_several_samples_is_prefilled_once(llama):
 
 def separately(model, prompt, n, sample, settings):
     """One sample of one prompt, token by token, each from a prefill of its own."""
-    from titan_tools.infer.decoding.sampling import Seat, choose
+    from titan_tools.infer.decoding.sampling import NoiseKey, choose
 
     tokens = list(prompt)
     while len(tokens) < len(prompt) + settings["max_new_tokens"]:
         logits = Engine(model, rows=1, room=64).prefill(0, tokens)[None]
-        tokens += choose(logits, settings["sampling"], [Seat(str(n), sample, len(tokens))])
+        tokens += choose(logits, settings["sampling"], [NoiseKey(str(n), sample, len(tokens))])
         if tokens[-1] in settings["stop_ids"]:
             break
     return tokens[len(prompt) :]
@@ -242,7 +242,7 @@ def test_what_ends_is_told_at_once_and_prompts_are_asked_for_when_there_is_room(
             yield Prompt(str(n), "", tokens)
 
     engine = Engine(llama[1], rows=2, room=64)
-    told = generate_file.generate(engine, prompts(), Settings(max_new_tokens=4), NO_TEXT)
+    told = generate_file.generate(engine, prompts(), GenerationSettings(max_new_tokens=4), NO_TEXT)
     assert next(told).prompt.id == "0"
     assert asked == [0, 1]
     assert len(list(told)) == 5

@@ -5,7 +5,7 @@ import pytest
 from tests.tiny_infer import load
 from tests.tiny_llama import BOS
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Settings, generate
+from titan_tools.infer.decoding.generate import GenerationSettings, generate
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.infer.text.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ def test_text_that_nobody_follows_is_made_at_the_end(model):
     said, counts = [], []
     for how in ({}, {"stop_strings": ("\x00\x01\x02",)}, {"on_text": lambda text: None}):
         letters, on_text = Letters(), how.pop("on_text", None)
-        settings = Settings(max_new_tokens=40, stop_ids=stop, **how)
+        settings = GenerationSettings(max_new_tokens=40, stop_ids=stop, **how)
         engine = Engine(model, rows=1, room=64)
         (one,) = generate(engine, [prompt], settings, Vocabulary(letters, frozenset()), on_text=on_text)
         said.append((one.tokens, one.text))
@@ -57,5 +57,5 @@ class Words(Letters):
 def test_text_is_what_a_prompts_text_becomes_longer_by(model, on_text):
     prompt, engine = Prompt("0", "", TOKENS), Engine(model, rows=1, room=16)
     vocabulary = Vocabulary(Words(), frozenset())
-    (one,) = generate(engine, [prompt], Settings(max_new_tokens=4), vocabulary, on_text=on_text)
+    (one,) = generate(engine, [prompt], GenerationSettings(max_new_tokens=4), vocabulary, on_text=on_text)
     assert one.text == "".join(f" {token}" for token in one.tokens)

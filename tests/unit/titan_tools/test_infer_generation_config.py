@@ -13,7 +13,7 @@ from titan_tools.infer.decoding.sampling import Sampling, token_weights
 from titan_tools.infer.generation_config import (
     ALWAYS_FOLLOWED,
     FOLLOWED,
-    REFUSED,
+    UNSUPPORTED,
     WITHOUT_EFFECT,
     GenerationConfig,
     follow,
@@ -132,10 +132,10 @@ def test_flags_come_first():
 def test_every_field_of_transformers_is_classified():
     from transformers import GenerationConfig as Theirs
 
-    known = FOLLOWED | ALWAYS_FOLLOWED | REFUSED.keys() | WITHOUT_EFFECT
+    known = FOLLOWED | ALWAYS_FOLLOWED | UNSUPPORTED.keys() | WITHOUT_EFFECT
     assert vars(Theirs()).keys() - known - {"_original_object_hash"} == set()
     defaults = Theirs._get_default_generation_params()
-    for name, neutral in REFUSED.items():  # what transformers does by itself is not refused
+    for name, neutral in UNSUPPORTED.items():  # what transformers does by itself is not refused
         assert defaults.get(name) in (None, neutral), name
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS
-from titan_tools.infer.decoding import common_beginning, likelihood
 from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding import likelihood
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.likelihood import Likelihood, windows
 
@@ -83,7 +83,7 @@ def test_short_texts_go_through_together_and_change_nothing(num_read, monkeypatc
     """Among them long ones, and ones that share a beginning that is worth a pass of its own."""
     model, num_read = num_read
     monkeypatch.setitem(engine_file.PREFILL_TOKENS, "cpu", 48)
-    monkeypatch.setitem(common_beginning.LEAST_SHARED, "cpu", 6)
+    monkeypatch.setitem(engine_file.LEAST_SHARED, "cpu", 6)
     monkeypatch.setattr(likelihood, "LOGITS_BYTES", num_positions * 4 * 301)
     draw = random.Random(0)
     heads = [[BOS], [BOS, *range(9)], [BOS, *range(20)]]

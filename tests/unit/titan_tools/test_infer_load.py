@@ -19,10 +19,9 @@ from tests.tiny_families import TINY, write_tiny
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.model import packed as packed_file
-from titan_tools.infer.model.fused import FusedLinear, can_fuse, fuse
+from titan_tools.infer.model import linear
+from titan_tools.infer.model.linear import FusedLinear, PackedWeight, can_fuse, can_pack, fuse
 from titan_tools.infer.model.load import load_model
-from titan_tools.infer.model.packed import PackedWeight, can_pack
 from trainer.models import registry as trained_families
 
 TOKENS = [3, 14, 15, 92, 65, 35]
@@ -144,15 +143,15 @@ def other_product(*_):
 def test_nothing_is_packed_where_the_operators_are_not_there_or_do_something_else(wide, monkeypatch, operator, does):
     """torch promised nothing of them, and a CPU without AVX-512 has none for bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, operator, does)
-    packed_file._works.cache_clear()
+    linear._packing_works.cache_clear()
     try:
         assert isinstance(load(wide[0], dtype=torch.bfloat16).head.weight, torch.Tensor)
     finally:
-        packed_file._works.cache_clear()
+        linear._packing_works.cache_clear()
 
 
 def test_nothing_is_packed_on_another_processor(monkeypatch):
-    monkeypatch.setattr(packed_file.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(linear.platform, "machine", lambda: "aarch64")
     assert not can_pack((1024, 1024), torch.float32, CPU)
 
 
@@ -174,7 +173,7 @@ def logits_of_theirs(model):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 def test_biases_are_added_as_transformers_adds_them(biased, monkeypatch, packed, fused):
     folder, theirs = biased
-    monkeypatch.setattr(packed_file, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(linear, "_LEAST_PACKED_BYTES", 1)
     model = load(folder, packed=packed, fused=fused)
     weight = model.body.layers["0"].attention.wq.weight
     assert isinstance(weight, PackedWeight) == (packed and can_pack((64, 32), torch.float32, CPU))
@@ -214,7 +213,7 @@ def test_a_family_that_lists_other_parameters_than_its_model_has_is_refused(tmp_
     with registered("qwen2"), open_native(tmp_path) as weights:
         family = replace(weights.info, family="qwen2")  # lists biases; Llama's file has none
         monkeypatch.setitem(trained_families._FAMILIES, "qwen2", trained_families.get_trainer_family("llama3"))
-        with pytest.raises(UnsupportedError, match=r"(?s)'qwen2'.* layers\.0\.attention\.wk\.bias .*in the list alone"):
+        with pytest.raises(UnsupportedError, match=r"(?s)'qwen2'.* layers\.0\.attention\.wk\.bias .*only in the list"):
             load_model(weights.source, family, dtype=torch.float32, device=CPU)
 
 

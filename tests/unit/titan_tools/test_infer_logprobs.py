@@ -6,8 +6,7 @@ import torch
 from converters.errors import ConfigError
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import write_llama
-from titan_tools.infer.decoding.logprobs import check_logprobs, token_logprobs
-from titan_tools.infer.decoding.sampling import Sampling
+from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from titan_tools.infer.ranks import lost_neighbours
-from titan_tools.infer.ranks.lost_neighbours import watching
+from titan_tools.infer import process_group
+from titan_tools.infer.process_group import exit_with_lost_ranks
 
 
 def in_a_fork(work) -> int:
@@ -27,14 +27,14 @@ def in_a_fork(work) -> int:
 def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
     """The other one is ended; this one leaves with `code`."""
     other = in_a_fork(lambda: time.sleep(100))
-    monkeypatch.setattr(lost_neighbours, "_LOOK_EVERY_MS", 20)
+    monkeypatch.setattr(process_group, "_POLL_MS", 20)
     monkeypatch.delenv("TITAN_LAUNCH", raising=False)
-    monkeypatch.setattr(lost_neighbours, "_GRACE_SECS", 60 if how == "about to end" else 0.1)
+    monkeypatch.setattr(process_group, "_GRACE_SECS", 60 if how == "about to end" else 0.1)
     if how == "not watched":
         monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nowhere", os.O_RDONLY))
 
     def watch():
-        with watching({other: 4}, rank=6, exit_code=3):
+        with exit_with_lost_ranks({other: 4}, rank=6, exit_code=3):
             if how != "behind it":
                 os.kill(other, signal.SIGKILL)
                 time.sleep(100 if how == "in a block" else 0.3)  # which a watched process does not see the end of
@@ -48,6 +48,6 @@ def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
     started = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_fork(watch), 0)[1]) == code
     assert time.monotonic() - started < 50
-    told = "error: rank 6 has lost rank 4, which ended\nhint: that one says why\n"
+    told = "error: rank 6 has lost rank 4, which ended\nhint: see its output\n"
     assert capfd.readouterr().err == (told if code == 3 else "")
     os.waitpid(other, 0)

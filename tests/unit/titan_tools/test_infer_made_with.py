@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.json_lines import read_lines, write_lines
-from titan_tools.infer.tasks.made_with import place_of
+from titan_tools.infer.tasks.results_settings import settings_path
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LINES = [{"id": i, "prompt": f"def f{i}("} for i in range(3)]
@@ -55,7 +55,7 @@ def test_every_other_option_is_named_with_both_values_and_nothing_is_lost(titan,
     code, out, err = titan(*batch(hf, place, *others, asked=()))
     assert (code, out, content_of(place)) == (2, "", before)
     assert err.splitlines() == [
-        f"error: {place}/out.jsonl holds results that were made with other settings:",
+        f"error: {place}/out.jsonl holds results of other settings:",
         '  --dtype: "float32" there, "bfloat16" here',
         "  --logprobs: 2 there, 3 here",
         "  --special-tokens: not given there, given here",
@@ -70,7 +70,7 @@ def test_every_other_option_is_named_with_both_values_and_nothing_is_lost(titan,
         "  --ignore-eos: not given there, given here",
         '  --truncate: not given there, "left" here',
         "  --from-bos: not given there, given here",
-        f"hint: a rerun goes on with what made the file, which {place}/out.jsonl.settings.json tells; "
+        f"hint: a rerun needs the settings of the first run, recorded in {place}/out.jsonl.settings.json; "
         "nothing was written",
         "try: --out ANOTHER_FILE",
     ]
@@ -112,7 +112,10 @@ def test_other_weights_of_the_same_shapes_are_noticed_and_a_moved_folder_is_not(
     assert code == 0 and "nothing to do" in talk
     code, _, err = titan(*batch(tuned, place))
     assert code == 2 and f"\n  weights: those of {hf} (sampled " in err and f" there, those of {tuned} (sampled " in err
-    assert err.count(" here") == 1 and f"\ntry: titan infer {hf} …, which made it\ntry: --out ANOTHER_FILE" in err
+    assert (
+        err.count(" here") == 1
+        and f"\ntry: titan infer {hf} …, the checkpoint of the first run\ntry: --out ANOTHER_FILE" in err
+    )
 
 
 def test_numbers_of_the_model_are_settings(titan, hf, place, untouched):
@@ -174,24 +177,27 @@ def test_samples_may_become_more(titan, hf, place):
         out.write_bytes(content)
     for num in ("1", "2"):
         code, _, err = titan(*batch(hf, place, "--samples", num))
-        assert code == 2 and ": of more --samples than this run has" in err and "\ntry: --samples 3\n" in err
+        assert code == 2 and ": from a run with more --samples" in err and "\ntry: --samples 3\n" in err
         assert out.read_bytes() == content
 
 
-def test_numbering_loses_nothing(titan, hf, place, monkeypatch):
-    """Where the disk is full, or a kill comes; lines of one run may then be numbered and others not."""
+def test_a_full_disk_at_the_end_loses_no_sample(titan, hf, place, monkeypatch):
+    """Lines of the first run are not numbered yet then; the next run numbers them."""
     out, replace = place / "out.jsonl", os.replace
     before = out.read_bytes()
 
-    def full(source, target):
-        raise OSError(28, os.strerror(28))
+    def full_for_results(source, target):
+        if Path(target) == out:
+            raise OSError(28, os.strerror(28))
+        replace(source, target)
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", full_for_results)
     code, _, err = titan(*batch(hf, place, "--samples", "2"))
-    assert code == 2 and f"error: cannot number the samples in {out}: No space left on device" in err
-    assert out.read_bytes() == before and not [*place.glob(".tmp-*")]
+    assert code == 2 and f"error: cannot put {out} into the batch's order: No space left on device" in err
+    assert out.read_bytes().startswith(before) and not [*place.glob(".tmp-*")]
     monkeypatch.setattr(os, "replace", replace)
-    assert titan(*batch(hf, place, "--samples", "2"))[0] == 0 and len(read_lines(out.read_text())) == 6
+    assert titan(*batch(hf, place, "--samples", "2"))[0] == 0
+    assert [(r["id"], r["sample"]) for r in read_lines(out.read_text())] == [(i, n) for i in range(3) for n in (0, 1)]
 
 
 def not_there(path):
@@ -219,16 +225,19 @@ def a_loop(path):
 
 NEWER = b'{"version": 2, "checkpoint": "x", "settings": {}}'
 BROKEN = {
-    "deleted": (not_there, "holds results, and {} is not there"),
-    "empty": (written(b""), "{} is not what titan infer wrote: it is not JSON"),
-    "cut off": (written(b'{"version": 1, "che'), "{} is not what titan infer wrote: it is not JSON"),
-    "bytes": (written(b"\xff\0"), "{} is not what titan infer wrote: it is not JSON: it is not UTF-8"),
-    "a list": (written(b"[]"), "{} is not what titan infer wrote: it holds a JSON list"),
-    "somebody's": (written(b'{"theme": "dark"}'), "{} is not what titan infer wrote: it holds something else"),
-    "newer": (written(NEWER), "{} is not what titan infer wrote: it is of version 2, and this titan knows version 1"),
-    "a folder": (a_folder, "{} is not what titan infer wrote: it is no file of settings"),
-    "a pipe": (a_pipe, "{} is not what titan infer wrote: it is no file of settings"),
-    "a loop": (a_loop, "{} cannot be read: Too many levels of symbolic links"),
+    "deleted": (not_there, "holds results, but {} is missing"),
+    "empty": (written(b""), "{} is not a settings file of titan infer: {} is not JSON"),
+    "cut off": (written(b'{"version": 1, "che'), "{} is not a settings file of titan infer: {} is not JSON"),
+    "bytes": (written(b"\xff\0"), "{} is not a settings file of titan infer: {} is not JSON"),
+    "a list": (written(b"[]"), "{} is not a settings file of titan infer: {} holds a JSON list"),
+    "somebody's": (written(b'{"theme": "dark"}'), "{} is not a settings file of titan infer"),
+    "newer": (
+        written(NEWER),
+        "{} is not a settings file of titan infer: its version is 2, and this",
+    ),
+    "a folder": (a_folder, "{} is not a settings file of titan infer"),
+    "a pipe": (a_pipe, "{} is not a settings file of titan infer"),
+    "a loop": (a_loop, "{} is not a settings file of titan infer"),
 }
 
 
@@ -239,7 +248,7 @@ def test_without_its_settings_a_file_is_not_gone_on_with(titan, hf, place, untou
     before = content_of(place)
     code, out, err = titan(*batch(hf, place))
     assert (code, out, content_of(place)) == (2, "", before)
-    assert said.format(path) in err and "nothing was written" in err and "try: --out ANOTHER_FILE" in err
+    assert said.format(path, path) in err and "nothing was written" in err and "try: --out ANOTHER_FILE" in err
     if path.exists():  # nor is anything of new results written over it
         (place / "out.jsonl").unlink()
         assert titan(*batch(hf, place))[0] == 2 and "out.jsonl" not in content_of(place)
@@ -251,7 +260,7 @@ def test_settings_that_were_put_back_are_gone_on_with(titan, hf, made, place):
     path.rename(place / "moved.jsonl.settings.json")
     (place / "link").symlink_to("moved.jsonl")
     argv = [place / "link" if one == place / "out.jsonl" else one for one in batch(hf, place)]
-    assert place_of(place / "link") == place / "moved.jsonl.settings.json"
+    assert settings_path(place / "link") == place / "moved.jsonl.settings.json"
     assert titan(*argv)[0] == 0
     assert tokens_in(place / "moved.jsonl") == tokens_in(made / "out.jsonl")
 
@@ -270,7 +279,7 @@ def test_a_batch_in_the_place_of_the_settings_stays(titan, hf, tmp_path, untouch
     path = write_lines(tmp_path / "out.settings.json", LINES[:1])
     before = path.read_bytes()
     code, _, err = titan("infer", hf, "--batch", path, "--out", tmp_path / "out")
-    assert code == 2 and f"{path} is not what titan infer wrote" in err and path.read_bytes() == before
+    assert code == 2 and f"{path} is not a settings file of titan infer" in err and path.read_bytes() == before
 
 
 def test_a_name_that_leaves_no_room_for_the_settings_is_refused(titan, hf, place, untouched):

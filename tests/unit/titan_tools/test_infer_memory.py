@@ -14,12 +14,13 @@ from tests.chat_templates import CHATML
 from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.cli import app
-from titan_tools.infer import free_memory, out_of_memory
+from titan_tools.infer import loading as loading_file
+from titan_tools.infer import memory
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.free_memory import GIB, rows_that_fit
-from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.memory import GIB, rows_that_fit
+from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
 
@@ -37,12 +38,12 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def gpu_of(monkeypatch):
     """Let every device be a GPU that has so much memory left."""
-    return lambda num_bytes: monkeypatch.setattr(free_memory, "free_bytes", lambda device: num_bytes)
+    return lambda num_bytes: monkeypatch.setattr(memory, "free_bytes", lambda device: num_bytes)
 
 
 def needed(model, args, rows):
     """Bytes that `rows` sequences take, beside all else."""
-    return rows * (ROOM * model.bytes_per_cached_token + args.vocab_size * free_memory._BYTES_PER_LOGIT)
+    return rows * (ROOM * model.bytes_per_cached_token + args.vocab_size * memory._BYTES_PER_LOGIT)
 
 
 def test_the_caches_bytes_are_those_that_it_has(hf):
@@ -56,12 +57,12 @@ def test_the_caches_bytes_are_those_that_it_has(hf):
 def test_rows_are_those_that_free_memory_holds(hf, gpu_of, capsys, room_for, rows):
     with open_native(hf) as weights:
         args = weights.info.args
-    model, ranks = load(hf), Ranks(1, 0, CPU)
-    others = 2048 * (8 * args.dim + 4 * args.ffn_hidden) * 4 + free_memory._OTHER_BYTES
+    model, ranks = load(hf), TPRanks(1, 0, CPU)
+    others = 2048 * (8 * args.dim + 4 * args.ffn_hidden) * 4 + memory._OTHER_BYTES
     gpu_of(others + int(needed(model, args, room_for)))
     assert rows_that_fit(model, args, ranks, rows=8, room=ROOM) == rows
     told = capsys.readouterr().err
-    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time in place of 8: up to ") == (rows < 8)
+    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time instead of 8: each needs ") == (rows < 8)
     assert (told == "") == (rows == 8)
 
 
@@ -69,19 +70,19 @@ def test_heads_that_a_prefill_copies_need_room_too(hf, gpu_of, monkeypatch):
     """Here as much as a row: one layer's for 4 heads, and a row holds 2 layers' for 2."""
     with open_native(hf) as weights:
         args = weights.info.args
-    model, ranks, long = load(hf), Ranks(1, 0, CPU), 100_000
-    gpu_of(free_memory._OTHER_BYTES + (1 << 28))
+    model, ranks, long = load(hf), TPRanks(1, 0, CPU), 100_000
+    gpu_of(memory._OTHER_BYTES + (1 << 28))
     as_they_are = rows_that_fit(model, args, ranks, rows=99, room=long)
-    monkeypatch.setattr(free_memory, "copies_heads", lambda device_type, dtype: True)
+    monkeypatch.setattr(memory, "copies_heads", lambda device_type, dtype: True)
     assert rows_that_fit(model, args, ranks, rows=99, room=long) == as_they_are - 1 < 98
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_rank_with_the_least_memory_counts(hf, gpu_of, monkeypatch, capsys, rank):
-    monkeypatch.setattr(free_memory.dist, "all_reduce", lambda number, op: number.clamp_(max=3))
+    monkeypatch.setattr(memory.dist, "all_reduce", lambda number, op: number.clamp_(max=3))
     gpu_of(1 << 40)
     with open_native(hf) as weights:
-        assert rows_that_fit(load(hf), weights.info.args, Ranks(2, rank, CPU), rows=8, room=ROOM) == 3
+        assert rows_that_fit(load(hf), weights.info.args, TPRanks(2, rank, CPU), rows=8, room=ROOM) == 3
     assert ("3 sequences at a time" in capsys.readouterr().err) == (rank == 0)
 
 
@@ -95,7 +96,7 @@ def test_fewer_rows_say_the_same(titan, hf, gpu_of, tmp_path, monkeypatch):
     _, expected, _ = titan(*asked)
     gpu_of(0)
     code, out, err = titan(*asked)
-    assert code == 0 and out == expected and "1 sequence at a time in place of 5" in err and used == [5, 1]
+    assert code == 0 and out == expected and "1 sequence at a time instead of 5" in err and used == [5, 1]
 
 
 def ask_too_much_of_torch():
@@ -131,7 +132,7 @@ TOO_MUCH = {
 @pytest.mark.parametrize("ask", TOO_MUCH, ids=lambda ask: ask.__name__.rpartition("_")[2])
 @pytest.mark.parametrize("loading", [True, False], ids=["loading", "running"])
 def test_memory_that_runs_out_is_one_error(titan, hf, monkeypatch, ask, loading):
-    monkeypatch.setattr(infer_run, "load_model" if loading else "Engine", lambda *_, **__: ask())
+    monkeypatch.setattr(*((loading_file, "load_model") if loading else (infer_run, "Engine")), lambda *_, **__: ask())
     asked = ("--prompt", "a", "--samples", "4", "--temperature", "1", "--max-new-tokens", "100")
     code, out, err = titan("infer", hf, *asked)
     assert code == 2 and out == "" and f"\nhint: {TOO_MUCH[ask]}\n" in err and "fault of titan" not in err
@@ -140,14 +141,15 @@ def test_memory_that_runs_out_is_one_error(titan, hf, monkeypatch, ask, loading)
         assert err.endswith("\ntry: --quantize int8\ntry: --dtype bfloat16\n")
     else:
         assert err.startswith(
-            "error: out of memory: the cache of 4 sequences of 102 tokens takes 0.00 GiB per rank beside the weights\n"
+            "error: out of memory: the cache of 4 sequences of 102 tokens takes 0.00 GiB per rank "
+            "in addition to the weights\n"
         )
         assert "\ntry: --batch-size 2\ntry: --max-new-tokens 50\ntry: --quantize int8\n" in err
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another"), OSError(errno.EIO, "Input/output error"), ValueError("x")])
 def test_other_errors_pass(error):
-    with pytest.raises(type(error)) as caught, out_of_memory._told("", []):
+    with pytest.raises(type(error)) as caught, memory._explained("", []):
         raise error
     assert caught.value is error
 
@@ -176,4 +178,4 @@ def test_more_ranks_are_to_try_where_there_are_gpus_for_them(hf, monkeypatch, nu
         work = Work(Request(hf, Sampling()), weights.info.args, NO_TEXT, None, tp=1, dtype="bfloat16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert [*out_of_memory._tries_of_weights(work)] == [*tried, "--quantize int8"]
+    assert [*memory._weight_tries(work)] == [*tried, "--quantize int8"]

@@ -6,11 +6,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 REFUSED = {
     "float16 sums": (
         ("--prompt", "a", "--quantize", "int8", "--dtype", "float16"),
-        "sums over 8-bit weights grow beyond 65504, where float16 ends\ntry: --dtype bfloat16\n",
+        "sums over 8-bit weights exceed 65504, float16's largest number\ntry: --dtype bfloat16\n",
     ),
     "no prompt": ((), "give a prompt: --prompt TEXT"),
     "two prompts": (("--prompt", "a", "-"), "give one prompt"),
-    "stray argument": (("hello",), "only - (standard input) can stand there"),
+    "stray argument": (("hello",), "only - (standard input) is allowed there"),
     "prompt file missing": (("--prompt-file", "/no/such"), "cannot read the prompt file /no/such"),
     "no new tokens": (("--prompt", "a", "--max-new-tokens", "0"), "--max-new-tokens"),
     "prompt and batch": (("--prompt", "a", "--batch", "in.jsonl"), "--batch has prompts of its own"),
@@ -24,30 +24,33 @@ REFUSED = {
     ),
     "somebody's request": (
         ("--request", __file__),
-        f"error: --request {__file__}: not what titan writes for the ranks",
+        f"error: --request {__file__}: not a file that titan wrote for its ranks",
     ),
-    "no request": (("--request", "/no/such"), "error: --request /no/such: not what titan writes for the ranks"),
+    "no request": (("--request", "/no/such"), "error: --request /no/such: not a file that titan wrote for its ranks"),
     "out without batch": (
         ("--prompt", "a", "--out", "f"),
-        "--out is where the results of a --batch go\ntry: --batch FILE",
+        "--out is the results file of a --batch\ntry: --batch FILE",
     ),
     "system without chat": (("--prompt", "a", "--system", "s"), "--system is a message of a --chat\ntry: --chat"),
     "empty stop": (("--prompt", "a", "--stop", ""), "--stop is empty"),
     "samples alike": (
         ("--prompt", "a", "--samples", "2"),
-        "would all be alike: give --temperature\ntry: --temperature 1",
+        "would all be equal: give --temperature\ntry: --temperature 1",
     ),
-    "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is of a --batch, or of --samples"),
-    "context of one": (("--prompt", "a", "--context", "99"), "--context is of a conversation"),
+    "batch size of one": (("--prompt", "a", "--batch-size", "2"), "--batch-size is for a --batch, or for --samples"),
+    "context of one": (("--prompt", "a", "--context", "99"), "--context is for a conversation"),
     "from-bos alone": (("--from-bos",), "give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input"),
-    "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no meaning in a chat"),
+    "from-bos in a chat": (("--prompt", "a", "--chat", "--from-bos"), "--from-bos has no effect in a chat"),
     "special tokens in a chat": (
         ("--prompt", "a", "--chat", "--special-tokens"),
-        "--special-tokens has no meaning in a",
+        "--special-tokens has no effect in a",
     ),
-    "logprobs in text": (("--prompt", "a", "--logprobs", "2"), "--logprobs has no place in plain text\ntry: --json\n"),
+    "logprobs in text": (
+        ("--prompt", "a", "--logprobs", "2"),
+        "--logprobs cannot be shown in plain text\ntry: --json\n",
+    ),
     "empty chat": (("--prompt", "", "--chat"), "the prompt is empty"),
-    "conversation in JSON": (("--chat", "--json"), "--json has no meaning in a conversation; give a prompt"),
+    "conversation in JSON": (("--chat", "--json"), "--json has no effect in a conversation; give a prompt"),
     "score of nothing": (("--score",), "- for standard input, or --batch FILE\n"),
     "more than the context": (
         ("--prompt", "a", "--max-new-tokens", "255"),
@@ -55,7 +58,7 @@ REFUSED = {
     ),
     "score of a cut text": (
         ("--prompt", "a", "--score", "--truncate", "left"),
-        "--truncate has no meaning with --score",
+        "--truncate has no effect with --score",
     ),
     "tp beyond the heads": (("--prompt", "a", "--tp", "8"), "valid: 1, 2, 4"),
     "tp between": (("--prompt", "a", "--tp", "3"), "--tp 3 cannot split 4 attention heads and 2 key/value heads"),
@@ -75,9 +78,9 @@ def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
     code, out, err = titan("infer", hf, "--prompt", "", *options, "--batch-size", "2")
     assert code == 2 and out == ""
     assert err.startswith(
-        "error: 9 problems with these options:\n  the prompt is empty\n  --out is where the results of a --batch go\n"
+        "error: 9 problems with these options:\n  the prompt is empty\n  --out is the results file of a --batch\n"
     )
     for name in ("--temperature", "--stop", "--max-new-tokens"):
-        assert f"\n  {name} has no meaning with --score, which makes no new tokens\n" in err
+        assert f"\n  {name} has no effect with --score, which generates no tokens\n" in err
     assert err.count("--batch-size") == 1
     assert "\n  --temperature is -1.0; it must be" in err and "\ntry: --batch FILE\n" in err

@@ -8,7 +8,7 @@ import pytest
 from converters.catalog import Box
 from converters.view import View
 from converters.weights import open_native
-from titan_tools.infer.origin import origin_of
+from titan_tools.infer.identity import origin_of
 
 
 def weights_in(folder):

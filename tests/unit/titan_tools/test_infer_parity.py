@@ -13,7 +13,7 @@ from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
-from titan_tools.infer.model.packed import PackedWeight
+from titan_tools.infer.model.linear import PackedWeight
 
 VOCAB = 302  # 256 bytes and what Llama 3's special tokens need
 NUMBERS = {"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_layers": 2}

@@ -9,8 +9,7 @@ from tests.tiny_families import write_tiny
 from tests.tiny_infer import load
 from titan_tools.infer.decoding import cache as cache_file
 from titan_tools.infer.decoding import engine as engine_file
-from titan_tools.infer.decoding.common_beginning import num_common
-from titan_tools.infer.decoding.engine import Engine, RowTokens
+from titan_tools.infer.decoding.engine import Engine, RowTokens, num_common
 
 VOCAB_SIZE = 97
 ROOM = 60

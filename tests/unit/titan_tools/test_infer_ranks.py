@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from converters.errors import ConfigError
+from titan_tools.infer import loading, process_group
 from titan_tools.infer import run as infer_run
-from titan_tools.infer.ranks import join
-from titan_tools.infer.ranks.devices import check_devices, own_device
+from titan_tools.infer.ranks import check_devices, own_device
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_one_rank_takes_the_gpu_that_is_its_own(monkeypatch, taken):
 def test_who_starts_the_ranks_takes_no_gpu(titan, hf, monkeypatch, taken):
     asked, compilers = [], []
     monkeypatch.setattr(infer_run, "run_ranks", lambda argv, **_: asked.append(argv) or 0)
-    monkeypatch.setattr(infer_run, "check_compiler", compilers.append)
+    monkeypatch.setattr(loading, "check_compiler", compilers.append)
     code, _, err = titan("infer", hf, "--prompt", "a", "--tp", "2", "--compile")
     assert code == 0, err
     assert len(asked) == 1 and taken == [] and compilers == [torch.device("cuda")]
@@ -73,5 +73,5 @@ def test_ranks_of_one_machine_are_neighbours(monkeypatch):
         def size(self):
             return len(gathered)
 
-    monkeypatch.setattr(join.dist, "all_gather_object", gather)
-    assert join._ranks_of_machines(Group()) == [[0, 2], [1], [3]]
+    monkeypatch.setattr(process_group.dist, "all_gather_object", gather)
+    assert process_group._ranks_by_machine(Group()) == [[0, 2], [1], [3]]

@@ -18,10 +18,9 @@ from tests.tiny_llama import BOS, write_llama
 from titan_tools.console import print_json
 from titan_tools.infer import report
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.decoding.generate import Completion, Settings, Timings, generate
-from titan_tools.infer.decoding.logprobs import TokenLogprobs
-from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.ranks.group import Ranks
+from titan_tools.infer.decoding.generate import Completion, GenerationSettings, Timings, generate
+from titan_tools.infer.decoding.sampling import Sampling, TokenLogprobs
+from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.report import describe, peak_gb_per_sec, result_of, stats_of
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
@@ -39,7 +38,7 @@ KEYS = [
     "dtype",
     "seed",
 ]
-ALONE = Ranks(1, 0, CPU)
+ALONE = TPRanks(1, 0, CPU)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -96,7 +95,7 @@ def test_times_and_bytes_are_those_of_the_run(model):
 def test_a_run_of_ragged_rows_counts_each_token_and_each_key_once(model):
     prompts = [Prompt(i, "", [BOS] * (3 + i)) for i in range(3)]
     timings, engine = Timings(), Engine(model, rows=2, room=16)
-    list(generate(engine, prompts, Settings(max_new_tokens=5), NO_TEXT, timings=timings))
+    list(generate(engine, prompts, GenerationSettings(max_new_tokens=5), NO_TEXT, timings=timings))
     assert timings.num_tokens == 15 and len(timings.first_token_secs) == 3
     # the first two decode together, then the third alone; a step reads the keys of its own token too
     assert timings.num_decode_steps == 4 + 4

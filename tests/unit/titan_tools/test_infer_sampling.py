@@ -7,7 +7,15 @@ import torch
 
 from converters.errors import CheckpointError, ConfigError
 from titan_tools.infer.decoding import sampling as sampling_file
-from titan_tools.infer.decoding.sampling import Sampling, Seat, _draw, check_sampling, choose, token_weights, uniform
+from titan_tools.infer.decoding.sampling import (
+    NoiseKey,
+    Sampling,
+    _draw,
+    check_sampling,
+    choose,
+    token_weights,
+    uniform,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,7 +29,7 @@ FILTERED = [
 
 
 def draw(logits, sampling, *, position=0):
-    return choose(logits[None], sampling, [Seat("a", 0, position)])[0]
+    return choose(logits[None], sampling, [NoiseKey("a", 0, position)])[0]
 
 
 def some_logits(size=50, seed=0):
@@ -87,7 +95,7 @@ def test_a_large_vocabulary_equals_transformers():
 
 def test_where_few_tokens_are_too_few_for_top_p_all_are_sorted(monkeypatch):
     logits_BV = torch.stack([some_logits(301, seed=seed) * (seed % 3) for seed in range(20)])
-    seats, drawn, times = [Seat("a", 0, row) for row in range(20)], [], []
+    seats, drawn, times = [NoiseKey("a", 0, row) for row in range(20)], [], []
     within_top_p = sampling_file._within_top_p
 
     def watched(*arguments, **how):
@@ -110,7 +118,7 @@ def test_greedy_with_a_penalty_equals_transformers(penalty):
     seen_BL = logits_BV.topk(4).indices
     penalized_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, seen_BL, True)
     sampling = Sampling(repetition_penalty=penalty)
-    tokens = choose(logits_BV, sampling, [Seat("a", 0, i) for i in range(30)], penalized_BV=penalized_BV)
+    tokens = choose(logits_BV, sampling, [NoiseKey("a", 0, i) for i in range(30)], penalized_BV=penalized_BV)
     expected = transformers_scores(seen_BL, logits_BV, Sampling(1.0, repetition_penalty=penalty))
     assert tokens == expected.argmax(-1).tolist()
     assert (tokens == logits_BV.argmax(-1).tolist()) == (penalty <= 1)
@@ -121,7 +129,7 @@ def test_a_penalty_goes_before_the_filters():
     logits = torch.tensor([3.0, 2.0, 1.5, -1.0])
     seen_BL, num_draws = torch.tensor([[0, 3]]), 4000
     sampling = Sampling(0.9, top_k=2, min_p=0.1, repetition_penalty=2.5)
-    seats = [Seat("a", 0, i) for i in range(num_draws)]
+    seats = [NoiseKey("a", 0, i) for i in range(num_draws)]
     penalized_BV = torch.tensor([[True, False, False, True]]).expand(num_draws, -1)
     drawn = choose(logits.expand(num_draws, -1), sampling, seats, penalized_BV=penalized_BV)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / num_draws
@@ -135,7 +143,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(size):
     """Odd sizes shift the rows against vector units and cache lines."""
     logits_BV = torch.stack([some_logits(size, seed=seed) for seed in range(9)]).bfloat16().float()
     penalized_BV = torch.rand(logits_BV.shape, generator=torch.Generator().manual_seed(1)) < 0.2
-    seats = [Seat(f"p{row}", row % 3, 10 + row) for row in range(9)]
+    seats = [NoiseKey(f"p{row}", row % 3, 10 + row) for row in range(9)]
     for sampling in (*FILTERED[::5], Sampling(), Sampling(1.2, repetition_penalty=1.3), Sampling(1e-4, top_p=0.9)):
         if sampling.temperature:
             alone = torch.cat([token_weights(row[None], sampling) for row in logits_BV])
@@ -151,7 +159,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(size):
 def test_tokens_follow_the_probabilities():
     logits = torch.tensor([0.3, -1.0, 2.0, 1.0])
     num_draws = 20_000
-    seats = [Seat("a", 0, i) for i in range(num_draws)]
+    seats = [NoiseKey("a", 0, i) for i in range(num_draws)]
     drawn = choose(logits.expand(num_draws, -1), Sampling(1.0, seed=5), seats)
     shares = torch.bincount(torch.tensor(drawn), minlength=4) / num_draws
     assert (shares - logits.softmax(0)).abs().max() < 4 * (0.25 / num_draws) ** 0.5  # four standard deviations
@@ -166,10 +174,10 @@ def test_filtered_tokens_are_never_drawn():
 
 def test_noise_depends_on_seed_prompt_sample_and_position_only():
     # fixed for good: a seed gives the same text in every version
-    assert uniform(1, Seat("a", 0, 2)) == 0.8468117786931655
-    assert uniform(1, Seat("a", 3, 2)) == 0.28861011396024416
-    assert uniform(1, Seat(7, 0, 2)) == 0.6097811823390151
-    numbers = [uniform(0, Seat("0", 0, i)) for i in range(10_000)]
+    assert uniform(1, NoiseKey("a", 0, 2)) == 0.8468117786931655
+    assert uniform(1, NoiseKey("a", 3, 2)) == 0.28861011396024416
+    assert uniform(1, NoiseKey(7, 0, 2)) == 0.6097811823390151
+    numbers = [uniform(0, NoiseKey("0", 0, i)) for i in range(10_000)]
     assert min(numbers) >= 0 and max(numbers) < 1
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.012
 
@@ -177,7 +185,7 @@ def test_noise_depends_on_seed_prompt_sample_and_position_only():
 def test_no_two_seats_share_their_noise():
     """Neither a number and its digits, nor parts of one that could be read as parts of another."""
     ids = ["a", "b", "a2", "1", "-1", "", 1, -1, 12, "1\0", "\0" + "1", "a\0" + "2", "a\0\0" + "2", "\ud800", "é"]
-    seats = [Seat(*parts) for parts in product(ids, (0, 1, 12), (1, 2, 12))]
+    seats = [NoiseKey(*parts) for parts in product(ids, (0, 1, 12), (1, 2, 12))]
     numbers = {uniform(seed, seat) for seed in (0, 1, 11, -1, 2**200) for seat in seats}
     assert len(numbers) == 5 * len(seats)
 
@@ -211,7 +219,7 @@ def test_greedy_takes_the_likeliest():
 def test_logits_that_are_not_finite_are_told(bad, sampling):
     logits_BV = torch.stack([some_logits(), some_logits(seed=1), some_logits(seed=2)])
     logits_BV[1, 7] = bad
-    seats, penalized_BV = [Seat("a", 0, 11), Seat("b", 0, 12), Seat("c", 0, 13)], logits_BV > 0
+    seats, penalized_BV = [NoiseKey("a", 0, 11), NoiseKey("b", 0, 12), NoiseKey("c", 0, 13)], logits_BV > 0
     with pytest.raises(CheckpointError, match="position 12 of prompt 'b' are not finite"):
         choose(logits_BV, sampling, seats, penalized_BV=penalized_BV)
 
@@ -273,5 +281,5 @@ def test_every_bad_value_is_told_at_once():
 def test_values_at_the_bounds_are_taken(sampling):
     check_sampling(sampling, vocab_size=300)
     logits_BV = some_logits(300)[None]
-    (token,) = choose(logits_BV, sampling, [Seat("a", 0, 0)], penalized_BV=logits_BV.abs() > 1)
+    (token,) = choose(logits_BV, sampling, [NoiseKey("a", 0, 0)], penalized_BV=logits_BV.abs() > 1)
     assert 0 <= token < 300

@@ -178,12 +178,12 @@ def test_an_out_of_other_texts_is_refused(titan, hf, tmp_path, changed, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--prompt", "a", "--temperature", "1"), "--temperature has no meaning with --score"),
+        (("--prompt", "a", "--temperature", "1"), "--temperature has no effect with --score"),
         (("--prompt", "a", "--logprobs", "302", "--json"), "--logprobs is 302"),
         (("--prompt", "a", "--context", "257"), "--context is 257, but the model's is 256 tokens"),
         (("--prompt", ""), "the prompt is empty"),
         (("--batch", "LINES"), "line 1 (id 0): it has no text to score"),
-        (("--batch", "LINES", "--batch-size", "2"), "--batch-size has no meaning with --score"),
+        (("--batch", "LINES", "--batch-size", "2"), "--batch-size has no effect with --score"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(titan, hf, tmp_path, arguments, said):

@@ -7,7 +7,8 @@ import pytest
 from tests.tiny_infer import load
 from tests.tiny_llama import BOS, write_llama
 from tests.watched_engine import Watched, ragged, run
-from titan_tools.infer.decoding import common_beginning, waiting
+from titan_tools.infer.decoding import engine as engine_file
+from titan_tools.infer.decoding import generate
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.sampling import Sampling
 
@@ -35,9 +36,9 @@ def test_what_prompts_share_is_computed_once_and_changes_nothing(model, monkeypa
     prompts, stop_ids = alike(), frozenset(range(0, 301, 19))
     sampling = Sampling(1.5, repetition_penalty=1.2, seed=5)
     settings = {"sampling": sampling, "stop_ids": stop_ids, "samples": samples, "max_new_tokens": 12}
-    monkeypatch.setitem(common_beginning.LEAST_SHARED, "cpu", 1000)
+    monkeypatch.setitem(engine_file.LEAST_SHARED, "cpu", 1000)
     alone, _ = run(Engine(model, rows=1, room=96), prompts, **settings)
-    monkeypatch.setitem(common_beginning.LEAST_SHARED, "cpu", 4)
+    monkeypatch.setitem(engine_file.LEAST_SHARED, "cpu", 4)
     for rows, share in ((1, 0.9), (2, 0.7), (5, 0.6), (32, 0.6)):
         engine = Watched(model, rows=rows, room=96, static=static)
         among, _ = run(engine, prompts, **settings)
@@ -59,7 +60,7 @@ def test_a_beginning_that_all_prompts_share_is_computed_once(model):
 
 def test_copying_the_row_that_is_overwritten_next(model, monkeypatch):
     """Each prompt goes on from what the other's row held before it."""
-    monkeypatch.setitem(common_beginning.LEAST_SHARED, "cpu", 4)
+    monkeypatch.setitem(engine_file.LEAST_SHARED, "cpu", 4)
     first, second = [1, *range(50, 80)], [2, *range(90, 120)]
     engine = Watched(model, rows=2, room=64)
     run(engine, [first, second], max_new_tokens=1)
@@ -75,7 +76,7 @@ def test_who_comes_alone_waits_for_others_but_not_long(model, monkeypatch):
     prompts, stop_ids = ragged(40, 12, seed=9), frozenset(range(0, 301, 29))
     passes = {}
     for full in (1, 64):
-        monkeypatch.setitem(waiting._FULL_PASS_TOKENS, "cpu", full)
+        monkeypatch.setitem(generate._FULL_PASS_TOKENS, "cpu", full)
         engine = Watched(model, rows=8, room=48)
         passes[full] = run(engine, prompts, stop_ids=stop_ids, max_new_tokens=24)[0], engine
     assert passes[1][0] == passes[64][0]

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from tests.tiny_infer import CPU, load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
+from titan_tools.infer.model import linear as widened
 from titan_tools.infer.model import load as loading
 from titan_tools.infer.model import quantize as quantizing
-from titan_tools.infer.model import widened
+from titan_tools.infer.model.linear import WidenedWeight, multiplies
 from titan_tools.infer.model.quantize import quantize_weight
-from titan_tools.infer.model.widened import WidenedWeight, multiplies
 
 HALVES = [torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.usefixtures("one_thread")

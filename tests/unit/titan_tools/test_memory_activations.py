@@ -18,9 +18,8 @@ from converters.layout import MeshShape, split_stages
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants
-from titan_tools.memory.formula.from_config import run_shape
 from titan_tools.memory.formula.rank import Instant
-from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape
+from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape, run_shape
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile, Training
@@ -160,12 +159,12 @@ QWEN = Qwen3Args(64, 4, 8, 4, 16, 192, vocab_size=256)  # heads wider, together,
 def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
     run = shape(args, mode, compute_bytes=dtype.itemsize)
     model = build_model(args, mode, monkeypatch, dtype)
-    turns = model.rope(torch.arange(run.seq_len))
+    rotary = model.rope(torch.arange(run.seq_len))
     x = torch.randn(run.microbatch_size, run.seq_len, args.dim, dtype=dtype, requires_grad=True)
     with LiveBytes() as live:
         h = x
         for layer in model.layers.values():
-            h = layer(h, turns)
+            h = layer(h, rotary)
         kept = live.live_bytes
     sizes = activations_of(run)
     # the first block's input was there before, the last block's output was made under the count
@@ -175,17 +174,33 @@ def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
 LOGITS, BLOCKS = {"vocab_size": 4096}, {"vocab_size": 64, "dim": 64, "ffn_hidden": 512}
 
 
-@pytest.mark.parametrize("family", [SMALL, QWEN], ids=family_of)
-@pytest.mark.parametrize("mode", MODES)
+PEAKS = {
+    "whole logits": (LOGITS, 0, "cross-entropy backward"),
+    "logits in one piece": (LOGITS, 1, "cross-entropy backward of a piece"),
+    "logits in three pieces": (LOGITS, 3, "cross-entropy backward of a piece"),
+    "logits in small pieces": (LOGITS, 32, ""),  # nothing of the loss stands out
+    "large blocks": (BLOCKS, 0, "block"),
+    "large blocks, loss in pieces": (BLOCKS, 3, "block"),
+}
+# One family in every mode; the other family in one, and the remaining cases in the slow set
+OFTEN = {(SMALL, mode, peak) for mode in MODES for peak in ("logits in three pieces", "large blocks")}
+OFTEN |= {(SMALL, "op", peak) for peak in PEAKS} | {
+    (QWEN, "op", "logits in three pieces"),
+    (QWEN, "none", "large blocks"),
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "chunks", "when"),
+    ("family", "mode", "changes", "chunks", "when"),
     [
-        (LOGITS, 0, "cross-entropy backward"),
-        (LOGITS, 1, "cross-entropy backward of a piece"),
-        (LOGITS, 3, "cross-entropy backward of a piece"),
-        (LOGITS, 32, ""),  # nothing of the loss stands out
-        (BLOCKS, 0, "block"),
-        (BLOCKS, 3, "block"),
+        pytest.param(
+            *(family, mode, *PEAKS[peak]),
+            id=f"{family_of(family)}, {mode}, {peak}",
+            marks=[pytest.mark.slow] * ((family, mode, peak) not in OFTEN),
+        )
+        for family in (SMALL, QWEN)
+        for mode in MODES
+        for peak in PEAKS
     ],
 )
 def test_the_peak_of_a_step_is_torchs(family, mode, changes, chunks, when, monkeypatch):
@@ -233,22 +248,22 @@ def follow_resize(monkeypatch, live: LiveBytes) -> None:
 
 
 SHARDED = [
-    [*degrees(fsdp=2), *LONG],
     [*degrees(fsdp=2, rep=2), *LONG, *OP],
-    [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
     [*degrees(tp=4), *LONG, "--parallelism.disable_loss_parallel"],
-    [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
     [*degrees(fsdp=4, tp=2), *LONG, *BF16, *LARGE_PIECES],
     [*degrees(fsdp=4), *LONG, *BF16, *LARGE_PIECES, *RESHARDED],
     [*degrees(fsdp=4, tp=2), *LONG, "--activation_checkpoint.mode=full"],
-    [*degrees(fsdp=2, cp=2), *LONG, *OP],
-    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
     [*degrees(fsdp=4), *SHORT, "--model.flavor=debug_tied"],
     [*degrees(tp=4), *LONG, *OP, *QWEN3],
     [*degrees(fsdp=2, cp=2), *LONG, *BF16, *QWEN3],
 ]
 # Of what these have together, one at a time
 MORE_SHARDED = [
+    [*degrees(fsdp=2), *LONG],
+    [*degrees(tp=4), *LONG, *OP, *SMALL_PIECES],
+    [*degrees(fsdp=8), *LONG, *BF16, *PLAIN_LOSS],
+    [*degrees(fsdp=2, cp=2), *LONG, *OP],
+    [*degrees(fsdp=4), *SHORT, *BF16, "--model.flavor=debugmodel"],
     [*degrees(fsdp=8), *LONG, *BF16],
     [*degrees(tp=4), *LONG],
     [*degrees(tp=4), *LONG, *OP],

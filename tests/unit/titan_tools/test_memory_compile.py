@@ -15,14 +15,12 @@ from converters.families import registry as families
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.constants import GPUS
+from titan_tools.memory.expand.ranks import trace_ranks
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.compile.code import run_without_kernels
-from titan_tools.memory.trace.compile.failures import compiler_failures_told
-from titan_tools.memory.trace.compile.gpu import gpu_described
-from titan_tools.memory.trace.compile.kept import compiled_code_kept
+from titan_tools.memory.trace.compile import share_compiled_code, translate_compiler_errors
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
-from titan_tools.memory.trace.pipeline.ranks import trace_ranks
+from titan_tools.memory.trace.inductor_code import describe_gpu, run_without_kernels
+from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from trainer.job import resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
@@ -48,10 +46,10 @@ def _kept_by_layer(trace: Trace, layer: str) -> list[int]:
     """Bytes of what a layer's forward makes and leaves for backward, largest first."""
     made: dict[int, int] = {}
     for segment, event in trace.events():
-        if segment.place.step == 1 and segment.place.phase == "forward":
+        if segment.point.step == 1 and segment.point.phase == "forward":
             if event < 0:
                 made.pop(~event, None)
-            elif segment.place.module == layer and trace.blocks[event].part == "activations":
+            elif segment.point.module == layer and trace.blocks[event].part == "activations":
                 made[event] = trace.blocks[event].num_bytes
     return sorted(made.values(), reverse=True)
 
@@ -134,7 +132,7 @@ def test_compiled_layer_keeps_for_a_gpu_what_it_keeps_eagerly_but_a_product_that
 def test_compiled_loss_makes_no_fp32_logits(on_gpu):
     piece = _TOKENS // 2 * args_of("debug_gqa").vocab_size * 4
     eager, compiled = (
-        [block.num_bytes for block in trace.blocks if block.place.module == "output"].count(piece) for trace in on_gpu
+        [block.num_bytes for block in trace.blocks if block.point.module == "output"].count(piece) for trace in on_gpu
     )
     assert eager > 0
     assert compiled == 0
@@ -145,7 +143,7 @@ def test_layers_of_a_compiled_model_are_alike_also_the_first_time(on_gpu):
         return [
             trace.blocks[event].num_bytes if event >= 0 else -trace.blocks[~event].num_bytes
             for segment in trace.segments
-            if (segment.place.step, segment.place.phase, segment.place.module) == (step, phase, layer)
+            if (segment.point.step, segment.point.phase, segment.point.module) == (step, phase, layer)
             for event in segment.events
         ]
 
@@ -208,7 +206,7 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
     monkeypatch.setattr(
         backends, "aot_module_simplified", lambda *args, **named: compiled.append(1) or once(*args, **named)
     )
-    with compiled_code_kept(config):
+    with share_compiled_code(config):
         traces = trace_ranks(config, args, dims, kernels=Kernels(), num_steps=1)
     assert len(compiled) == 1  # also for a rank's second stage
     assert traces[1] == capture(config, args, dims, rank=2, kernels=Kernels(), num_steps=1)
@@ -219,9 +217,9 @@ def test_code_is_kept_within_a_job_as_many_variants_as_its_captures_make_and_for
     config, compiled = _layout("", 1).config("debug"), []
     function = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: compiled.append(1) or graph.forward)
     limit = torch._dynamo.config.recompile_limit
-    with compiled_code_kept(config):
+    with share_compiled_code(config):
         for capture_number in (1, 2, 3):
-            with compiled_code_kept(config):
+            with share_compiled_code(config):
                 function(torch.ones(2))
                 assert torch._dynamo.config.recompile_limit == limit * capture_number
         assert len(compiled) == 1
@@ -258,7 +256,7 @@ def test_failures_of_the_compiler_are_told(function, lowering, message, monkeypa
     torch._dynamo.reset()
     if lowering:
         monkeypatch.setattr(GraphLowering, "call_function", lowering)
-    with pytest.raises(UnsupportedError, match=message) as caught, compiler_failures_told():
+    with pytest.raises(UnsupportedError, match=message) as caught, translate_compiler_errors():
         torch.compile(function, fullgraph=True)(torch.ones(2))
     assert getattr(caught.value, "nearest", {}) == ({} if message == "^not covered$" else {"compile.enable": "false"})
 
@@ -308,15 +306,15 @@ def test_own_model_that_does_not_compile_in_a_pipeline_is_told_with_a_command_th
 
 def test_written_code_that_cannot_be_followed_is_told_and_what_else_fails_is_not():
     module = run_without_kernels("def call(args):\n    return unheard_of(args)\n", {})
-    with pytest.raises(UnsupportedError, match="NameError: name 'unheard_of'"), compiler_failures_told():
+    with pytest.raises(UnsupportedError, match="NameError: name 'unheard_of'"), translate_compiler_errors():
         module.call([])
-    with pytest.raises(NameError), compiler_failures_told():
+    with pytest.raises(NameError), translate_compiler_errors():
         unheard_of()  # noqa: F821
 
 
 def test_gpu_is_described_only_within():
     asked_before = CudaInterface.get_device_properties
-    with gpu_described():
+    with describe_gpu():
         properties = CudaInterface.get_device_properties(torch.device("cuda", 0))
         assert (properties.multi_processor_count, CudaInterface.get_compute_capability()) == (132, 90)
     assert CudaInterface.get_device_properties is asked_before

@@ -16,14 +16,14 @@ from tests.dist.training import Layout, args_of
 from tests.real_memory import _calls
 from titan_tools.memory.command import estimate_from_command_line
 from titan_tools.memory.constants import GPUS, MIB, SYMMETRIC_GRANULE
+from titan_tools.memory.expand.ranks import trace_rank
 from titan_tools.memory.report import gib
+from titan_tools.memory.trace import async_tensor
+from titan_tools.memory.trace.async_tensor import BACKEND_STREAM, fused_products, trace_async_tp
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.compile import async_tensor
-from titan_tools.memory.trace.compile.async_tensor import BACKEND_STREAM, async_tensor_traced, fused_products
-from titan_tools.memory.trace.kernels.cuda_buffers import sum_bytes
-from titan_tools.memory.trace.kernels.kernels import Kernels, gpu_kernels
-from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder
-from titan_tools.memory.trace.traced import trace_rank
+from titan_tools.memory.trace.kernels import Kernels, gpu_kernels, sum_bytes
+from titan_tools.memory.trace.recorder import Recorder
+from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 from trainer.fake_ranks import fake_ranks
@@ -52,7 +52,7 @@ def products(recorder: Recorder) -> None:
     """What a layer does in forward, and in backward, of 2 ranks: A is 2 x 6 x 32 here."""
     config = job()
     group = _get_default_group().group_name
-    with async_tensor_traced(config, Kernels(), recorder):
+    with trace_async_tp(config, Kernels(), recorder):
         operations = fused_products()
         shard = torch.ones(6, 2, 32).transpose(0, 1)
         weights = [torch.ones(32, 8), torch.ones(32, 40)]
@@ -97,7 +97,7 @@ def test_fused_products_ask_for_the_same_in_a_trace_as_in_real_memory(monkeypatc
 
 
 def test_only_the_tensor_parallel_group_is_announced_and_what_no_layer_does_is_refused():
-    with fake_ranks(4, rank=2), async_tensor_traced(job(), Kernels(), Recorder()):
+    with fake_ranks(4, rank=2), trace_async_tp(job(), Kernels(), Recorder()):
         announced = [
             symmetric.is_symm_mem_enabled_for_group(dist.new_group(ranks).group_name)
             for ranks in ([2, 3], [0, 2], [0, 1, 2, 3], [1, 2])
@@ -112,7 +112,7 @@ def test_only_the_tensor_parallel_group_is_announced_and_what_no_layer_does_is_r
 
 def test_the_workspace_holds_the_largest_request_and_a_signal_pad():
     recorder = Recorder()
-    with fake_ranks(TP, rank=0), RecordedTensors(recorder, {}), async_tensor_traced(job(), Kernels(), recorder):
+    with fake_ranks(TP, rank=0), RecordedTensors(recorder, {}), trace_async_tp(job(), Kernels(), recorder):
         group = _get_default_group().group_name
         for num_bytes, wanted in ((100, 2), (2 * MIB - 9216, 2), (2 * MIB - 9215, 4), (MIB, 4)):
             symmetric.get_symm_mem_workspace(group, num_bytes)
@@ -130,7 +130,7 @@ def test_sums_of_more_than_two_gib_in_16_bits_are_added_up_in_fp32():
 
 def test_both_handles_of_cublas_have_a_workspace_for_the_other_stream():
     recorder = Recorder()
-    with fake_ranks(TP, rank=0), async_tensor_traced(job(), gpu_kernels(GPUS["h100-80"]), recorder):
+    with fake_ranks(TP, rank=0), trace_async_tp(job(), gpu_kernels(GPUS["h100-80"]), recorder):
         blocks = [(block.num_bytes, block.stream, block.part) for block in recorder.trace.blocks]
     assert blocks == [(32 * MIB, BACKEND_STREAM, "workspaces")] * 2
 

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels
 from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,4 +46,4 @@ def test_other_queries_keep_a_number_each(parallelism, queries):
 
 def sizes_in_layer(case: tuple) -> list[int]:
     trace = capture(*case, rank=0, kernels=Kernels(attention="cudnn"), num_steps=1)
-    return [b.num_bytes for b in trace.blocks if b.place.phase == "forward" and b.place.module == "layers.0"]
+    return [b.num_bytes for b in trace.blocks if b.point.phase == "forward" and b.point.module == "layers.0"]

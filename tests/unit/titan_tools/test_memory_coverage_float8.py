@@ -14,8 +14,9 @@ from torchao.float8.float8_linear import Float8Linear
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels.kernels import Kernels
-from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.recorder import Recorder
+from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,17 +93,17 @@ def at_end_of_forward(trace: Trace) -> list[int]:
     """Sizes of what the layer has left behind."""
     held = set()
     for segment, event in trace.events():
-        if segment.place.step == 1 and segment.place.module == "norm":
+        if segment.point.step == 1 and segment.point.module == "norm":
             break
         held.add(event) if event >= 0 else held.discard(~event)
     blocks = (trace.blocks[number] for number in held)
-    return sorted(b.num_bytes for b in blocks if b.place.module == "layers.0" and b.num_bytes > SMALL)
+    return sorted(b.num_bytes for b in blocks if b.point.module == "layers.0" and b.num_bytes > SMALL)
 
 
 def test_fsdp_gathers_a_byte_of_each_weight():
     def gathered(**settings) -> list[int]:
         trace = captured(settings, num_steps=2)
-        return [b.num_bytes for b in trace.blocks if b.place.step == 2 and b.part == "all_gather"]
+        return [b.num_bytes for b in trace.blocks if b.point.step == 2 and b.part == "all_gather"]
 
     norms = 2 * 2 * DIM
     assert 2 * LAYER + norms in gathered()
@@ -125,7 +126,7 @@ def test_tensor_parallel_ranks_gather_float8_on_a_gpu(device, recipe, num_low, m
     own = RecordedTensors.dispatch
 
     def dispatch(tensors, operation, types, args=(), kwargs=None):
-        is_forward = tensors.recorder.place[:2] == (1, "forward")
+        is_forward = tensors.recorder.point[:2] == (1, "forward")
         if operation is torch.ops._c10d_functional.all_gather_into_tensor.default and is_forward:
             gathered.extend([args[0].dtype] if type(args[0]) is FakeTensor else [])
         return own(tensors, operation, types, args, kwargs)

@@ -8,8 +8,8 @@ import pytest
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
-from titan_tools.memory.trace.kernels.kernels import Kernels
-from titan_tools.memory.trace.record.offload import HostMemory
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.offload import HostBytes
 from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ TENSORS = (
 NUM_PARAMETERS = 12
 
 
-def captured(*, is_offloaded: bool, device: str = "cuda", host: HostMemory | None = None, **training) -> Trace:
+def captured(*, is_offloaded: bool, device: str = "cuda", host: HostBytes | None = None, **training) -> Trace:
     keys = {"seq_len": 16, "local_batch_size": 2, "enable_cpu_offload": is_offloaded} | training
     config = Layout("FSDP 2", 2, {}, keys).config("debug_gqa")
     dims = resolve(config.parallelism, 2)
@@ -31,8 +31,8 @@ def captured(*, is_offloaded: bool, device: str = "cuda", host: HostMemory | Non
 
 
 @pytest.fixture(scope="module")
-def offloaded() -> tuple[Trace, HostMemory]:
-    host = HostMemory()
+def offloaded() -> tuple[Trace, HostBytes]:
+    host = HostBytes()
     return captured(is_offloaded=True, host=host), host
 
 
@@ -48,7 +48,7 @@ def left(trace: Trace) -> int:
 
 
 def made_in(trace: Trace, phase: str) -> Counter:
-    return Counter(b.num_bytes for b in trace.blocks if b.place.step == 1 and b.place.phase == phase)
+    return Counter(b.num_bytes for b in trace.blocks if b.point.step == 1 and b.point.phase == phase)
 
 
 def test_parameters_and_states_lie_in_host_memory_alone(offloaded, at_home):
@@ -59,7 +59,7 @@ def test_parameters_and_states_lie_in_host_memory_alone(offloaded, at_home):
     assert host.held_bytes == 3 * 4 * shards + counts + shares == left(at_home) - angles
     assert host.peak_bytes >= 4 * 4 * shards + counts + shares  # with the gradients
     assert left(trace) == angles
-    assert not [b for b in trace.blocks if b.place.phase in ("states", "optimizer", "zero_grad")]
+    assert not [b for b in trace.blocks if b.point.phase in ("states", "optimizer", "zero_grad")]
 
 
 def test_shards_are_copied_to_the_gpu_before_they_are_gathered(offloaded, at_home):
@@ -68,7 +68,7 @@ def test_shards_are_copied_to_the_gpu_before_they_are_gathered(offloaded, at_hom
     assert not made_in(at_home, "forward") - made_in(trace, "forward")
     assert sum(size * count for size, count in more.items()) == 4 * sum(TENSORS) // 2
     assert more.total() == NUM_PARAMETERS
-    streams = {b.stream for b in trace.blocks if b.place.phase == "forward" and b.num_bytes == 4 * 2048 * 64}
+    streams = {b.stream for b in trace.blocks if b.point.phase == "forward" and b.num_bytes == 4 * 2048 * 64}
     assert "all_gather_copy_in" in streams
 
 
@@ -86,7 +86,7 @@ def test_reduced_gradients_leave_the_gpu_at_once(offloaded, at_home):
         """Bytes of the reduced gradients that are there when clipping begins."""
         held = set()
         for segment, event in trace.events():
-            if segment.place.phase == "clip":
+            if segment.point.phase == "clip":
                 break
             held.add(event) if event >= 0 else held.discard(~event)
         return sum(trace.blocks[number].num_bytes for number in held if trace.blocks[number].stream == "reduce_scatter")

@@ -7,10 +7,10 @@ from titan_tools.memory.constants import ENGINES_AGREE, GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.activations import embedding_backward_bytes
 from titan_tools.memory.formula.closed_form import instants
-from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.layout import resolved_layout
-from titan_tools.memory.trace.kernels import cuda_buffers
-from titan_tools.memory.trace.kernels.kernels import gpu_kernels
+from titan_tools.memory.trace.kernels import embedding_backward_bytes as traced_embedding_backward_bytes
+from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,7 +87,7 @@ def test_both_engines_know_of_the_same_sums_inside_an_embeddings_backward(num_sa
     run = run_shape(config, world_size=8)
     tokens = torch.empty(num_samples, 2048, dtype=torch.int64, device="meta")
     gradient = torch.empty(num_samples, 2048, 4096, dtype=torch.bfloat16, device="meta")
-    traced = cuda_buffers.embedding_backward_bytes((gradient, tokens, run.args.vocab_size))
+    traced = traced_embedding_backward_bytes((gradient, tokens, run.args.vocab_size))
     assert embedding_backward_bytes(run) == traced
     assert (traced > 0) == (num_samples > 1)
 

@@ -5,7 +5,7 @@ import pytest
 from titan_tools.memory.constants import ENGINES_AGREE, GPUS
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.closed_form import activations
-from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.layout import resolved_layout
 from trainer.config.load import load_config
 
@@ -107,12 +107,12 @@ def test_a_compiled_step_leaves_no_activations_to_the_next_one():
     trace = estimate(config, resolved_layout(config, world_size=16), gpu=None, allocator="expandable").fullest.trace
     held = set()
     for segment in trace.segments:
-        if segment.place.step == 2 and segment.place.phase == "backward":
+        if segment.point.step == 2 and segment.point.phase == "backward":
             break
         for event in segment.events:
             (held.add if event >= 0 else held.remove)(max(event, ~event))
-    places = [trace.blocks[number].place for number in held]
-    assert {place.step for place in places if place.phase == "forward"} == {2}
+    points = [trace.blocks[number].point for number in held]
+    assert {point.step for point in points if point.phase == "forward"} == {2}
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ import pytest
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from titan_tools.memory.constants import ENGINES_AGREE, GPUS
+from titan_tools.memory.expand.ranks import trace_ranks
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
-from titan_tools.memory.trace.kernels.kernels import gpu_kernels
-from titan_tools.memory.trace.pipeline.ranks import trace_ranks
+from titan_tools.memory.formula.run_shape import run_shape
+from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]

@@ -6,17 +6,14 @@ import pytest
 
 import trainer.models.llama3.model as llama3_model
 from converters.families.registry import get_family
-from titan_tools.memory.trace import traced
+from titan_tools.memory.expand import layers, ranks
+from titan_tools.memory.expand.layers import Depth, expand_layers, shallow_model
+from titan_tools.memory.expand.pieces import Aperiodic
+from titan_tools.memory.expand.ranks import trace_rank
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.events import Block, Place, Segment, Trace
-from titan_tools.memory.trace.expand import shallow
-from titan_tools.memory.trace.expand.depth import Depth
-from titan_tools.memory.trace.expand.expand import expand_layers
-from titan_tools.memory.trace.expand.shallow import shallow_model
-from titan_tools.memory.trace.expand.templates import Aperiodic
-from titan_tools.memory.trace.kernels.kernels import Kernels
-from titan_tools.memory.trace.record.owners import owner_of_many
-from titan_tools.memory.trace.traced import trace_rank
+from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegment
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.recorder import owner_of_many
 from trainer import moments
 from trainer.config.sections import Config
 from trainer.job import resolve
@@ -151,7 +148,7 @@ def assert_same(expanded, whole):
     for trace in (expanded, whole):
         assert trace.segments
     mine, theirs = (
-        [(segment.place, event, trace.blocks[event if event >= 0 else ~event]) for segment, event in trace.events()]
+        [(segment.point, event, trace.blocks[event if event >= 0 else ~event]) for segment, event in trace.events()]
         for trace in (expanded, whole)
     )
     for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
@@ -168,7 +165,7 @@ def depths_captured(monkeypatch):
         seen[args.num_layers] = capture(config, args, *others, **more)
         return seen[args.num_layers]
 
-    monkeypatch.setattr(traced, "capture", captured)
+    monkeypatch.setattr(ranks, "capture", captured)
     return seen
 
 
@@ -221,7 +218,7 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
             for p in own.parameters(args)
         ]
 
-    monkeypatch.setattr(shallow, "get_family", lambda name: replace(own, parameters=parameters))
+    monkeypatch.setattr(layers, "get_family", lambda name: replace(own, parameters=parameters))
     assert shallow_model(config, args, dims, rank=0) is None
 
 
@@ -269,11 +266,11 @@ def layered(*passes):
     trace = Trace()
     for phase, numbers, events_of in passes:
         for number in numbers:
-            place = Place(1, phase, module=f"layers.{number}")
-            segment = Segment(place)
+            point = StepPoint(1, phase, module=f"layers.{number}")
+            segment = TraceSegment(point)
             for event in events_of(number):
                 if event >= 0:
-                    trace.blocks.append(Block(100, "compute", "activations", place))
+                    trace.blocks.append(Block(100, "compute", "activations", point))
                     segment.events.append(len(trace.blocks) - 1)
                 else:
                     segment.events.append(event)
@@ -308,9 +305,9 @@ def test_passes_that_do_not_repeat_are_refused(events_of):
 def test_states_that_belong_to_no_parameter_are_refused():
     """Nothing says how many of them a deeper model has."""
     trace = layered(("forward", range(4), lambda number: [0, ~number]))
-    update = Place(1, "optimizer")
+    update = StepPoint(1, "optimizer")
     trace.blocks.append(Block(5000, "compute", "optimizer", update, owner="layers.0.attention.wq.weight"))
-    trace.segments.append(Segment(update, [4]))
+    trace.segments.append(TraceSegment(update, [4]))
     assert expand_layers(trace, [Depth(range(4), range(9))]).blocks[-1].num_bytes == 5000
     trace.blocks[4].owner = ""
     with pytest.raises(Aperiodic, match="keeps 5000 bytes that belong to no parameter"):

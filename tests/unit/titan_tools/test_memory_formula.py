@@ -13,9 +13,9 @@ from converters.families.llama3 import LLAMA3
 from titan_tools.memory.constants import ENGINES_AGREE, GPUS
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
-from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels.kernels import gpu_kernels
+from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
 from trainer.config.sections import Config
 

@@ -11,7 +11,7 @@ from tests.unit.titan_tools.test_memory_engines import QUICK, THOROUGH
 from tests.unit.titan_tools.test_memory_engines_compiled import COMPILE, COMPILED, FLOAT8, IN_FLOAT8
 from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.closed_form import instants
-from titan_tools.memory.formula.from_config import run_shape
+from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.load import load_config
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "memory_formula.txt"

@@ -7,8 +7,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_tools.memory.formula.from_config import run_shape
-from titan_tools.memory.formula.holdings import groups_of_stage
+from titan_tools.memory.formula.rank import groups_of_stage
+from titan_tools.memory.formula.run_shape import run_shape
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.job import resolve_job

@@ -6,11 +6,11 @@ import pytest
 
 from converters.families.registry import get_family
 from tests.real_memory import held_by_fake_rank, held_by_trace
+from titan_tools.memory.expand import ranks as pipeline_ranks
+from titan_tools.memory.expand.order import END, orders_of_ranks, shortest
+from titan_tools.memory.expand.ranks import TraceJob, kinds_of_ranks, trace_ranks, traced_kinds
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels.kernels import Kernels
-from titan_tools.memory.trace.pipeline import ranks as pipeline_ranks
-from titan_tools.memory.trace.pipeline.order import END, orders_of_ranks, shortest
-from titan_tools.memory.trace.pipeline.ranks import Job, kinds_of_ranks, trace_ranks, traced_kinds
+from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
 from trainer.job import resolve
 
@@ -34,7 +34,9 @@ CONFIGS = {
 }
 
 
-def make_job(schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, batch: int = 4, more: tuple = ()) -> Job:
+def make_job(
+    schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, batch: int = 4, more: tuple = ()
+) -> TraceJob:
     degrees = {FSDP: 2, TP: 2}
     words = [f"pipeline_parallel_degree={pp}", f"pipeline_parallel_schedule={schedule}", *words]
     defaults = [f"{word.partition('=')[0]}=1" for word in (FSDP, TP)]
@@ -52,10 +54,10 @@ def make_job(schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, b
     for word in words:
         world_size *= degrees.get(word, 1)
     args = replace(get_family("llama3").flavors["debug_gqa"], num_layers=layers)
-    return Job(config, args, resolve(config.parallelism, world_size), Kernels())
+    return TraceJob(config, args, resolve(config.parallelism, world_size), Kernels())
 
 
-def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
+def assert_composed(job: TraceJob, pp_ranks: list[int], monkeypatch) -> None:
     def refuse(*unused, **others):
         raise AssertionError("captured in full")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.published_memory.history import build_of
+from tests.published_memory.measure import estimate
+from tests.published_memory.rows import read_rows
+from tests.published_memory.table import MOST_WORST, document, score
 from titan_tools.memory.constants import ENGINES_AGREE
-from titan_tools.memory.published.measure import estimate
-from titan_tools.memory.published.rows import read_rows
-from titan_tools.memory.published.table import MOST_WORST, document, score
-from titan_tools.memory.published.then import then_of
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,8 +95,8 @@ def test_every_row_can_be_read():
 
 def test_what_was_built_is_told_by_columns_alone():
     (row,) = some("A01")
-    assert then_of(row) == then_of(replace(row, id="other", gib=1.0, metric="reserved"))
-    assert then_of(row).told() == [
+    assert build_of(row) == build_of(replace(row, id="other", gib=1.0, metric="reserved"))
+    assert build_of(row).describe() == [
         "python RMSNorm",
         "foreach AdamW",
         "embeddings, norm, output in the root group",

@@ -5,7 +5,7 @@ import pytest
 from tests.memory_traces import MIB, TraceMaker, make_step_trace
 from titan_tools.memory.replay.allocator import make_allocator
 from titan_tools.memory.replay.replay import replay
-from titan_tools.memory.trace.events import COMPUTE, Place
+from titan_tools.memory.trace.events import COMPUTE, StepPoint
 
 BOTH = pytest.mark.parametrize("allocator", ["classic", "expandable"])
 
@@ -31,11 +31,11 @@ def _small() -> TraceMaker:
 def test_peaks_by_hand(allocator):
     found = replay(_small().trace, allocator=allocator)
     assert found.step1.allocated_bytes == 60 * MIB
-    assert found.step1.allocated_at.place == Place(1, "forward", 0, 0, "layers.0")
+    assert found.step1.allocated_at.point == StepPoint(1, "forward", 0, 0, "layers.0")
     assert found.step1.allocated_at.event == 1
     assert found.step1.by_part == {"activations": 40 * MIB, "parameters": 20 * MIB}
     assert found.steady.allocated_bytes == found.steady.active_bytes == 100 * MIB
-    assert found.steady.allocated_at.place.phase == "backward"
+    assert found.steady.allocated_at.point.phase == "backward"
     assert found.steady.by_part == {
         "activations": 40 * MIB,
         "parameters": 20 * MIB,
@@ -52,7 +52,7 @@ def test_reserved_by_hand():
     # The optimizer's states split the segment of the activations, so that step 2 needs another one
     assert found.step1.reserved_bytes == 60 * MIB
     assert found.steady.reserved_bytes == 120 * MIB
-    assert found.steady.reserved_at.place.phase == "backward"
+    assert found.steady.reserved_at.point.phase == "backward"
     assert found.steady.unused_by_stream == {COMPUTE: 20 * MIB, "reduce_scatter": 0}
     assert found.steady.fragmentation_bytes == 20 * MIB and found.steady.idle_pools_bytes == 0
 
@@ -79,7 +79,7 @@ def test_reserved_memory_of_earlier_steps_still_counts():
     maker.allocate(10 * MIB, "activations")
     found = replay(maker.trace, allocator="expandable")
     assert found.steady.allocated_bytes == 10 * MIB and found.steady.reserved_bytes == 40 * MIB
-    assert found.steady.reserved_at.event == 0 and found.steady.reserved_at.place.step == 1
+    assert found.steady.reserved_at.event == 0 and found.steady.reserved_at.point.step == 1
     assert replay(make_step_trace(num_steps=1), allocator="expandable").steady is None
 
 
@@ -118,7 +118,7 @@ def test_a_limit_is_kept_or_the_replay_says_where_memory_ran_out(allocator):
     assert free.out_of_memory is None
     assert replay(trace, allocator=allocator, capacity_bytes=needed).out_of_memory is None
     short = replay(trace, allocator=allocator, capacity_bytes=free.step1.allocated_bytes - MIB)
-    assert short.out_of_memory.place.step == 1
+    assert short.out_of_memory.point.step == 1
     assert short.out_of_memory.event == len(short.allocated) <= free.step1.allocated_at.event
     assert max(short.reserved) <= free.step1.allocated_bytes - MIB
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.recorded_allocator.record import RECORDED, record
 from titan_tools.memory.replay.allocator import make_allocator
-from titan_tools.memory.replay.rules import OutOfMemory
+from titan_tools.memory.replay.pool import CapacityExceeded
 from titan_tools.memory.trace.events import COMPUTE
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -39,7 +39,7 @@ def test_torchs_own_allocator_gives_the_same_bytes_and_addresses_event_by_event(
         if kind == "a":
             try:
                 addresses[number] = gpu.allocate(int(request[0]), request[1])
-            except OutOfMemory:
+            except CapacityExceeded:
                 addresses[number] = 0
                 failed += 1
         else:
@@ -191,7 +191,7 @@ def test_at_the_limit_cached_segments_go_back_to_the_driver_release_cached_block
         "segment_alloc",
     ]
     gpu.free(kept)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CapacityExceeded):
         gpu.allocate(20 * MIB, COMPUTE)  # 12 are given back: 16 lie free
 
 
@@ -205,7 +205,7 @@ def test_at_the_limit_free_granules_are_unmapped_unmap_block():
         ("segment_unmap", 20 * MIB, 60 * MIB)
     ]
     assert gpu.allocate(10 * MIB, COMPUTE) == first + 10 * MIB
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CapacityExceeded):
         gpu.allocate(2 * MIB, COMPUTE)
 
 
@@ -213,9 +213,9 @@ def test_at_the_limit_free_granules_are_unmapped_unmap_block():
 @pytest.mark.parametrize("capacity_bytes", [0, 30 * MIB])
 def test_more_than_the_whole_memory_is_out_of_memory(name, capacity_bytes):
     gpu = make_allocator(name, capacity_bytes=capacity_bytes)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CapacityExceeded):
         gpu.allocate(100 * MIB, COMPUTE)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(CapacityExceeded):
         gpu.allocate(40 * MIB, COMPUTE)
 
 
@@ -248,7 +248,7 @@ def test_blocks_never_overlap_and_sums_agree(name, steps, capacity):
         else:
             try:
                 address = gpu.allocate(*step)
-            except OutOfMemory:
+            except CapacityExceeded:
                 assert capacity is not None
                 continue
             assert address not in live

@@ -9,10 +9,9 @@ import pytest
 from PIL import Image
 
 from tests.memory_traces import MIB, TraceMaker, make_step_trace
-from titan_tools.memory.parts import PARTS
-from titan_tools.memory.replay.columns import tell_columns
+from titan_tools.memory.constants import PARTS
 from titan_tools.memory.replay.replay import replay
-from titan_tools.memory.replay.timeline import STACK, draw_timeline
+from titan_tools.memory.replay.timeline import STACK, draw_timeline, step_columns
 
 GIB = 1 << 30
 
@@ -30,12 +29,12 @@ def test_columns_by_hand():
     more = maker.allocate(30 * MIB, "activations")
     maker.at(2, "backward", 0, 0, "layers.0")
     maker.free(more, kept)
-    found = tell_columns(replay(maker.trace, allocator="classic"), list(STACK), step=2)
+    found = step_columns(replay(maker.trace, allocator="classic"), list(STACK), step=2)
     assert found.by_part == {"parameters": [20 * MIB] * 3, "activations": [70 * MIB, 40 * MIB, 0]}
     assert found.allocated == [90 * MIB, 60 * MIB, 20 * MIB]
     assert found.reserved == [90 * MIB] * 3
-    assert found.peak == 0 and found.peak_place.phase == "forward"
-    assert [band.place.phase for band in found.bands] == ["forward", "backward"]
+    assert found.peak == 0 and found.peak_point.phase == "forward"
+    assert [band.point.phase for band in found.bands] == ["forward", "backward"]
     mean = 100 / 3 * 0.15  # each event is as wide as its bytes, and as 0.15 of the average
     assert found.x == pytest.approx([0, (30 + mean) / (100 + 3 * mean), (60 + 2 * mean) / (100 + 3 * mean), 1])
     assert [(band.begin, band.end) for band in found.bands] == [(0, found.x[1]), (found.x[1], 1)]
@@ -43,9 +42,9 @@ def test_columns_by_hand():
 
 def test_columns_agree_with_the_replay():
     replayed = replay(make_step_trace(), allocator="expandable")
-    found = tell_columns(replayed, list(STACK), step=2)
+    found = step_columns(replayed, list(STACK), step=2)
     assert max(found.allocated) == replayed.steady.allocated_bytes
-    assert found.peak_place == replayed.steady.allocated_at.place
+    assert found.peak_point == replayed.steady.allocated_at.point
     at_peak = {part: values[found.peak] for part, values in found.by_part.items() if values[found.peak]}
     assert at_peak == replayed.steady.by_part
     assert found.bands[0].begin == 0 and found.bands[-1].end == pytest.approx(1)
@@ -55,7 +54,7 @@ def test_columns_agree_with_the_replay():
 def test_many_events_share_columns_and_the_peak_is_kept():
     trace = make_step_trace(num_layers=600)
     replayed = replay(trace, allocator="expandable")
-    found = tell_columns(replayed, list(STACK), step=2)
+    found = step_columns(replayed, list(STACK), step=2)
     assert len(found.allocated) < 3001 < len(replayed.allocated) / 2
     assert max(found.allocated) == replayed.steady.allocated_bytes
     assert len(found.x) == len(found.allocated) + 1 and found.x == sorted(found.x)
@@ -63,7 +62,7 @@ def test_many_events_share_columns_and_the_peak_is_kept():
 
 def test_a_step_that_is_not_there_is_said():
     with pytest.raises(ValueError, match="no step 3"):
-        tell_columns(replay(make_step_trace(), allocator="classic"), list(STACK), step=3)
+        step_columns(replay(make_step_trace(), allocator="classic"), list(STACK), step=3)
 
 
 def _pixels(path: Path) -> np.ndarray:
@@ -82,7 +81,7 @@ def test_the_picture_has_each_part_in_its_color_and_in_its_share(tmp_path):
     draw_timeline(replayed, tmp_path / "out.png", title="A title", limit=("a GPU", 600 * MIB))
     pixels = _pixels(tmp_path / "out.png")
     assert pixels.shape == (1140, 2100)
-    by_part = tell_columns(replayed, list(STACK), step=2).by_part
+    by_part = step_columns(replayed, list(STACK), step=2).by_part
     for part in STACK:
         assert (_count(pixels, part) > 1000) == (part in by_part), part
     # What stays all the step long is a rectangle: areas are as bytes (the legend's patch and the grid's lines aside)

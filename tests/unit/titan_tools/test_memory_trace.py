@@ -8,10 +8,10 @@ import pytest
 from tests.dist.training import Layout, args_of
 from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
 from tests.unit.titan_tools.test_memory_layout import held_bytes
-from titan_tools.memory.parts import PARTS
+from titan_tools.memory.constants import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace
-from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels
 from trainer.job import resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,7 +112,7 @@ def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
     """What is held when a step comes to a phase for the first time."""
     live: dict[int, Block] = {}
     for segment, event in trace.events():
-        if (segment.place.step, segment.place.phase) == (step, phase):
+        if (segment.point.step, segment.point.phase) == (step, phase):
             break
         if event >= 0:
             live[event] = trace.blocks[event]
@@ -136,7 +136,7 @@ def test_what_a_rank_holds_for_good_is_told_as_such(layout, flavor, rank):
 def test_the_embeddings_gradient_is_of_the_rows_that_a_rank_has(layout, flavor, rank):
     """A pipeline holds it in fp32 until the last microbatch; of the whole vocabulary it would be tp times as large."""
     trace, (_, args, dims) = captured(layout, flavor, rank)
-    made = [b.num_bytes for b in trace.blocks if b.part == "gradients" and b.place.module == "tok_embeddings"]
+    made = [b.num_bytes for b in trace.blocks if b.part == "gradients" and b.point.module == "tok_embeddings"]
     element_bytes = 4 if dims.pp > 1 else 2
     assert max(made) == args.vocab_size // dims.tp * args.dim * element_bytes
 

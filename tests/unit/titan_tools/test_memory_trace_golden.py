@@ -12,7 +12,7 @@ import torch
 
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
-from titan_tools.memory.trace.kernels.kernels import Kernels
+from titan_tools.memory.trace.kernels import Kernels
 from trainer.job import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +42,7 @@ def peaks_of(layout: Layout) -> str:
     config = replace(layout, training=tiny | layout.training).config("debug_gqa")
     args, dims = replace(args_of("debug_gqa"), num_layers=2), resolve(config.parallelism, layout.world_size)
     trace = capture(config, args, dims, rank=0, kernels=Kernels("cuda", "flash", "fused"))
-    asked = sum(block.num_bytes for block in trace.blocks if block.place.step == 2)
+    asked = sum(block.num_bytes for block in trace.blocks if block.point.step == 2)
     return f"{trace.peak_bytes(steps=range(2, 3))} {asked}"
 
 

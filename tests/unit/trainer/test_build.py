@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from trainer.config.sections import (
     Compile,
     Config,
     Dataloader,
-    Metrics,
     Model,
     Parallelism,
     Training,
@@ -25,7 +23,6 @@ from trainer.data.training_data import train_loader
 from trainer.job import resolve, resolve_job
 from trainer.mesh import make_meshes
 from trainer.parallel.activation_checkpoint import set_memory_budget
-from trainer.watching.report import Report
 
 TP2 = Parallelism(tensor_parallel_degree=2)
 
@@ -91,13 +88,3 @@ def test_training_data_is_pinned_if_asked(monkeypatch, pins):
     with fake_ranks(Parallelism(), 1) as meshes:
         config = config_of(dataloader=Dataloader(pin_memory=pins))
         assert train_loader(resolve_job(config, 1), meshes, None, group=None) is pins
-
-
-@pytest.mark.parametrize("plain", [True, False])
-def test_lines_are_colored_unless_asked_not_to(monkeypatch, tmp_path, plain):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr("trainer.watching.report.MetricsLog", lambda *args, color, **keys: SimpleNamespace(color=color))
-    config = replace(config_of(), metrics=Metrics(disable_color_printing=plain))
-    with fake_ranks(Parallelism(), 1):
-        report = Report(resolve_job(config, 1), device=torch.device("cpu"), rank=0)
-    assert report._log.color is not plain

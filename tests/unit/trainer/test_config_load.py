@@ -123,7 +123,6 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[comm]\nmode = 'fake_backend'", "run `titan train CONFIG --dry-run`"),
         ("[model]\nname = 'flux'", "it makes images"),
         ("[model]\nflavor = '8B_flex'", "masks by document"),
-        ("[metrics]\nenable_wandb = true", "enable_tensorboard"),
         ("[metrics]\nenable_wandb = 'yes'", "must be true or false"),
         ("[model]\nflavor = '9B'", "run.toml:2: model.flavor = '9B': must be one of debugmodel"),
         ("[model]\nname = 'gpt2'", "must be one of llama3"),
@@ -152,7 +151,7 @@ def test_wrong_overrides(tmp_path, words, told):
 
 
 def test_all_problems_are_told_at_once(tmp_path):
-    text = "[training]\nsteps = -1\nstepz = 3\n[metrics]\nenable_wandb = true\n[optimizer]\nlr = nan\n"
+    text = "[training]\nsteps = -1\nstepz = 3\n[memory_estimation]\nenable = true\n[optimizer]\nlr = nan\n"
     text += "[model]\nflavor = '9B'\n"
     lines = refusal(tmp_path, text, "--checkpoint.interval", "0").split("\n")
     assert lines[0].endswith("6 problems")
@@ -209,7 +208,7 @@ def test_lines_are_found_in_every_way_of_writing_a_key(tmp_path):
 
 
 def test_keys_without_effect_are_taken_only_with_harmless_values_and_told(tmp_path):
-    text = '[quantize.linear.mx]\nfilter_fqns = ["output"]\n[metrics]\nenable_wandb = false\n'
+    text = '[quantize.linear.mx]\nfilter_fqns = ["output"]\n[memory_estimation]\nenable = false\n'
     told = unread(load_config(write(tmp_path, text)))
     assert len(told) == 2 and "model.converters" in told[0] and "run.toml:2" in told[0]
 

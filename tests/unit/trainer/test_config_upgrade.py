@@ -206,7 +206,7 @@ def test_what_cannot_be_translated_is_a_problem_with_its_place(tmp_path, old, to
 def test_what_today_has_and_titan_refuses_is_no_problem_of_the_upgrade(tmp_path):
     found = of(
         tmp_path,
-        "[training]\ncompile = true\n[metrics]\nenable_wandb = true\n[fault_tolerance]\nenable = true\nsync_steps = 3",
+        "[training]\ncompile = true\n[comm]\nmode = 'local_tensor'\n[fault_tolerance]\nenable = true\nsync_steps = 3",
     )
     assert found.problems == [] and len(found.refused) == 3 and "sync_steps = 3" in found.text  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The key/value cache, behind the model's attention seam: preallocated once, written in place.
+"""The key/value cache and attention over it: preallocated once, written in place.
 
-Shape letters: R rows of the cache (sequences), B of them at work, L new tokens, T tokens of a row that are looked at,
+Shape letters: R rows of the cache (sequences), B active rows, L new tokens, T tokens of a row that are attended to,
 N query heads, K key/value heads, G = N/K query heads per key/value head, H head dim.
 """
 
@@ -9,28 +9,28 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_MOST_PADDING = 128  # keys a row; beyond, reading them takes a CPU longer than calling attention once for each row
+_MOST_PADDING = 128  # keys per row; with more, a CPU is faster with one call of attention for each row
 
 
-class Step(Protocol):
-    """What one forward pass does with a layer's cache."""
+class CacheStep(Protocol):
+    """How one forward pass uses the cache of each layer."""
 
     positions: Tensor  # [L] or [B, L], of the new tokens
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        """Remember the new keys and values, and attend over all that a sequence may see: out_BLNH."""
+        """Store the new keys and values, and attend over all that a sequence may see: out_BLNH."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start`, … `end` - 1 of a row."""
+    """Tokens `start` to `end` - 1 of a row."""
 
     row: int
     start: int
@@ -38,7 +38,7 @@ class Span:
 
 
 class Prefill:
-    """Spans of several rows in one pass, packed behind each other as one sequence: each sees only its own row."""
+    """Spans of several rows in one pass, packed into one sequence: each attends to its own row only."""
 
     def __init__(self, spans: Sequence[Span], *, device: torch.device, dtype: torch.dtype):
         self.spans = spans
@@ -48,7 +48,7 @@ class Prefill:
         self.copies_heads = copies_heads(device.type, dtype)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        packed = (packed_1LXH.split(self.sizes, dim=1) for packed_1LXH in (q_BLNH, k_BLKH, v_BLKH))
+        packed = (torch.split(packed_1LXH, self.sizes, dim=1) for packed_1LXH in (q_BLNH, k_BLKH, v_BLKH))
         parts = []
         for span, mask, q_1LNH, k_1LKH, v_1LKH in zip(self.spans, self.masks, *packed, strict=True):
             row, start, end = span.row, span.start, span.end
@@ -61,7 +61,7 @@ class Prefill:
     def _attend_one_row(self, q_1NLH: Tensor, keys_1KTH: Tensor, values_1KTH: Tensor, mask: Tensor | None) -> Tensor:
         grouping = q_1NLH.shape[1] // keys_1KTH.shape[1]
         if grouping > 1 and self.copies_heads:
-            keys_1KTH, values_1KTH = (kept.repeat_interleave(grouping, dim=1) for kept in (keys_1KTH, values_1KTH))
+            keys_1KTH, values_1KTH = (cached.repeat_interleave(grouping, dim=1) for cached in (keys_1KTH, values_1KTH))
         return F.scaled_dot_product_attention(
             q_1NLH,
             keys_1KTH,
@@ -73,35 +73,37 @@ class Prefill:
 
 
 def _prefill_mask(span: Span, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """None for a row's beginning. Behind earlier tokens `is_causal` is no help: it would count the queries from 0."""
+    """None at a row's beginning. After earlier tokens `is_causal` would be wrong: it counts the queries from 0."""
     if span.start == 0:
         return None
     if device.type == "cuda" and dtype != torch.float32:
-        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler: seconds at every start
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
 
-        return causal_lower_right(span.end - span.start, span.end)  # flash attention knows it: no mask in memory
+        return causal_lower_right(span.end - span.start, span.end)  # supported by flash attention without a mask
     columns = torch.arange(span.end, device=device)
     return _bias(columns[span.start :], columns, dtype)
 
 
 def copies_heads(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a prefill gives each query head a key/value head of its own, copied, where several share one.
+    """Whether a prefill copies a key/value head for each query head that shares it.
 
-    Of a GPU's kernels flash attention alone takes shared ones, and it takes no fp32. What is left would hold the scores
+    Of a GPU's kernels only flash attention takes shared heads, and it takes no fp32. The others would hold the scores
     of all heads at once: 8 GiB for 32 heads, 2048 queries and 32k keys.
     """
     return device_type == "cuda" and dtype == torch.float32
 
 
 class Decode:
-    """One new token for each of the first B rows, over no more keys than the longest has: what is fast on a CPU.
+    """One new token for each of the first B rows, over as many keys as the longest row has: fast on a CPU.
 
-    There rows of very different lengths attend one after another, each over its own keys alone.
+    On a CPU, rows of very different lengths attend one after another, each over its own keys only.
     """
 
     def __init__(self, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype):
         self.num, self.ends = len(lengths), [length + 1 for length in lengths]
-        self.end, self.bias_B11T = max(self.ends), None
+        self.end = max(self.ends)
+        self.bias_B11T: Tensor | None = None
+        self.written: tuple[Any, ...]  # index of the new keys
         at_B = torch.tensor(lengths, device=device)
         self.positions = at_B[:, None]
         num_padded = self.num * self.end - sum(self.ends)
@@ -127,19 +129,19 @@ class Decode:
 
 
 class KeyRange(Protocol):
-    """Which keys the rows of a static step look at, and how."""
+    """The keys that the rows of a static step attend to."""
 
     def begin(self, positions_B1: Tensor) -> None:
-        """What is the same for all layers; `positions_B1` of the new tokens, whose keys lie in the cache by then."""
+        """Compute what all layers share; `positions_B1` of the new tokens, whose keys are in the cache by then."""
 
     def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
-        """Attention over a layer's cache, of which all rows and tokens are given: out_B1NH."""
+        """Attention over a layer's whole cache: out_B1NH."""
 
 
 class StaticDecode:
-    """One new token for each of the first `num` rows, which looks at `key_range`: the same shapes at every length.
+    """One new token for each of the first `num` rows over `key_range`: the same shapes at every length.
 
-    What changes from step to step lies in tensors that stay where they are, so a CUDA graph can be made of a step.
+    What changes from step to step is in tensors at fixed addresses, so that a step can be recorded as a CUDA graph.
     """
 
     def __init__(self, *, num: int, key_range: KeyRange, device: torch.device):
@@ -150,12 +152,12 @@ class StaticDecode:
         self.rows = torch.arange(num, device=device)
 
     def fill(self, tokens: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take the next token of the first rows. Rows past them do as if they began: only their first key is lost."""
+        """Set the next token of the first rows. The other rows compute a first token: only their first key is lost."""
         idle = [0] * (self.num - len(tokens))
         self.inputs_2B.copy_(torch.tensor([[*tokens, *idle], [*lengths, *idle]]))
 
     def begin(self) -> None:
-        """What is the same for all layers; part of the graph."""
+        """Compute what all layers share; part of the graph."""
         self.key_range.begin(self.positions)
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class StaticDecode:
 
 
 class MaskedKeys:
-    """What a static step of `num` rows looks at: the first `length` tokens of each, less what lies past its own."""
+    """The first `length` tokens of each row, with a mask for those after the row's end."""
 
     def __init__(self, *, num: int, length: int, device: torch.device, dtype: torch.dtype):
         self.num, self.length, self.dtype = num, length, dtype
@@ -181,22 +183,23 @@ class MaskedKeys:
 
 
 def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11T: Tensor | None) -> Tensor:
-    # The G query heads of a KV head stand in for query positions: no key is copied G times.
+    # The G query heads of a KV head are passed as query positions: no key is copied G times
     q_BKGH = q_B1NH.reshape(*keys_BKTH.shape[:2], -1, q_B1NH.shape[-1])
     out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys_BKTH, values_BKTH, attn_mask=bias_B11T)
     return out_BKGH.reshape(q_B1NH.shape)
 
 
 def _bias(positions: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a query sees a key, else -inf, in attention's dtype: of a boolean each layer would make one of these."""
+    """0 where a query sees a key, else -inf, in attention's dtype: each layer would convert a boolean mask to this."""
     hidden = columns > positions.view(-1, 1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager:
-    """What attention inside may choose from: on a GPU not cuDNN's.
+def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """Restrict attention on a GPU to other kernels than cuDNN's.
 
-    It makes a plan for every new length, and on Blackwell it may be wrong for fewer than 8 KV heads (pytorch#193893).
+    That one makes a plan for every new length, and on Blackwell it may be wrong for fewer than 8 KV heads
+    (pytorch#193893).
     """
     if device.type != "cuda":
         return nullcontext()
@@ -204,21 +207,21 @@ def attention_kernels(device: torch.device) -> AbstractContextManager:
 
 
 class KVCache:
-    """The rows of all layers; `step` is what the forward pass under way does with them."""
+    """The rows of all layers; `step` says how the current forward pass uses them."""
 
     def __init__(self, *, rows: int, room: int):
         self.rows, self.room = rows, room
-        self.step: Step | None = None
+        self.step: CacheStep | None = None
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make `target` hold the first `length` tokens of `source`."""
-        for kept_RKTH in (kept for layer in self.layers for kept in layer):
-            kept_RKTH[target, :, :length] = kept_RKTH[source, :, :length]
+        """Copy the first `length` tokens of row `source` to row `target`."""
+        for cached_RKTH in (cached for layer in self.layers for cached in layer):
+            cached_RKTH[target, :, :length] = cached_RKTH[source, :, :length]
 
 
 class CachedAttention(nn.Module):
-    """Causal attention of the new tokens over everything seen so far, which it remembers."""
+    """Causal attention of the new tokens over all tokens so far, whose keys and values it keeps."""
 
     def __init__(self, cache: KVCache, keys_RKTH: Tensor, values_RKTH: Tensor):
         super().__init__()
@@ -226,6 +229,7 @@ class CachedAttention(nn.Module):
         self.keys_RKTH, self.values_RKTH = keys_RKTH, values_RKTH
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        assert self.cache.step is not None
         return self.cache.step.attend(self.keys_RKTH, self.values_RKTH, q_BLNH, k_BLKH, v_BLKH)
 
 
@@ -234,7 +238,8 @@ def attach_cache(
 ) -> KVCache:
     """Give every layer of `model` an empty cache of `rows` × `room` tokens for the KV heads that this rank holds."""
     cache = KVCache(rows=rows, room=room)
-    for layer in model.layers.values():
+    layers: Any = model.layers
+    for layer in layers.values():
         attention = layer.attention
         keys, values = (_zeros(rows, num_kv_heads, room, attention.head_dim, dtype, device) for _ in range(2))
         attention.inner_attention = CachedAttention(cache, keys, values)
@@ -243,10 +248,10 @@ def attach_cache(
 
 
 def _zeros(rows: int, num_kv_heads: int, room: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [R, K, T, H] and not what lies there: a masked key still counts 0 times its value, and 0 × NaN is NaN.
+    """Zeros [R, K, T, H], not uninitialized memory: a masked key counts 0 times its value, and 0 × NaN is NaN.
 
-    On a GPU token by token, as its kernels take them. On a CPU head by head, and the system's own: memory is taken as
-    tokens come, not for all that there is room for.
+    In memory token by token on a GPU, as its kernels read them, and head by head on a CPU. On a CPU from mmap: the
+    system provides pages only as tokens are added.
     """
     if device.type != "cpu":
         return torch.zeros(rows, room, num_kv_heads, head_dim, dtype=dtype, device=device).transpose(1, 2)

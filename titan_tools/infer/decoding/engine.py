@@ -7,39 +7,61 @@ import torch
 from torch import Tensor, nn
 
 from titan_tools.infer.decoding.cache import (
+    CacheStep,
     Decode,
     KVCache,
     Prefill,
     Span,
     StaticDecode,
-    Step,
     attach_cache,
     attention_kernels,
 )
-from titan_tools.infer.decoding.common_beginning import LEAST_SHARED, is_worth_keeping, num_common
-from titan_tools.infer.decoding.compiled import compiled_body
-from titan_tools.infer.decoding.graphs import StaticDecoder
-from titan_tools.infer.decoding.split_keys import can_split
-from titan_tools.infer.model.compiling import compile_all_shapes
+from titan_tools.infer.decoding.static_decode import StaticDecoder, can_split
+from titan_tools.infer.model.compiling import compile_all_shapes, compiled_body
 from titan_tools.infer.model.load import SlicedModel
 
-# Of one pass; a longer prompt goes through in pieces, so that its activations stay bounded. A CPU's kernels are as fast
-# with 512, and what a pass makes then fits in a quarter of the memory.
+# Fewest common tokens for which copying them between rows, or computing them in a pass of their own, pays: a GPU takes
+# as long for a pass of few tokens as for hundreds
+LEAST_SHARED = {"cpu": 32, "cuda": 256}
+
+
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common beginning. `a` and `b` have the same type; slices are compared in C, by bisection."""
+    same, most = 0, min(len(a), len(b))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if a[same:middle] == b[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same
+
+
+def is_worth_keeping(num: int, num_tokens: int) -> bool:
+    """Whether to keep the first `num` of `num_tokens` in a row rather than to compute all again.
+
+    After earlier tokens attention needs a mask, which costs a CPU as much as 40 of 512 tokens.
+    """
+    return 8 * num >= num_tokens
+
+
+# Tokens of one pass; longer prompts take several, so that activations stay bounded. A CPU is as fast with 512, and its
+# activations take a quarter of the memory
 PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}
-_MASK_ELEMENTS = 1 << 26  # queries × keys of one pass behind earlier tokens
-_ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks whose rows start at odd addresses
+_MASK_ELEMENTS = 1 << 26  # queries × keys of one pass after earlier tokens
+_ROOM_STEP = 64  # a row's room is a multiple of it: a GPU's kernels copy masks with unaligned rows
 
 
 @dataclass(frozen=True, slots=True)
 class RowTokens:
-    """What a row is to hold: `tokens`, whose first `keep` are there already."""
+    """Tokens to put into a row, which holds the first `keep` already."""
 
     row: int
     tokens: Sequence[int]
     keep: int = 0
 
     def __post_init__(self) -> None:
-        assert self.keep < len(self.tokens), "of a last token that is not computed there are no logits"
+        assert self.keep < len(self.tokens), "the last token must be computed, for its logits"
 
     @property
     def num_new(self) -> int:
@@ -49,7 +71,7 @@ class RowTokens:
 class Engine:
     """`rows` sequences of up to `room` tokens. With tp > 1 every rank makes the same calls and gets the same logits.
 
-    `held` are the tokens of each row whose keys lie in the cache. A model serves the engine that was made of it last.
+    `held` are the tokens of each row whose keys are in the cache. A model works with its newest engine only.
     """
 
     def __init__(
@@ -64,8 +86,8 @@ class Engine:
     ):
         """`static`: decode in a few fixed shapes; None: on a GPU, where each is recorded as a CUDA graph.
 
-        `compile`: decode, always in fixed shapes then, through torch.compile with `backend`. Prefill stays as it is:
-        there is a new length with every prompt.
+        `compile`: decode, then always in fixed shapes, through torch.compile with `backend`. Prefill is not compiled:
+        every prompt has another length.
         """
         self.model, self.rows, self.room = model, rows, room
         self.held: list[list[int]] = [[] for _ in range(rows)]
@@ -88,34 +110,36 @@ class Engine:
                 records=on_gpu,
                 splits=can_split(model.device, model.dtype, model.head_dim),
             )
-        if on_gpu and model.quantized:  # products of one row are compiled: the first token's time is not to tell of it
+        if on_gpu and model.quantized:  # compile the product of one row now, not during the first token
             self.prefill(0, [0])
             self.held[0].clear()
 
     @torch.inference_mode()
     def prefill(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Tensor:
-        """Put `tokens` into a row, whose first `keep` are there already; fp32 logits [V] of the last one."""
+        """Put `tokens` into a row, which holds the first `keep` already; fp32 logits [V] of the last one."""
         for hidden_LD in self.hidden(row, tokens, keep=keep):
             last_D = hidden_LD[-1]
-        return self.model.head(last_D[None])[0].float()
+        logits_V: Tensor = self.model.head(last_D[None])[0]
+        return logits_V.float()
 
     @torch.inference_mode()
     def prefill_rows(self, prompts: Sequence[RowTokens]) -> Tensor:
-        """As `prefill`, of several rows in one pass, which they must fit; fp32 logits [B, V] of their last tokens."""
+        """Like `prefill`, for several rows in one pass, which they must fit; fp32 logits [B, V]."""
         if len(prompts) == 1:
             return self.prefill(prompts[0].row, prompts[0].tokens, keep=prompts[0].keep)[None]
         hidden_LD = self.hidden_of_all(prompts)
         last_B = torch.tensor([one.num_new for one in prompts]).cumsum(0) - 1
-        return self.model.head(hidden_LD[last_B.to(hidden_LD.device)]).float()
+        logits_BV: Tensor = self.model.head(hidden_LD[last_B.to(hidden_LD.device)])
+        return logits_BV.float()
 
     def fit_one_pass(self, prompts: Sequence[RowTokens]) -> bool:
-        """Whether what is new of all of them goes through the model at once."""
+        """Whether all new tokens fit one forward pass."""
         num_new = sum(one.num_new for one in prompts)
         num_scores = sum(one.num_new * len(one.tokens) for one in prompts if one.keep)
         return num_new <= PREFILL_TOKENS[self.model.device.type] and num_scores <= _MASK_ELEMENTS
 
     def hidden(self, row: int, tokens: Sequence[int], *, keep: int = 0) -> Iterator[Tensor]:
-        """As `prefill`, but what the head would see of every token from `keep` on: pieces [L, D], one after another."""
+        """Like `prefill`, but yields the final hidden states of the tokens from `keep` on, in pieces [L, D]."""
         start, most = RowTokens(row, tokens, keep).keep, PREFILL_TOKENS[self.model.device.type]
         while start < len(tokens):
             end = start + _piece_tokens(start, most=most)
@@ -125,14 +149,14 @@ class Engine:
 
     @torch.inference_mode()
     def hidden_of_all(self, prompts: Sequence[RowTokens]) -> Tensor:
-        """What the head would see of all that is new, one prompt's behind another's, in one pass: [L, D].
+        """Final hidden states [L, D] of all new tokens of the prompts, in one pass.
 
-        Prompts of one row must keep equally many tokens. The row holds the last of them then.
+        Prompts of the same row must keep equally many tokens; the row then holds the last of them.
         """
         assert self.fit_one_pass(prompts)
         for one in prompts:
             assert one.keep <= len(self.held[one.row])
-            # First: who is interrupted here must not find keys that are not these tokens'
+            # Before the pass: an interruption must not leave `held` with tokens whose keys are overwritten
             del self.held[one.row][one.keep :]
         spans = [Span(one.row, one.keep, len(one.tokens)) for one in prompts]
         new_1L = torch.tensor([[token for one in prompts for token in one.tokens[one.keep :]]])
@@ -144,7 +168,7 @@ class Engine:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """Append one token to each of the first rows; fp32 logits [B, V]. What rows behind them held may be lost."""
+        """Append one token to each of the first rows; fp32 logits [B, V]. The other rows may be overwritten."""
         num = len(tokens)
         if self._static:
             self.prepare_decode(num)
@@ -159,7 +183,7 @@ class Engine:
 
     @torch.inference_mode()
     def prepare_decode(self, num: int) -> None:
-        """Compile and record what the next `decode` of `num` rows needs, if that was not done before."""
+        """Compile and record the step of the next `decode` of `num` rows, on first use."""
         if self._static:
             for held in self.held[num:]:
                 held.clear()
@@ -167,7 +191,7 @@ class Engine:
 
     @torch.inference_mode()
     def copy_row(self, source: int, target: int, *, length: int | None = None) -> None:
-        """Make a row hold the first `length` tokens (default: all) of another, or of itself."""
+        """Set a row to the first `length` tokens (default: all) of another row, or of itself."""
         tokens = self.held[source][:length]
         if source != target:
             self.held[target] = []
@@ -175,7 +199,7 @@ class Engine:
         self.held[target] = tokens
 
     def take_beginning(self, row: int, tokens: Sequence[int]) -> int:
-        """How many leading tokens of a prompt its row holds now; from another row they are copied where that pays."""
+        """How many leading tokens of a prompt its row holds, after copying them from another row where that pays."""
         num_by_row = self.num_held(tokens)
         source = max(range(self.rows), key=lambda other: (num_by_row[other], other == row))
         if num_by_row[source] >= LEAST_SHARED[self.model.device.type]:
@@ -184,7 +208,7 @@ class Engine:
         return num_by_row[row] if is_worth_keeping(num_by_row[row], len(tokens)) else 0
 
     def num_held(self, tokens: Sequence[int]) -> list[int]:
-        """How many leading tokens of a prompt each row holds; never all, since the last one's logits are needed."""
+        """How many leading tokens of a prompt each row holds; less than all, since the last one must be computed."""
         return [min(num_common(tokens, held), len(tokens) - 1) for held in self.held]
 
     def lengths(self, num: int | None = None) -> list[int]:
@@ -193,27 +217,30 @@ class Engine:
 
 
 def _step_of(model: SlicedModel, cache: KVCache, *, backend: str | None) -> Callable[[StaticDecode], Tensor]:
-    """What makes a static step's logits [B, V]. `backend`: of torch.compile, None for running it as it is.
+    """The function that computes a static step's logits [B, V]. `backend`: of torch.compile, None: not compiled.
 
-    It knows no engine: a cycle would keep CUDA graphs until garbage is collected, and NCCL waits for those with its
-    sums to be gone before it ends.
+    It does not refer to the engine: a reference cycle would keep CUDA graphs until garbage collection, and NCCL's
+    teardown waits until graphs with its collectives are freed.
     """
-    body, head = model.body, model.head
+    body: nn.Module = model.body
+    head: nn.Module = model.head
     if backend is not None:
         body, head = compiled_body(body, backend=backend), compile_all_shapes(head, backend=backend)
 
     def logits_of(step: StaticDecode) -> Tensor:
-        return head(_forward(body, cache, step, step.tokens)[:, -1]).float()
+        logits_BV: Tensor = head(_forward(body, cache, step, step.tokens)[:, -1])
+        return logits_BV.float()
 
     return logits_of
 
 
-def _forward(body: nn.Module, cache: KVCache, step: Step, tokens_BL: Tensor) -> Tensor:
+def _forward(body: nn.Module, cache: KVCache, step: CacheStep, tokens_BL: Tensor) -> Tensor:
     cache.step = step
     with attention_kernels(tokens_BL.device):
-        return body(tokens_BL, step.positions)
+        hidden_BLD: Tensor = body(tokens_BL, step.positions)
+    return hidden_BLD
 
 
 def _piece_tokens(start: int, *, most: int) -> int:
-    """How many tokens go through at once behind `start` others."""
+    """How many tokens fit one pass after `start` others."""
     return min(most, max(_MASK_ELEMENTS // (start + most), 1))

@@ -1,5 +1,6 @@
-"""Continue prompts: they are put into free rows of the engine, all rows decode together, an ended one makes room."""
+"""Continuous batching: prompts enter free rows of the engine, all rows decode together, finished rows are reused."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -7,31 +8,31 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from titan_tools.infer.decoding.common_beginning import LEAST_SHARED, num_common
-from titan_tools.infer.decoding.engine import Engine, RowTokens
-from titan_tools.infer.decoding.logprobs import TokenLogprobs, token_logprobs
-from titan_tools.infer.decoding.sampling import Sampling, Seat, choose
-from titan_tools.infer.decoding.waiting import Waiting
+from titan_tools.infer.decoding.engine import LEAST_SHARED, Engine, RowTokens, num_common
+from titan_tools.infer.decoding.sampling import NoiseKey, Sampling, TokenLogprobs, choose, token_logprobs
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.infer.text.text_stream import TextStream
 from titan_tools.infer.text.vocabulary import Vocabulary
 
+# New tokens of a pass from which on more prompts in it save nothing: up to there it takes as long as reading weights
+_FULL_PASS_TOKENS = {"cpu": 64, "cuda": 512}
+
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GenerationSettings:
     """How sequences are continued; the same for all of a run."""
 
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
-    logprobs: int | None = None  # alternatives told beside each token
+    logprobs: int | None = None  # number of likeliest tokens reported with each token
     samples: int = 1  # of each prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came after a prompt: `tokens` with the stop token that ended them, `text` without."""
+    """The continuation of a prompt: `tokens` with the stop token that ended them, `text` without."""
 
     prompt: Prompt
     sample: int
@@ -45,17 +46,41 @@ class Completion:
 class Timings:
     """Where the time of a run went; filled while it runs."""
 
-    first_token_secs: list[float] = field(default_factory=list)  # of each prompt: from its pass' beginning
+    first_token_secs: list[float] = field(default_factory=list)  # of each prompt, from the beginning of its prefill
     prepare_secs: float = 0.0  # compiling and recording decode steps, once for each shape
     decode_secs: float = 0.0
     num_decode_steps: int = 0
     num_tokens: int = 0  # all new ones
-    cache_tokens_read: int = 0  # keys that decode steps looked at, summed over steps and rows
+    cache_tokens_read: int = 0  # by decode steps, summed over steps and rows
+
+
+def generate(
+    engine: Engine,
+    prompts: Iterable[Prompt],
+    settings: GenerationSettings,
+    vocabulary: Vocabulary,
+    *,
+    timings: Timings | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Iterator[Completion]:
+    """Completions in the order in which they finish. `on_text` gets text as soon as it is final; with one row only.
+
+    A beginning of a prompt that is in the engine's cache is not computed again.
+    """
+    run = _Run(engine, prompts, settings, vocabulary, timings or Timings(), on_text)
+    while True:
+        while run.may_begin():
+            run.begin()
+            yield from run.take_finished()
+        if not run.close_gaps():
+            return
+        run.step()
+        yield from run.take_finished()
 
 
 @dataclass(slots=True)
-class _Read:
-    """A prompt that is read once for all of its samples: the row that holds it, and the logits of its last token."""
+class _Prefilled:
+    """A prompt that is computed once for all of its samples: the row that holds it, and its last token's logits."""
 
     row: int
     logits_V: Tensor | None = None
@@ -66,147 +91,131 @@ class _Sequence:
     prompt: Prompt
     sample: int
     limit: int
-    stream: TextStream | None  # None: its text is made at its end
+    stream: TextStream | None  # None: its text is decoded at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
 
 
-def generate(
-    engine: Engine,
-    prompts: Iterable[Prompt],
-    settings: Settings,
-    vocabulary: Vocabulary,
-    *,
-    timings: Timings | None = None,
-    on_text: Callable[[str], None] | None = None,
-) -> Iterator[Completion]:
-    """Completions in the order in which they end. `on_text` hears of text as soon as it is sure; one row only.
-
-    What the engine's rows hold of a prompt's beginning is not computed again.
-    """
-    run = _Run(engine, prompts, settings, vocabulary, timings or Timings(), on_text)
-    while True:
-        while run.may_begin():
-            run.begin()
-            yield from run.take_ended()
-        if not run.close_gaps():
-            return
-        run.step()
-        yield from run.take_ended()
-
-
 class _Run:
-    """The sequences at work, each in the engine's row of its place, and what they share."""
+    """The active sequences, by the engine's row, and what they share."""
 
     def __init__(
         self,
         engine: Engine,
         prompts: Iterable[Prompt],
-        settings: Settings,
+        settings: GenerationSettings,
         vocabulary: Vocabulary,
         timings: Timings,
         on_text: Callable[[str], None] | None,
     ):
         self.engine, self.settings, self.vocabulary = engine, settings, vocabulary
         self.timings, self.on_text = timings, on_text
-        self.asks_for_text = bool(on_text or settings.stop_strings)  # of each token; else of a sequence's all at once
-        self.waiting = Waiting(prompts, settings.samples, engine)
-        self.rows: list[_Sequence | None] = [None] * engine.rows
-        self.latest: _Read | None = None
-        self.penalized_RV: Tensor | None = None  # tokens of each row, which a repetition penalty is for
+        self.decodes_each_token = bool(on_text or settings.stop_strings)  # else a sequence's text at once
+        self.queue = _PromptQueue(prompts, settings.samples, engine)
+        self.active: dict[int, _Sequence] = {}
+        self.latest: _Prefilled | None = None
+        self.penalized_RV: Tensor | None = None  # the tokens of each row that a repetition penalty applies to
+
+    @property
+    def num_free(self) -> int:
+        return self.engine.rows - len(self.active)
 
     def may_begin(self) -> bool:
-        """Whether something waits that is to begin now."""
-        return self.waiting.pays(self.rows.count(None))
+        """Whether waiting prompts should begin now."""
+        return self.queue.should_begin(self.num_free)
 
     def begin(self) -> None:
-        """Put what waits into free rows, as many prompts as one pass takes, and choose first tokens."""
+        """Put waiting prompts into free rows, as many as one pass takes, and choose their first tokens."""
         started = perf_counter()
-        begun, unread = self._take()
-        if unread:
-            for one, logits_V in zip(unread, self.engine.prefill_rows(unread), strict=True):
+        begun, to_prefill = self._fill_rows()
+        if to_prefill:
+            for one, logits_V in zip(to_prefill, self.engine.prefill_rows(to_prefill), strict=True):
                 begun[one.row].logits_V = logits_V
-        for row, read in begun.items():
-            prompt = self.rows[row].prompt
-            self.engine.copy_row(read.row, row, length=len(prompt.tokens))
+        first_logits = []
+        for row, prefilled in begun.items():
+            prompt, logits_V = self.active[row].prompt, prefilled.logits_V
+            assert logits_V is not None
+            first_logits.append(logits_V)
+            self.engine.copy_row(prefilled.row, row, length=len(prompt.tokens))
             if self.settings.sampling.repetition_penalty != 1:
-                self._penalize(row, prompt, vocab_size=len(read.logits_V))
-        self._extend(list(begun), torch.stack([read.logits_V for read in begun.values()]))
-        self.waiting.has_begun()
+                self._penalize(row, prompt, vocab_size=len(logits_V))
+        self._extend([*begun], torch.stack(first_logits))
+        self.queue.has_begun()
         self.timings.num_tokens += len(begun)
-        self.timings.first_token_secs += [perf_counter() - started] * len(unread)
+        self.timings.first_token_secs += [perf_counter() - started] * len(to_prefill)
 
     def step(self) -> None:
-        """One more token for each of the sequences at work, which have the first rows."""
-        timings, active = self.timings, [s for s in self.rows if s]
+        """One more token for each of the active sequences, which are in the first rows."""
+        timings, rows = self.timings, list(range(len(self.active)))
         started = perf_counter()
-        self.engine.prepare_decode(len(active))
+        self.engine.prepare_decode(len(rows))
         prepared = perf_counter()
-        logits_BV = self.engine.decode([s.tokens[-1] for s in active])
-        self._extend(list(range(len(active))), logits_BV)
-        self.waiting.has_stepped(self.rows.count(None))
+        logits_BV = self.engine.decode([self.active[row].tokens[-1] for row in rows])
+        self._extend(rows, logits_BV)
+        self.queue.has_stepped(self.num_free)
         timings.prepare_secs += prepared - started
         timings.decode_secs += perf_counter() - prepared
         timings.num_decode_steps += 1
-        timings.num_tokens += len(active)
-        timings.cache_tokens_read += sum(self.engine.lengths(len(active)))
+        timings.num_tokens += len(rows)
+        timings.cache_tokens_read += sum(self.engine.lengths(len(rows)))
 
-    def take_ended(self) -> Iterator[Completion]:
-        """What came of the sequences that have ended, whose rows are free now."""
-        for row, sequence in enumerate(self.rows):
-            if sequence and sequence.finish_reason:
-                self.rows[row] = None
-                yield self._completion(sequence)
+    def take_finished(self) -> Iterator[Completion]:
+        """The completions of finished sequences, whose rows become free."""
+        for row in sorted(self.active):
+            if self.active[row].finish_reason:
+                yield self._completion(self.active.pop(row))
 
     def close_gaps(self) -> int:
-        """Let the sequences at work, which are that many, have the first rows."""
-        at_work = [row for row, sequence in enumerate(self.rows) if sequence]
-        gaps = [row for row in range(len(at_work)) if self.rows[row] is None]
-        behind = [row for row in at_work if row >= len(at_work)]
+        """Move the active sequences to the first rows; how many there are."""
+        num = len(self.active)
+        gaps = [row for row in range(num) if row not in self.active]
+        behind = sorted(row for row in self.active if row >= num)
         for source, target in zip(behind, gaps, strict=True):
             self.engine.copy_row(source, target)
-            self.rows[source], self.rows[target] = None, self.rows[source]
+            self.active[target] = self.active.pop(source)
             if self.penalized_RV is not None:
                 self.penalized_RV[target] = self.penalized_RV[source]
-        return len(at_work)
+        return num
 
-    def _take(self) -> tuple[dict[int, _Read], list[RowTokens]]:
-        """Give rows to what begins now: the prompt of each, and those prompts that are yet to be read.
+    def _fill_rows(self) -> tuple[dict[int, _Prefilled], list[RowTokens]]:
+        """Assign rows to what begins now: the prompt of each row, and those prompts that are yet to be computed.
 
-        Nothing else begins between samples of a prompt. So the row with a prompt that was read for earlier ones is at
-        work, or it is free and comes first here: it is whole.
+        Samples of a prompt begin one after another. So the row with a prompt that was computed for earlier samples is
+        active, or it is free and is taken first here: its tokens are still there.
         """
-        free = [row for row, sequence in enumerate(self.rows) if sequence is None]
+        free = [row for row in range(self.engine.rows) if row not in self.active]
         if self.latest and self.latest.row in free:
             free = [self.latest.row, *(row for row in free if row != self.latest.row)]
-        begun, unread = {}, []
+        begun: dict[int, _Prefilled] = {}
+        to_prefill: list[RowTokens] = []
         for row in free:
-            item = self.waiting.first()
+            item = self.queue.first()
             if item is None:
                 break
             if item.sample == 0:
-                one = self._beside(unread, row, item.prompt.tokens)
+                one = self._in_same_pass(to_prefill, row, item.prompt.tokens)
                 if one is None:
                     break
-                unread.append(one)
-                self.latest = _Read(row)
-            self.waiting.pop()
+                to_prefill.append(one)
+                self.latest = _Prefilled(row)
+            assert self.latest is not None  # of sample 0
+            self.queue.pop()
             limit = min(self.settings.max_new_tokens, self.engine.room - len(item.prompt.tokens))
-            stream = self._stream(item.prompt) if self.asks_for_text else None
-            self.rows[row] = _Sequence(item.prompt, item.sample, limit, stream)
+            stream = self._stream(item.prompt) if self.decodes_each_token else None
+            self.active[row] = _Sequence(item.prompt, item.sample, limit, stream)
             begun[row] = self.latest
-        return begun, unread
+        return begun, to_prefill
 
-    def _beside(self, unread: list[RowTokens], row: int, tokens: list[int]) -> RowTokens | None:
-        """A prompt to be read in one pass with those in `unread`; None where it is better off in the next one."""
-        if unread:
-            num_shared = min(max(num_common(tokens, other.tokens) for other in unread), len(tokens) - 1)
+    def _in_same_pass(self, others: list[RowTokens], row: int, tokens: list[int]) -> RowTokens | None:
+        """A prompt to be computed in one pass with `others`; None where the next pass is better."""
+        if others:
+            num_shared = min(max(num_common(tokens, other.tokens) for other in others), len(tokens) - 1)
             least = LEAST_SHARED[self.engine.model.device.type]
             if num_shared >= least and num_shared > max(self.engine.num_held(tokens)):
-                return None  # behind this pass, which computes what they share
+                return None  # after this pass, the shared beginning is in the cache
         one = RowTokens(row, tokens, self.engine.take_beginning(row, tokens))
-        return one if not unread or self.engine.fit_one_pass([*unread, one]) else None
+        return one if not others or self.engine.fit_one_pass([*others, one]) else None
 
     def _stream(self, prompt: Prompt) -> TextStream:
         return TextStream(self.vocabulary, self.settings.stop_ids, self.settings.stop_strings, after=prompt.tokens)
@@ -225,22 +234,22 @@ class _Run:
     def _penalize(self, row: int, prompt: Prompt, *, vocab_size: int) -> None:
         if self.penalized_RV is None:
             self.penalized_RV = torch.zeros(
-                len(self.rows), vocab_size, dtype=torch.bool, device=self.engine.model.device
+                self.engine.rows, vocab_size, dtype=torch.bool, device=self.engine.model.device
             )
         self.penalized_RV[row] = False
         self.penalized_RV[row, prompt.tokens] = True
 
     def _extend(self, rows: list[int], logits_BV: Tensor) -> None:
-        """Choose and append the next token of the sequence in each of `rows`, and say which of them end with it."""
-        settings, sequences = self.settings, [self.rows[row] for row in rows]
-        seats = [Seat(s.prompt.id, s.sample, len(s.prompt.tokens) + len(s.tokens)) for s in sequences]
+        """Choose and append the next token of the sequence in each of `rows`; mark those that finish with it."""
+        settings, sequences = self.settings, [self.active[row] for row in rows]
+        keys = [NoiseKey(s.prompt.id, s.sample, len(s.prompt.tokens) + len(s.tokens)) for s in sequences]
         penalized_BV = None if self.penalized_RV is None else self.penalized_RV[rows]
-        tokens = choose(logits_BV, settings.sampling, seats, penalized_BV=penalized_BV)
+        tokens = choose(logits_BV, settings.sampling, keys, penalized_BV=penalized_BV)
         if self.penalized_RV is not None:
             self.penalized_RV[rows, tokens] = True
         if settings.logprobs is not None:
-            for s, told in zip(sequences, token_logprobs(logits_BV, tokens, settings.logprobs), strict=True):
-                s.logprobs.append(told)
+            for s, logprobs in zip(sequences, token_logprobs(logits_BV, tokens, settings.logprobs), strict=True):
+                s.logprobs.append(logprobs)
         for s, token in zip(sequences, tokens, strict=True):
             s.tokens.append(token)
             text = s.stream.add(token) if s.stream else ""
@@ -250,3 +259,63 @@ class _Run:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.limit:
                 s.finish_reason = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedSample:
+    """One sample of a prompt; about `num_new` of the prompt's tokens must be computed before its first token."""
+
+    prompt: Prompt
+    sample: int
+    num_new: int
+
+
+class _PromptQueue:
+    """The samples of prompts in order; takes no more prompts from the iterable than rows are free."""
+
+    def __init__(self, prompts: Iterable[Prompt], samples: int, engine: Engine):
+        self._engine = engine
+        self._coming = self._all_samples(prompts, samples)
+        self._ahead: deque[_QueuedSample] = deque()
+        self._num_missed = 0  # tokens that free rows could have made while something waited
+
+    def first(self) -> _QueuedSample | None:
+        return next(iter(self._peek(1)), None)
+
+    def pop(self) -> _QueuedSample:
+        return self._ahead.popleft()
+
+    def should_begin(self, num_free: int) -> bool:
+        """Whether waiting samples should begin in the free rows now.
+
+        A pass over few tokens takes about as long as a decode step of all rows. So a single short prompt waits for
+        others until its row has missed as many tokens as such a step makes: the wait costs no more than it may save.
+        """
+        ahead = self._peek(num_free)
+        if not ahead:
+            return False
+        return (
+            ahead[0].num_new == 0
+            or num_free == self._engine.rows
+            or self._num_missed >= self._engine.rows
+            or sum(one.num_new for one in ahead) >= _FULL_PASS_TOKENS[self._engine.model.device.type]
+        )
+
+    def has_begun(self) -> None:
+        """One has begun: the others follow without waiting, as many as there are rows."""
+        self._num_missed = self._engine.rows
+
+    def has_stepped(self, num_free: int) -> None:
+        """All rows but `num_free` have got one more token."""
+        self._num_missed = self._num_missed + num_free if self._peek(num_free) else 0
+
+    def _peek(self, num: int) -> list[_QueuedSample]:
+        while len(self._ahead) < num and (one := next(self._coming, None)):
+            self._ahead.append(one)
+        return [one for _, one in zip(range(num), self._ahead, strict=False)]
+
+    def _all_samples(self, prompts: Iterable[Prompt], samples: int) -> Iterator[_QueuedSample]:
+        for prompt in prompts:
+            num_new = len(prompt.tokens) - max(self._engine.num_held(prompt.tokens))
+            for sample in range(samples):
+                yield _QueuedSample(prompt, sample, 0 if sample else num_new)

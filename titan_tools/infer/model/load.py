@@ -1,7 +1,7 @@
-"""From a weight source of any format to this rank's model: built on meta, each parameter read as the slice it needs.
+"""Build a rank's model on the meta device and read the slice of each parameter from a checkpoint of any format.
 
-As soon as a weight is read it becomes what is kept of it: joined with others, packed for the CPU, or quantised. So
-memory is the shard, the largest weight, and the blocks that are being read.
+A weight is fused, packed for the CPU or quantized as soon as it is read, so that memory is the shard, the largest
+weight, and the blocks that are being read.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,22 @@ from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from titan_tools.infer.model.fused import FusedLinear, can_fuse, fuse
-from titan_tools.infer.model.packed import PackedWeight, can_pack
+from titan_tools.infer.model.linear import (
+    FusedLinear,
+    PackedWeight,
+    WidenedWeight,
+    can_fuse,
+    can_pack,
+    fuse,
+    multiplies,
+)
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
 from titan_tools.infer.model.slices import same_input, slice_for_rank, summed_inputs
 from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
-from titan_tools.infer.model.widened import WidenedWeight, multiplies
 from trainer.models.registry import get_trainer_family
 
-_FEW = 4 << 20  # numbers of a joined weight that do no harm in memory, however small all others are
+_FEW = 4 << 20  # elements of a fused weight that are always allowed, however small the other weights are
 
 
 @dataclass(slots=True)
@@ -35,22 +41,23 @@ class SlicedModel:
     """This rank's part of the model, as plain local tensors.
 
     `body` maps tokens [B, L] to hidden states [B, L, D]; `head` maps the hidden states of one position [B, D] to logits
-    [B, V], so that a prefill computes them for its last token only.
+    [B, V], so that a prefill computes logits for its last token only.
     """
 
     body: nn.Module
     head: nn.Module
     device: torch.device
     dtype: torch.dtype
-    num_kv_heads: int  # that this rank holds
+    num_kv_heads: int  # of this rank
     head_dim: int
-    bytes_per_token: int  # of weights that one decode step of one sequence reads on this rank
+    bytes_per_token: int  # weights that a decode step of one sequence reads on this rank
     quantized: str | None = None
 
     @property
     def bytes_per_cached_token(self) -> int:
-        """Its keys and values in all layers on this rank."""
-        return 2 * len(self.body.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Keys and values of a token, in all layers on this rank."""
+        num_layers = len(self.body.get_submodule("layers"))  # type: ignore[arg-type]  # a ModuleDict
+        return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def load_model(
@@ -65,25 +72,25 @@ def load_model(
     fused: bool = True,
     packed: bool = True,
 ) -> SlicedModel:
-    """Build and fill the model of `rank`. No other rank is spoken to yet; running it needs a group of `tp` ranks.
+    """Build and fill the model of `rank`, without communication; running it needs a process group of `tp` ranks.
 
-    `quantize`: "int8" or "float8", every linear layer as soon as it is read. `fused`: layers over one input are one
-    product. `packed`: on a CPU weights lie as its kernels read them, or are widened where it has none; such a model
-    cannot be compiled. Packed or quantised, a tied output has a weight of its own beside the embedding.
+    `quantize`: "int8" or "float8", of all linear layers. `fused`: layers with the same input are one product. `packed`:
+    on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none for the dtype;
+    such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
     args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"), _NoInitialValues():
-        model = get_trainer_family(info.family).build_model(args)
+        model: Any = get_trainer_family(info.family).build_model(args)
     _check_listed(model, parameters, info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
-    # On a CPU a product is made of all that it joins: together they are not to be more than the largest slice
+    # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
     most = max(_FEW, *(box.num_elements for box in slices.values())) if device.type == "cpu" else None
     groups = _fuse(model, parameters, slices, most=most) if fused else [(fqn,) for fqn in slices]
 
     def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
-        """What makes of a linear layer's weight the form it is multiplied in; None: it stays as it is."""
+        """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
         if quantize:
             return partial(quantize_weight, how=quantize)
         if packed and can_pack(shape, dtype, device):
@@ -91,22 +98,22 @@ def load_model(
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
     def form_of_group(fqns: tuple[str, ...]) -> Callable[[Tensor], Any] | None:
-        module, name = _place(model, fqns[0])
+        module, name = _owner(model, fqns[0])
         is_weight = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
         return form_of(joined_shape([slices[fqn] for fqn in fqns])) if is_weight else None
 
     forms = {fqns: form_of_group(fqns) for fqns in groups}
-    wanted = [Joined(fqns, is_passing=form not in (None, WidenedWeight)) for fqns, form in forms.items()]
+    wanted = [Joined(fqns, is_temporary=form not in (None, WidenedWeight)) for fqns, form in forms.items()]
     for joined, values in read_in_order(wanted, slices, source, dtype=dtype, device=device):
-        module, name = _place(model, joined.fqns[0])
+        module, name = _owner(model, joined.fqns[0])
         setattr(module, name, nn.Parameter(values, requires_grad=False))
         if form := forms[joined.fqns]:
             _convert(module, form)
-        del values  # else what passes would still be there when the next one's memory is made
+        del values  # before the next weight is allocated
     model.tie()
     if args.tied and (form := form_of(model.output.weight.shape)):
         _convert(model.output, form)
-    model.to(device)  # what it computes by itself, such as rotary frequencies
+    model.to(device)  # its buffers, such as rotary frequencies
     head, model.output = model.output, None
     return SlicedModel(
         model.eval(),
@@ -121,15 +128,18 @@ def load_model(
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Passes over torch.nn.init: on meta there is nothing to fill, and its normal_ would import torch's compiler."""
+    """Skips torch.nn.init: on meta there is nothing to fill, and its normal_ would import torch's compiler."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
-def _make_parallel(model: nn.Module, parameters: list[Parameter], *, tp: int, rank: int) -> None:
+def _make_parallel(model: Any, parameters: list[Parameter], *, tp: int, rank: int) -> None:
     for name in summed_inputs(parameters):
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name), tp=tp))
@@ -140,9 +150,9 @@ def _make_parallel(model: nn.Module, parameters: list[Parameter], *, tp: int, ra
 def _fuse(
     model: nn.Module, parameters: list[Parameter], slices: dict[str, Box], *, most: int | None
 ) -> list[tuple[str, ...]]:
-    """Make one of the linear layers that have the same input; the FQNs of all parameters, grouped as they lie now.
+    """Fuse the linear layers that have the same input; returns the FQNs of all parameters, grouped by tensor.
 
-    `most`: numbers that a joined weight may have.
+    `most`: elements that a fused weight may have.
     """
     group_of: dict[str, tuple[str, ...]] = {}
     for paths in same_input(parameters):
@@ -156,34 +166,34 @@ def _fuse(
     return list(dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters))
 
 
-def _check_listed(model: nn.Module, parameters: list[Parameter], family: str) -> None:
-    """Raise UnsupportedError where a family, one of the user's own, lists other parameters than its model has."""
+def _check_listed(model: Any, parameters: list[Parameter], family: str) -> None:
+    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has."""
     model.tie()  # then a tied output's weight counts once
     built = {(fqn, tuple(parameter.shape)) for fqn, parameter in model.named_parameters()}
     listed = {(p.fqn, p.shape) for p in parameters}
-    differing = [f"{fqn} {list(shape)}: in the model alone" for fqn, shape in sorted(built - listed)]
-    differing += [f"{fqn} {list(shape)}: in the list alone" for fqn, shape in sorted(listed - built)]
+    differing = [f"{fqn} {list(shape)}: only in the model" for fqn, shape in sorted(built - listed)]
+    differing += [f"{fqn} {list(shape)}: only in the list" for fqn, shape in sorted(listed - built)]
     if differing:
         raise UnsupportedError(
-            f"family {family!r}: what `parameters` lists is not what the model has:" + list_offenders(differing)
+            f"family {family!r}: `parameters` does not match the parameters of the model:" + list_offenders(differing)
         )
 
 
-def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """A parameter's module, and its name there."""
+def _owner(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the parameter's name in it."""
     path, _, name = fqn.rpartition(".")
     return model.get_submodule(path), name
 
 
-def _convert(linear: nn.Module, form: Callable[[Tensor], Any]) -> None:
-    """Give a linear layer its weight in the form it is to be multiplied in."""
+def _convert(linear: Any, form: Callable[[Tensor], Any]) -> None:
+    """Replace a linear layer's weight by its packed or quantized form."""
     weight = linear.weight.detach()
     del linear.weight
     linear.weight = form(weight)
 
 
 def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
-    """Of an embedding one row is read, which does not count."""
+    """Weights that a decode step reads, without the embedding, of which it reads one row."""
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]

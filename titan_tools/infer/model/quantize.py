@@ -1,17 +1,17 @@
-"""Weights of 8 bits, one scale per output feature: torchao rounds them, activations and products keep their dtype.
+"""Weight-only quantization to 8 bits by torchao, with one scale per output feature.
 
-- int8: w ≈ scale · q with q in -128 … 127 and scale = (largest of the row) / 127.5, held in the compute dtype. On a CPU
-  in bfloat16, few rows of activations go through torch's int8 kernel (sums in fp32). It reads half the bytes, but is
-  bound by its arithmetic: two cores decoded as fast as with packed.py's bfloat16, in half the memory. All others, and
-  fp32, multiply with the 8 bits cast to the compute dtype, a block of rows at a time, then by the scale (in fp32 on
-  CPUs that multiply no matrices of 16 bits).
-- float8: e4m3, scale = (largest of the row) / 448 in fp32; the same product of cast blocks. No CPU kernel multiplies
-  with it: there it saves memory and costs time.
-- On a GPU one row of activations goes through a compiled kernel that reads the 8 bits and casts them in registers.
+- int8: w ≈ scale · q with q in -128 … 127 and scale = (largest of the row) / 127.5, in the compute dtype. On a CPU in
+  bfloat16, few rows of activations use torch's int8 kernel (sums in fp32). It reads half the bytes, but is bound by its
+  arithmetic: two cores decode as fast as with packed bfloat16 weights, in half the memory. All other products cast the
+  weight to the compute dtype, a block of rows at a time (to fp32 on CPUs without 16-bit matrix products), and multiply
+  by the scale.
+- float8: e4m3, scale = (largest of the row) / 448 in fp32; the same product of cast blocks. CPUs have no kernel for it:
+  there it saves memory and costs time.
+- On a GPU, one row of activations uses a compiled kernel that casts the 8-bit weights in registers.
 
-Embeddings, norms and biases keep their dtype; a tied output has a quantised copy of the embedding. Each row is rounded
-by itself, so what tensor parallelism cuts into rows is the same at any degree. Where it cuts input features (wo and
-w2), each rank has scales of its own, a little finer ones: logits then differ between degrees by about what 8 bits cost.
+Embeddings, norms and biases keep their dtype; a tied output has a quantized copy of the embedding. Each row is rounded
+by itself, so slices of rows are the same at any tensor-parallel degree. Where input features are sliced (wo and w2),
+each rank has its own, slightly finer scales: logits then differ between degrees by about the rounding error.
 
 Shape letters: B rows of activations, K input features, N output features.
 """
@@ -26,20 +26,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.widened import BLOCK_ELEMENTS, multiplies
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS, multiplies
 from trainer.parallel.compile import why_inductor_cannot
 
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
-_KERNEL_ROWS = 16  # up to which torch's int8 kernel beats a cast and a matrix product
-_KERNEL_MULTIPLE = 16  # input features that the kernel takes at a time; it reads beyond others
-_SMALLEST = 1e-12  # a row of zeros must not be divided by its largest
+_KERNEL_ROWS = 16  # up to which torch's int8 kernel is faster than a cast and a matrix product
+_KERNEL_MULTIPLE = 16  # the kernel reads so many input features at a time, beyond the end of other numbers
+_SMALLEST = 1e-12  # lower bound of a row's largest value, against a division by zero
 
 
 class QuantizedWeight(nn.Module):
-    """Stands where a weight [N, K] stood: torch asks it to compute `F.linear(x, weight, bias)`.
+    """Replaces a weight [N, K]: torch calls it for `F.linear(x, weight, bias)`.
 
-    A module of two plain tensors, no tensor subclass: those cost time in each eager call.
+    A module of two plain tensors, not a tensor subclass, which would cost time in each eager call.
     """
+
+    data_NK: Tensor
+    scale_N: Tensor
 
     def __init__(self, data_NK: Tensor, scale_N: Tensor):
         super().__init__()
@@ -55,25 +58,28 @@ class QuantizedWeight(nn.Module):
         return self.data_NK.nbytes + self.scale_N.nbytes
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Tensor:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is not F.linear:
             return NotImplemented  # torch raises TypeError
         return cls._linear(*args, **(kwargs or {}))
 
     @staticmethod
     def _linear(input: Tensor, weight: "QuantizedWeight", bias: Tensor | None = None) -> Tensor:
-        out = _product(input.flatten(0, -2), weight.data_NK, weight.scale_N).unflatten(0, input.shape[:-1])
+        out_BN = _product(input.flatten(0, -2), weight.data_NK, weight.scale_N)
+        out = out_BN.view(*input.shape[:-1], out_BN.shape[-1])
         return out if bias is None else out + bias
 
     def dequantize(self) -> Tensor:
-        """What it stands for, in fp32."""
+        """The weight in fp32."""
         return self.data_NK.float() * self.scale_N.float()[:, None]
 
 
 def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
-    """Round a weight to "int8" or "float8"; beside the result it holds one block of rows in fp32."""
-    for talks in ("torchao", "torch.utils._pytree"):  # of C++ parts and registrations that this does not use
-        getLogger(talks).setLevel(ERROR)
+    """Round a weight to "int8" or "float8"; in addition to the result it needs one block of rows in fp32."""
+    for name in ("torchao", "torch.utils._pytree"):  # warnings about C++ extensions that are not used here
+        getLogger(name).setLevel(ERROR)
     round_rows, data_dtype = _HOW[how]
     num_rows, num_features = weight_NK.shape
     data_NK = torch.empty(weight_NK.shape, dtype=data_dtype, device=weight_NK.device)
@@ -87,18 +93,18 @@ def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
 
 
 def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int) -> str | None:
-    """What to tell a user for whom 8 bits save memory and cost time; None where they cost none.
+    """A note for the user where 8-bit weights save memory but cost time; None elsewhere.
 
     `rows`: sequences that decode together.
     """
     if device.type == "cuda":
         if rows > 1:
-            return f"--quantize {how} saves memory, but {rows} sequences together cast each weight first, at every step"
+            return f"--quantize {how} saves memory, but with {rows} sequences every step casts each weight first"
         if reason := why_inductor_cannot(device):
-            return f"--quantize {how} saves memory, but nothing compiles a product with it here: {reason}"
+            return f"--quantize {how} saves memory, but its kernel cannot be compiled here: {reason}"
         return None
     if how == "float8":
-        return "--quantize float8 saves memory, but no CPU multiplies with it: each product casts its weight first"
+        return "--quantize float8 saves memory, but CPUs have no kernel for it: each product casts its weight first"
     if dtype != torch.bfloat16:
         return "--quantize int8 saves memory, but in float32 a CPU casts each weight first; --dtype bfloat16 does not"
     return None
@@ -112,14 +118,14 @@ def _to_int8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     scale_N, zero_N = choose_qparams_affine(
         exact_NK, MappingType.SYMMETRIC, row, torch.int8, *limits, eps=_SMALLEST, zero_point_dtype=torch.int8
     )
-    scale_N = scale_N.to(weight_NK.dtype)  # first, so that the 8 bits make up for what it loses
+    scale_N = scale_N.to(weight_NK.dtype)  # before quantizing, which then compensates for its rounding
     return quantize_affine(exact_NK, row, scale_N.float(), zero_N, torch.int8, *limits), scale_N
 
 
 def _to_float8(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     from torchao.quantization import Float8Tensor, PerRow
 
-    # with a lower bound every GPU rounds by torch's operations, not some by a kernel of another package
+    # With a lower bound torchao rounds by torch's operations on every GPU, not by an optional kernel
     rounded = Float8Tensor.from_hp(weight_NK.float(), torch.float8_e4m3fn, PerRow(), hp_value_lb=_SMALLEST)
     return rounded.qdata, rounded.scale.flatten()
 
@@ -140,7 +146,8 @@ def _product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
     num_rows, num_features = x_BK.shape
     has_kernel = not x_BK.is_cuda and x_BK.dtype == scale_N.dtype == torch.bfloat16 and data_NK.dtype == torch.int8
     if has_kernel and num_rows <= _KERNEL_ROWS and num_features % _KERNEL_MULTIPLE == 0:
-        return torch.ops.aten._weight_int8pack_mm(x_BK, data_NK, scale_N)
+        out_BN: Tensor = torch.ops.aten._weight_int8pack_mm(x_BK, data_NK, scale_N)
+        return out_BN
     if torch.compiler.is_compiling():
         return _cast_product(x_BK, data_NK, scale_N)
     if x_BK.is_cuda and num_rows == 1:
@@ -159,7 +166,7 @@ def _cast_product(x_BK: Tensor, data_NK: Tensor, scale_N: Tensor) -> Tensor:
 
 @cache
 def _compiled_product() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """One kernel for each shape of a weight, that casts in registers."""
+    """One kernel for each shape of a weight, which casts in registers."""
     if why_inductor_cannot(torch.device("cuda")):
         return _cast_product
     return compile_all_shapes(_cast_product)

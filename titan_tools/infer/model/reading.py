@@ -1,7 +1,7 @@
-"""Read weights in a given order, two threads ahead of the one that makes something of them, in bounded memory.
+"""Read weights in a given order, in two threads ahead of the caller, in bounded memory.
 
-What is read ahead and stays is part of the shard. What is read ahead to be made into something else comes on top of it,
-and all of that together is never more than the largest weight.
+Weights that are read ahead and kept are part of the shard. Weights that the caller converts (packs or quantizes) need
+memory on top of it, together never more than the largest weight.
 """
 
 import mmap
@@ -19,17 +19,17 @@ from converters.dtypes import itemsize
 from converters.layout import MIB, row_blocks
 from trainer.checkpoints.arrays import as_tensor
 
-_BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it lies in a core's cache
-_AHEAD_BYTES = 64 * MIB  # being read while the weight before them is made use of
+_BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it is in a core's cache
+_AHEAD_BYTES = 64 * MIB  # read ahead while the caller uses the weight before
 _NUM_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parameters whose slices are to be one tensor, joined along dim 0; mostly there is just one."""
+    """Parameters whose slices are concatenated along dim 0 into one tensor; mostly there is just one."""
 
     fqns: tuple[str, ...]
-    is_passing: bool = False  # made into something else at once: its memory is used again
+    is_temporary: bool = False  # converted at once by the caller: its memory is reused
 
 
 def read_in_order(
@@ -40,10 +40,10 @@ def read_in_order(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[tuple[Joined, Tensor]]:
-    """Yield each of `wanted` with its values; a passing one's are gone once the next is asked for.
+    """Yield each of `wanted` with its values; those of a temporary one are valid until the next is requested.
 
-    Beside what is yielded to stay, it takes the memory of the largest of `wanted`, and what readers hold: a block each,
-    and malloc's share (blocks that were freed stay with the thread that had them).
+    In addition to the tensors that are kept, this needs the memory of the largest of `wanted`, and for each reader a
+    block and what malloc keeps for its thread.
     """
 
     def read(target: Tensor, fqn: str, box: Box) -> None:
@@ -55,19 +55,19 @@ def read_in_order(
     def may_begin(joined: Joined) -> bool:
         if len(pending) >= 2 and _num_ahead(pending) >= _AHEAD_BYTES:
             return False
-        return not joined.is_passing or scratch.has_room(num_bytes(joined))  # it has where nothing is pending
+        return not joined.is_temporary or scratch.has_room(num_bytes(joined))  # always true where nothing is pending
 
     def begin(joined: Joined) -> _Pending:
         boxes = [slices[fqn] for fqn in joined.fqns]
         shape = joined_shape(boxes)
-        memory = scratch.take(num_bytes(joined)) if joined.is_passing else None
+        memory = scratch.take(num_bytes(joined)) if joined.is_temporary else None
         if memory is None:
             weight = torch.empty(shape, dtype=dtype, device=device)
         else:
             weight = memory[: num_bytes(joined)].view(dtype).view(shape)
         reads = [
             pool.submit(read, part, fqn, block)
-            for fqn, part in zip(joined.fqns, weight.split([box.sizes[0] for box in boxes]), strict=True)
+            for fqn, part in zip(joined.fqns, torch.split(weight, [box.sizes[0] for box in boxes]), strict=True)
             for block in _blocks(slices[fqn], source.tensors[fqn].dtype)
         ]
         return _Pending(joined, weight, memory, reads)
@@ -83,10 +83,10 @@ def read_in_order(
                 return
             first = pending.popleft()
             for done in first.reads:
-                done.result()  # an error of a reader rises here
+                done.result()  # raises a reader's error
             yield first.joined, first.weight
             memory = first.memory
-            del first  # what the caller let go of must go at once
+            del first  # no reference may keep what the caller has freed
             if memory is not None:
                 scratch.give_back(memory)
             memory = None
@@ -95,7 +95,7 @@ def read_in_order(
 
 
 def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """Of boxes that are as large in all dims but the first."""
+    """The shape of boxes concatenated along dim 0; their other dims are equal."""
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
 
 
@@ -108,10 +108,9 @@ class _Pending:
 
 
 class _Scratch:
-    """Memory that is used again: fresh pages, which the kernel must find and clear, cost more than what is read.
+    """Reused memory of at most `most` bytes: to clear fresh pages costs the kernel more than reading the weights.
 
-    It is `most` bytes at most, in use and free. On a CPU it comes from the kernel: malloc would keep what lies between
-    weights that stay.
+    On a CPU it comes from mmap: malloc could not return memory that is between weights that are kept.
     """
 
     def __init__(self, device: torch.device, *, most: int):
@@ -123,7 +122,7 @@ class _Scratch:
         return self._used_bytes + num_bytes <= self._most
 
     def take(self, num_bytes: int) -> Tensor:
-        """The smallest free piece that is large enough, else a new one in the place of free ones."""
+        """The smallest free piece that is large enough, else a new one instead of free ones."""
         fitting = [n for n, memory in enumerate(self._free) if memory.nbytes >= num_bytes]
         if fitting:
             memory = self._free.pop(min(fitting, key=lambda n: self._free[n].nbytes))
@@ -145,7 +144,7 @@ class _Scratch:
 
 
 def _num_ahead(pending: Sequence[_Pending]) -> int:
-    """Bytes behind the first."""
+    """Bytes of all but the first."""
     return sum(p.weight.nbytes for p in pending) - pending[0].weight.nbytes
 
 

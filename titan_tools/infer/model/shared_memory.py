@@ -1,7 +1,7 @@
-"""Sums over ranks of one machine through memory that they share: no message is sent and no thread has to be woken.
+"""Collectives of CPU ranks on one machine through shared memory, without messages or threads to wake.
 
-A token of a 1B model takes 33 sums. By gloo each was 0.4 to 0.5 ms on two virtual cores, and left the ranks apart: two
-ranks of one thread took 107 ms a token in bf16 and 170 ms in fp32, and take 72 and 85 ms this way.
+A token of a 1B model needs 33 sums. With gloo each took 0.4 to 0.5 ms on two virtual cores: two ranks of one thread
+took 107 ms per token in bf16 and 170 ms in fp32; with shared memory they take 72 and 85 ms.
 """
 
 import mmap
@@ -18,53 +18,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_tools.infer.model.tensor_parallel import ProcessGroupCollectives, use_collectives
-from titan_tools.infer.ranks.join import LostRank
-from titan_tools.infer.ranks.machine import watch_ends
+from titan_tools.infer.process_group import LostRank, open_pidfds
 
-PLACE_BYTES = 1 << 20  # of one rank's part; what is larger goes as messages
-_LINE_BYTES = 64  # a rank's counter has a cache line to itself
-_STRIDE = _LINE_BYTES // 8  # between counters, in numbers of 64 bits
-_TOKEN_BYTES = 16  # tells that this is the memory that was meant
-_LOOK_EVERY = 64  # turns of waiting, of a microsecond or less where nobody else wants the core
-# A wait within a token ends while a rank still watches for it. In longer ones, as for a reader of the first rank's
-# output, the core is given up: for an eighth of what it has lasted, so that it lasts hardly longer.
-_NAP_SHARE, _LONGEST_NAP_MS = 1 / 8, 10
+SLOT_BYTES = 1 << 20  # of one rank's tensor; larger ones use the process group
+_LINE_BYTES = 64  # each rank's counter has a cache line of its own
+_STRIDE = _LINE_BYTES // 8  # between counters, in 64-bit integers
+_TOKEN_BYTES = 16  # identifies the memory
+_CHECK_EVERY = 64  # iterations of busy waiting, each of a microsecond or less on a free core
+# Waits within a token are short and busy. During longer ones, as for a reader of the first rank's output, the rank
+# sleeps, each time for an eighth of the time so far, so that the wait hardly gets longer.
+_SLEEP_SHARE, _LONGEST_SLEEP_MS = 1 / 8, 10
 
 
 class SharedMemory:
-    """One of the ranks that share `memory`, made by `share_memory`; see tensor_parallel.Collectives.
+    """Collectives of one of the ranks that share `memory`; made by `share_memory`.
 
-    Every rank has a counter and two places for its part, used in turn: who writes its part n + 2 has seen all counters
-    at n + 1, so nobody still reads part n. That counters and parts are seen in the order in which they were written is
-    a promise of x86's alone.
+    Every rank has a counter and two slots for its tensor, used alternately: a rank that writes its tensor n + 2 has
+    seen all counters at n + 1, so no rank still reads tensor n. Only x86 guarantees that counters and tensors become
+    visible in the order in which they were written.
     """
 
     def __init__(self, memory: mmap.mmap, *, rank: int, ended: dict[int, int]):
         tp = len(ended) + 1
         self._rank, self._ended = rank, ended
         self._messages = ProcessGroupCollectives(tp)
-        self._counters = memoryview(memory)[_LINE_BYTES : _start_of_places(tp)].cast("Q")  # behind the token's line
-        places = torch.frombuffer(memory, dtype=torch.uint8, offset=_start_of_places(tp))
-        self._places = places.view(2, tp, PLACE_BYTES)
+        self._counters = memoryview(memory)[_LINE_BYTES : _slots_offset(tp)].cast("Q")  # after the token
+        slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_slots_offset(tp))
+        self._slots = slots.view(2, tp, SLOT_BYTES)
         self._number = 0
         self._poll = select.poll()
         for descriptor in ended:
             self._poll.register(descriptor, select.POLLIN)
 
     def sum(self, part: Tensor) -> Tensor:
-        if part.nbytes > PLACE_BYTES:
+        if part.nbytes > SLOT_BYTES:
             return self._messages.sum(part)
         return self._all(part).sum(dim=0).view(part.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        if part.nbytes > PLACE_BYTES:
+        if part.nbytes > SLOT_BYTES:
             return self._messages.gather(part)
         return torch.cat(list(self._all(part).view(-1, *part.shape)), dim=-1)
 
     def _all(self, part: Tensor) -> Tensor:
-        """The parts of all ranks, [tp, numbers]; valid until the next but one call."""
+        """The tensors of all ranks, [tp, elements]; valid until the call after the next."""
         self._number += 1
-        parts = self._places[self._number % 2, :, : part.nbytes].view(part.dtype)
+        parts = self._slots[self._number % 2, :, : part.nbytes].view(part.dtype)
         parts[self._rank].copy_(part.reshape(-1))
         self._counters[_STRIDE * self._rank] = self._number
         for rank in range(self._messages.tp):
@@ -73,65 +72,65 @@ class SharedMemory:
         return parts
 
     def _wait_for(self, rank: int) -> None:
-        """Wait as long as all ranks live: one may be stopped by Ctrl-Z, or its output held up by a reader.
+        """Wait without a timeout: the rank may be stopped by Ctrl-Z, or its output may wait for a reader.
 
-        Raises LostRank where one has ended.
+        Raises LostRank where any rank has ended.
         """
-        turns, started = 0, time.monotonic()
+        num_checks, started = 0, time.monotonic()
         while self._counters[_STRIDE * rank] < self._number:
             os.sched_yield()  # there may be more ranks than cores
-            turns += 1
-            if turns % _LOOK_EVERY == 0:
+            num_checks += 1
+            if num_checks % _CHECK_EVERY == 0:
                 waited_ms = 1000 * (time.monotonic() - started)
-                if ended := self._poll.poll(min(_LONGEST_NAP_MS, int(_NAP_SHARE * waited_ms))):
+                if ended := self._poll.poll(min(_LONGEST_SLEEP_MS, int(_SLEEP_SHARE * waited_ms))):
                     raise LostRank(
                         f"rank {self._rank} has lost another rank, which ended or cannot be reached",
-                        hint=f"rank {self._ended[ended[0][0]]} says why",
+                        hint=f"rank {self._ended[ended[0][0]]} reports the reason",
                     )
 
 
 def sum_in_shared_memory(modules: Sequence[nn.Module], *, rank: int, tp: int) -> None:
-    """Let parallel modules sum in memory of all ranks, where they have any in common. All ranks must call this."""
+    """Let parallel modules use shared memory, where the ranks can share any. All ranks must call this."""
     if tp > 1 and (shared := share_memory(rank=rank, tp=tp)):
         for module in modules:
             use_collectives(module, shared)
 
 
 def share_memory(*, rank: int, tp: int) -> SharedMemory | None:
-    """Memory of all ranks of the default group, each of which must call this; None where they have none in common.
-
-    They have none on several machines or in separate containers, and on processors that reorder what they write.
-    """
+    """Shared memory of the ranks of the default group, each of which must call this; None where it is impossible:
+    on several machines, in separate containers, and on processors other than x86."""
     made = _make(tp) if rank == 0 and platform.machine() in ("x86_64", "AMD64") else None
     box = [made and (os.getpid(), made[0], made[1])]
     dist.broadcast_object_list(box, src=0)
-    memory = box[0] and _open(*box[0], tp=tp)
+    memory = _open(*box[0], tp=tp) if box[0] else None
     ranks: list[Any] = [None] * tp
     dist.all_gather_object(ranks, (os.getpid(), memory is not None))
     others = {pid: other for other, (pid, _) in enumerate(ranks) if other != rank}
-    ended = watch_ends(others) if all(opened for _, opened in ranks) else None
+    ended = open_pidfds(others) if all(opened for _, opened in ranks) else None
     dist.all_gather_object(ranks, ended is not None)
     if made:
         os.close(made[0])
-    return SharedMemory(memory, rank=rank, ended=ended) if all(ranks) else None
+    if not all(ranks) or memory is None or ended is None:
+        return None
+    return SharedMemory(memory, rank=rank, ended=ended)
 
 
-def _start_of_places(tp: int) -> int:
+def _slots_offset(tp: int) -> int:
     return -(-_LINE_BYTES * (tp + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _num_bytes(tp: int) -> int:
-    return _start_of_places(tp) + 2 * tp * PLACE_BYTES
+    return _slots_offset(tp) + 2 * tp * SLOT_BYTES
 
 
 def _make(tp: int) -> tuple[int, bytes] | None:
-    """Its descriptor, and what it begins with. It has no name: no end of a rank leaves anything behind."""
+    """Descriptor and token of new memory. It has no name, so nothing remains when the ranks end."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
         descriptor = os.memfd_create("titan-infer")
-        os.posix_fallocate(descriptor, 0, _num_bytes(tp))  # no room is an error here, and a SIGBUS later
+        os.posix_fallocate(descriptor, 0, _num_bytes(tp))  # an error here if memory is short, instead of SIGBUS later
         os.pwrite(descriptor, token, 0)
-    except (AttributeError, OSError):  # not Linux; no room
+    except (AttributeError, OSError):  # not Linux, or memory is short
         return None
     return descriptor, token
 

@@ -9,16 +9,16 @@ from converters.layout import chunk_bounds
 
 
 def valid_tp(args: ModelArgs) -> list[int]:
-    """The tp degrees that cut attention at head boundaries; beyond the number of KV heads each is copied.
+    """The tp degrees that slice attention at head boundaries; with more ranks than KV heads, those are replicated.
 
-    Feed-forward and vocabulary may be cut unevenly, so they set no limit.
+    Feed-forward and vocabulary may be sliced unevenly, so they set no limit.
     """
     heads, kv_heads = args.num_heads, args.num_kv_heads
     return [tp for tp in range(1, heads + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)]
 
 
 def check_tp(args: ModelArgs, tp: int) -> None:
-    """Raise ConfigError where attention heads cannot be dealt to `tp` ranks."""
+    """Raise ConfigError where `tp` cannot divide the attention heads."""
     valid = valid_tp(args)
     if tp not in valid:
         raise ConfigError(
@@ -29,12 +29,12 @@ def check_tp(args: ModelArgs, tp: int) -> None:
 
 
 def slice_for_rank(parameter: Parameter, args: ModelArgs, *, tp: int, rank: int) -> Box:
-    """The box that `rank` of `tp` holds; it may be empty where uneven cutting leaves nothing."""
+    """The box that `rank` of `tp` holds; it may be empty where uneven slicing leaves nothing."""
     offsets, sizes = [0] * len(parameter.shape), list(parameter.shape)
     dim = parameter.tp_dim
     if dim is not None:
         if tp > args.num_kv_heads and parameter.role is Role.KV_COLUMN:
-            # several ranks hold the same KV head: the one that this rank's query heads belong to
+            # Several ranks hold the same KV head: the one of this rank's query heads
             offsets[dim], sizes[dim] = rank * args.num_kv_heads // tp * args.head_dim, args.head_dim
         else:
             offsets[dim], sizes[dim] = chunk_bounds(sizes[dim], tp, rank)
@@ -51,5 +51,5 @@ def same_input(parameters: Sequence[Parameter]) -> list[tuple[str, ...]]:
 
 
 def summed_inputs(parameters: Sequence[Parameter]) -> list[str]:
-    """The linear layers whose input features are sharded, so that ranks hold partial sums: wo and w2 of each layer."""
+    """The linear layers with sliced input features, whose outputs are partial sums: wo and w2 of each layer."""
     return [p.module for p in parameters if p.role is Role.ROW and not p.is_bias]

@@ -1,7 +1,7 @@
-"""The three modules that differ when weights are sliced: explicit collectives on plain local tensors.
+"""The three modules of tensor parallelism, with explicit collectives on plain local tensors.
 
-Two sums per layer (after wo and w2), one for the embedding, one all-gather for the logits. Every rank ends up
-with the same bytes of logits, so each can choose the next token by itself.
+Two all-reduces per layer (after wo and w2), one for the embedding, one all-gather for the logits. Every rank gets
+identical logits, so each can choose the next token by itself.
 
 Shape letters: B batch, L tokens, D model dim, V vocabulary, R the vocabulary rows of one rank.
 """
@@ -15,29 +15,29 @@ from torch import Tensor, nn
 from converters.layout import chunk_bounds
 
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
-_GATHERED_BYTES = 256 << 10  # of all ranks together; beyond, all-reduce moves less
+_GATHERED_BYTES = 256 << 10  # of all ranks together; for more, all-reduce transfers less
 
 
 class Collectives(Protocol):
-    """How partial results come together: the same bytes on all ranks."""
+    """All-reduce and all-gather with identical results on all ranks."""
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of every rank's `part`, which may be overwritten."""
+        """The sum of the ranks' `part`s, which may be overwritten."""
 
     def gather(self, part: Tensor) -> Tensor:
-        """Every rank's `part`, joined along the last dim."""
+        """The ranks' `part`s, concatenated along the last dim."""
 
 
 class ProcessGroupCollectives:
-    """Through torch's process group."""
+    """Collectives of torch's process group."""
 
     def __init__(self, tp: int):
         self.tp = tp
 
     def sum(self, part: Tensor) -> Tensor:
-        """What is small is gathered and summed here, on a CPU.
+        """On a CPU small tensors are gathered and summed here.
 
-        gloo's all-reduce takes two rounds of messages, a gather one, and in decoding it is their number that costs.
+        gloo's all-reduce takes two rounds of messages, a gather one, and in decoding their number is the cost.
         """
         if part.is_cuda or self.tp * part.nbytes > _GATHERED_BYTES:
             dist.all_reduce(part)
@@ -55,9 +55,9 @@ class ProcessGroupCollectives:
 
 
 class SummedLinear(nn.Module):
-    """A linear layer whose input features lie on several ranks: each multiplies its own, the sum is the output.
+    """A linear layer with sliced input features: each rank multiplies its own, the all-reduced sum is the output.
 
-    The bias is whole on every rank, and added to the sum.
+    Every rank has the whole bias, which is added to the sum.
     """
 
     def __init__(self, linear: nn.Linear, *, tp: int):
@@ -71,7 +71,7 @@ class SummedLinear(nn.Module):
 
 
 class SlicedEmbedding(nn.Module):
-    """An embedding whose rows lie on several ranks: a rank answers for its own tokens, zero for the others."""
+    """An embedding with sliced rows: a rank looks up its own tokens and takes zeros for the others."""
 
     def __init__(self, embedding: nn.Embedding, *, tp: int, rank: int):
         super().__init__()
@@ -91,7 +91,7 @@ class SlicedEmbedding(nn.Module):
 
 
 class GatheredOutput(nn.Module):
-    """An output layer whose vocabulary lies on several ranks: each computes its logits, all get all of them."""
+    """An output layer with a sliced vocabulary: each rank computes its logits, which are all-gathered."""
 
     def __init__(self, linear: nn.Linear, *, tp: int):
         super().__init__()
@@ -107,7 +107,7 @@ class GatheredOutput(nn.Module):
 
 
 def use_collectives(model: nn.Module, collectives: Collectives) -> None:
-    """Let the parallel modules inside of `model` (or itself) use `collectives` from here on."""
+    """Set the collectives of all parallel modules in `model`, itself included."""
     for module in model.modules():
         if isinstance(module, SummedLinear | SlicedEmbedding | GatheredOutput):
             module.collectives = collectives

@@ -1,8 +1,8 @@
-"""The lines of a batch: JSON objects with an id, read strictly; all that is wrong in the file is one error."""
+"""The lines of a batch: JSON objects with an id, read strictly; all problems of the file are one error."""
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,17 +12,18 @@ from converters.errors import ConfigError, DataError, TitanError, in_words, list
 from converters.json_file import load_with_repeated_keys
 from titan_tools.console import count
 from titan_tools.infer.task import Work
-from titan_tools.infer.tasks.results_file import check_place
+from titan_tools.infer.tasks.results_file import check_results_path
 
-_ESCAPES = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+# Escapes of JSON; a surrogate that is not part of a pair and NUL are in the group `bad`
+_ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<bad>u[dD][89a-fA-F]..|u0000)|.)", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a batch, counted from 1. `values` are its keys beside the id, known ones but of any type."""
+class BatchLine:
+    """A line of a batch. `number` counts from 1; `values` are its keys without the id, of any type."""
 
     number: int
     id: str | int
@@ -32,68 +33,66 @@ class Line:
         """The string under a key. Raises ConfigError where there is none."""
         if key not in self.values:
             raise ConfigError(f"has no {key!r}")
-        if not isinstance(self.values[key], str):
-            raise ConfigError(f"{key!r} must be a string, not {shown(self.values[key])}")
-        return self.values[key]
+        value = self.values[key]
+        if not isinstance(value, str):
+            raise ConfigError(f"{key!r} must be a string, not {shown(value)}")
+        return value
 
 
-def read_lines(work: Work, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:
-    """What `take` makes of each line of the batch that was asked for, once its results have a place; see `read_batch`.
+def read_lines(work: Work, parse: Callable[[BatchLine], T], *, keys: tuple[str, ...]) -> list[T]:
+    """The parsed lines of the requested batch; see `read_batch`.
 
-    Raises ConfigError also where they have none, and where not every rank can read it.
+    Raises ConfigError also where the results cannot be written, or where not every rank can read the batch.
     """
-    request = work.request
-    if work.tp > 1 and is_read_once(request.batch):
+    batch, out = work.request.batch, work.request.out
+    assert batch is not None
+    if work.tp > 1 and is_read_once(batch):
         raise ConfigError(
-            f"{request.batch} is not a regular file, and each of {work.tp} ranks reads it by itself",
+            f"{batch} is not a regular file, and each of {work.tp} ranks must read it",
             tries=["without --tp", "a file on disk"],
         )
-    if request.out is not None:
-        check_place(request.out, batch=request.batch)
-
-    def taken(line: Line) -> T:
-        work.batch_digest.update(repr((line.id, line.values)).encode())  # for ranks to compare
-        return take(line)
-
-    return read_batch(request.batch, taken, keys=keys)
+    if out is not None:
+        check_results_path(out, batch=batch)
+    return read_batch(batch, parse, keys=keys)
 
 
 def is_read_once(batch: Path) -> bool:
-    """Whether what a batch holds is gone once it was read, as that of a pipe."""
+    """Whether the batch can be read only once, like a pipe."""
     return batch.exists() and not (batch.is_file() or batch.is_dir())
 
 
-def read_batch(path: Path, take: Callable[[Line], T], *, keys: tuple[str, ...]) -> list[T]:
-    """What `take` makes of each line of a file, which may have an id and `keys`; blank lines are passed over.
+def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, ...]) -> list[T]:
+    """The lines of a file, parsed. A line may have an id and `keys`; blank lines are skipped.
 
-    A line without an id gets its place among the lines as one, from 0. Raises DataError with every line that is wrong,
-    those for which `take` raises included, and ConfigError where the file cannot be read.
+    A line without an id gets its position among the lines, from 0. Raises DataError with every line that is invalid or
+    for which `parse` raises, and ConfigError where the file cannot be read.
     """
-    problems, taken, first_with, tries = [], [], {}, []
+    problems: list[str] = []
+    parsed: list[T] = []
+    tries: list[tuple[str, ...]] = []
+    first_line: dict[Hashable, int] = {}  # number of the first line with an id
     for number, offset, raw in _raw_lines(path):
         try:
-            line = _read_line(raw, number=number, offset=offset, place=len(first_with), keys=keys)
-            before = first_with.setdefault(line.id, number)
+            line = _read_line(raw, number=number, offset=offset, position=len(first_line), keys=keys)
+            before = first_line.setdefault(line.id, number)
             if before != number:
-                raise ConfigError(f"the id {line.id!r} stands in line {before} already")
+                raise ConfigError(f"the id {line.id!r} is used in line {before} already")
         except TitanError as error:
-            first_with[number, offset] = number  # a place is taken all the same
+            first_line[number, offset] = number  # an invalid line also takes a position
             problems.append(f"line {number}: {error.message}")
             continue
         try:
-            taken.append(take(line))
+            parsed.append(parse(line))
         except TitanError as error:
             problems.append(f"line {number} (id {line.id!r:.60}): {error.message}")
-            tries.append(error.tries)
+            tries.append(tuple(error.tries))
     if problems:
-        # What would help all of them; a number that fits one line does not fit the next
+        # Only what would fix all of them: a number that fits one line does not fit the next
         shared = [one for one in tries[0] if all(one in others for others in tries)] if tries else []
-        raise DataError(
-            f"{path}: {count(len(problems), 'line')} cannot be used:" + list_offenders(problems), tries=shared
-        )
-    if not taken:
+        raise DataError(f"{path}: {count(len(problems), 'invalid line')}:" + list_offenders(problems), tries=shared)
+    if not parsed:
         raise DataError(f"{path} holds no line", tries=['{"id": 0, "prompt": "Once upon a time"}'])
-    return taken
+    return parsed
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -102,7 +101,7 @@ def _raw_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     with _open(path) as file:
         for number, raw in enumerate(file, start=1):
             start, offset = offset, offset + len(raw)
-            if number == 1 and raw.startswith(_BYTE_ORDER_MARK):  # editors on Windows leave one
+            if number == 1 and raw.startswith(_BYTE_ORDER_MARK):  # from editors on Windows
                 start, raw = start + len(_BYTE_ORDER_MARK), raw.removeprefix(_BYTE_ORDER_MARK)
             if raw.strip():
                 yield number, start, raw
@@ -116,52 +115,37 @@ def _open(path: Path) -> BinaryIO:
         raise ConfigError(f"cannot read the batch {path}: {error.strerror}", tries=tries) from None
 
 
-def _read_line(raw: bytes, *, number: int, offset: int, place: int, keys: tuple[str, ...]) -> Line:
-    """Raises ConfigError; offsets in it are bytes from the file's beginning."""
+def _read_line(raw: bytes, *, number: int, offset: int, position: int, keys: tuple[str, ...]) -> BatchLine:
+    """Raises ConfigError; byte offsets in it count from the beginning of the file."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         byte = raw[error.start]
         raise ConfigError(f"not UTF-8: byte 0x{byte:02x} at offset {offset + error.start} of the file") from None
     try:
-        values, twice = load_with_repeated_keys(text)
+        values, repeated = load_with_repeated_keys(text)
     except json.JSONDecodeError as error:
         at = offset + len(text[: error.pos].encode())
         raise ConfigError(f"not JSON: {error.msg} at offset {at} of the file") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets in brackets
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; deeply nested brackets
         raise ConfigError(f"not JSON: {in_words(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"must be a JSON object, not {shown(values)}")
-    if twice:
-        raise ConfigError(f"the key {twice[0]!r} stands twice in it")
-    if b"\\u" in raw:
-        _refuse_escapes(raw, offset)
+    if repeated:
+        raise ConfigError(f"the key {repeated[0]!r} is repeated")
+    for escape in _ESCAPES.finditer(raw):  # JSON can spell characters that no text can hold
+        if escape["bad"]:
+            what = "a NUL character" if escape["bad"] == b"u0000" else f"a lone surrogate, {escape[0].decode()},"
+            raise ConfigError(f"{what} at offset {offset + escape.start()} of the file")
     for key in values:
         if key not in ("id", *keys):
             near = get_close_matches(key, ("id", *keys), 1)
-            known = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, ('id', *keys)))}"
-            raise ConfigError(f"no such key: {key!r:.60}; {known}")
-    id = values.pop("id", place)
+            known = f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(map(repr, ('id', *keys)))}"
+            raise ConfigError(f"unknown key {key!r:.60}; {known}")
+    id = values.pop("id", position)
     if not isinstance(id, str | int) or isinstance(id, bool):
         raise ConfigError(f"'id' must be a string or an integer, not {shown(id)}")
-    return Line(number, id, values)
-
-
-def _refuse_escapes(raw: bytes, offset: int) -> None:
-    """JSON can spell what no text holds: half of a surrogate pair, and NUL. Raises ConfigError with where."""
-    high_at = None  # where a first half stands that still waits for its second
-    for escape in _ESCAPES.finditer(raw):
-        code = int(escape[1], 16) if escape[1] else -1
-        completes = 0xDC00 <= code < 0xE000 and high_at is not None and escape.start() == high_at + 6
-        if (high_at is not None or 0xDC00 <= code < 0xE000) and not completes:
-            at = escape.start() if high_at is None else high_at
-            raise ConfigError(f"a lone surrogate, {raw[at : at + 6].decode()}, at offset {offset + at} of the file")
-        if code == 0:
-            raise ConfigError(f"a NUL character at offset {offset + escape.start()} of the file")
-        high_at = escape.start() if 0xD800 <= code < 0xDC00 else None
-    if high_at is not None:
-        at = raw[high_at : high_at + 6].decode()
-        raise ConfigError(f"a lone surrogate, {at}, at offset {offset + high_at} of the file")
+    return BatchLine(number, id, values)
 
 
 def shown(value: Any) -> str:

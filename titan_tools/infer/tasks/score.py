@@ -1,74 +1,203 @@
-"""How likely a model finds texts: a table of one text or file, or a result for each line of a batch."""
+"""Scoring: log-likelihood and perplexity of one text, or of each line of a batch.
 
-from collections.abc import Sequence
+A text follows the begin-of-text token; with a tokenizer that has none, the first token gets no score. Texts longer than
+the context are scored in windows, see decoding/likelihood.py.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-from converters.errors import ConfigError
+import torch.nn.functional as F
+from torch import tensor
+
+from converters.errors import CheckpointError, ConfigError
 from titan_tools.console import count, note, table
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Timings
-from titan_tools.infer.decoding.likelihood import Likelihood
-from titan_tools.infer.ranks.group import Ranks
-from titan_tools.infer.report import describe, stats_of
+from titan_tools.infer.decoding.likelihood import Likelihood, ScoredText
+from titan_tools.infer.decoding.sampling import TokenLogprobs, token_logprobs
+from titan_tools.infer.ranks import TPRanks
+from titan_tools.infer.report import describe, progress_bar, stats_of
 from titan_tools.infer.task import Work
-from titan_tools.infer.tasks.batch_lines import Line, read_lines
-from titan_tools.infer.tasks.made_with import made_with
-from titan_tools.infer.tasks.progress_bar import progress_bar
-from titan_tools.infer.tasks.results_file import all_there, is_complete
-from titan_tools.infer.tasks.results_lines import Expected, Key
-from titan_tools.infer.tasks.score_text import Sum, Text, result_of_score, scores, text_of
-from titan_tools.infer.tasks.sinks import Sink, open_sink, opened_by_first
+from titan_tools.infer.tasks.batch_lines import BatchLine, read_lines
+from titan_tools.infer.tasks.results import ResultSink, open_sink, opened_by_first
+from titan_tools.infer.tasks.results_file import ExpectedResults, ResultKey, is_complete, nothing_to_do
+from titan_tools.infer.tasks.results_settings import results_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
-    """A task; see task.py."""
+class LogprobSum:
+    """Log-probabilities (natural logarithms) summed in float64."""
+
+    logprob: float = 0.0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: "LogprobSum") -> "LogprobSum":
+        return LogprobSum(
+            self.logprob + other.logprob, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """The numbers of a result. Perplexity is per token, and None where it exceeds a double."""
+        nats, bits = -self.logprob / self.num_tokens, -self.logprob / math.log(2)
+        return {
+            "logprob": self.logprob,
+            "num_tokens": self.num_tokens,
+            "perplexity": math.exp(nats) if nats < 709 else None,
+            "bits_per_byte": bits / self.num_bytes if self.num_bytes else None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """The score of one text; `logprobs` of its tokens where they were requested."""
+
+    text: ScoredText
+    sum: LogprobSum
+    logprobs: list[TokenLogprobs] | None
+
+
+def tokenize_text(work: Work, *, id: str | int, prompt: str, completion: str | None = None) -> ScoredText:
+    """A text as the model reads it. Raises ConfigError where no token of it can have a score.
+
+    Prompt and completion are tokenized as one text, of which as many tokens as the prompt alone has are not scored;
+    white space at the end of the prompt counts to the completion, because tokens begin with it. Both as in EleutherAI's
+    lm-evaluation-harness.
+    """
+    tokenizer, prefix = work.vocabulary.tokenizer, work.vocabulary.prefix
+
+    def encode(text: str) -> list[int]:
+        return work.vocabulary.after_prefix(tokenizer.encode(text, special=work.request.special_tokens))
+
+    tokens = encode(prompt + (completion or ""))
+    if completion is None:
+        first, scored = len(prefix) or 1, prompt
+        if not prefix:  # the first token is only context
+            scored = prompt.removeprefix(tokenizer.decode(tokens[:1]))
+    else:
+        context = prompt.rstrip()
+        first, scored = len(encode(context)), prompt[len(context) :] + completion
+    if not 1 <= first < len(tokens):
+        what = "it has no text to score" if prefix or not tokens else "one token is too short"
+        raise ConfigError(
+            f"{what}: only a token that follows another one has a score",
+            hint="" if prefix else "this tokenizer puts no begin-of-text token before a text",
+        )
+    return ScoredText(id, prompt, completion, array("i", tokens), first, len(scored.encode()))
+
+
+def score_texts(
+    likelihood: Likelihood,
+    texts: Iterable[ScoredText],
+    *,
+    num_top: int | None = None,
+    advance: Callable[[int], None] = lambda num: None,
+) -> Iterator[TextScore]:
+    """The score of each text; with `num_top` also of each token, with that many of the likeliest tokens.
+
+    Calls `advance` with numbers of scored tokens. Raises CheckpointError where logits are not finite.
+    """
+    total = LogprobSum()
+    by_token: list[TokenLogprobs] = []
+    for pieces, logits_PV in likelihood.logits(texts):
+        targets = [token for piece in pieces for token in piece.targets]
+        found: list[TokenLogprobs] = []
+        if num_top is None:
+            targets_P = tensor(targets, device=logits_PV.device)
+            logprobs = (-F.cross_entropy(logits_PV, targets_P, reduction="none")).tolist()
+        else:
+            found = token_logprobs(logits_PV, targets, num_top)
+            logprobs = [one.logprob for one in found]
+        start = 0
+        for piece in pieces:
+            text, num = piece.text, len(piece.targets)
+            total += LogprobSum(math.fsum(logprobs[start : start + num]), num)
+            if not math.isfinite(total.logprob):
+                raise CheckpointError(
+                    f"the logits of the text with id {text.id!r} are not finite",
+                    hint="the weights hold NaN or infinity, or overflow in this dtype",
+                    tries=["--dtype float32"],
+                )
+            by_token += found[start : start + num]
+            start += num
+            advance(num)
+            if total.num_tokens == len(text.tokens) - text.first:
+                score = total + LogprobSum(num_bytes=text.num_bytes)
+                yield TextScore(text, score, None if num_top is None else by_token)
+                total, by_token = LogprobSum(), []
+
+
+def _result_of(score: TextScore) -> dict[str, Any]:
+    """One element of `results`, the same in a JSON object and in a line of a batch."""
+    text, has_completion = score.text, score.text.completion is not None
+    tokens = text.tokens.tolist()
+    return {
+        "id": text.id,
+        "prompt": text.prompt,
+        **({"completion": text.completion} if has_completion else {}),
+        "prompt_tokens": tokens[: text.first] if has_completion else tokens,
+        **({"tokens": tokens[text.first :]} if has_completion else {}),
+        **score.sum.metrics(),
+        "logprobs": None if score.logprobs is None else [asdict(one) for one in score.logprobs],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """Scores one text or the lines of a batch; see task.py."""
 
     work: Work
-    texts: list[Text]
+    texts: list[ScoredText]
     context: int
     rows: int
     room: int
 
-    def run(self, engine: Engine | None, ranks: Ranks) -> None:
+    def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         request = self.work.request
-        likelihood = Likelihood(engine, context=self.context, vocab_size=self.work.args.vocab_size)
-        before = _Before(self.texts)
-        with opened_by_first(ranks, self._open_sink(before), before.missing) as (sink, missing):
+        stored = _StoredScores(self.texts)
+        with opened_by_first(ranks, self._open_sink(stored), stored.missing) as (sink, missing):
             if ranks.is_first and not missing:
-                note(all_there(request.out))
-            elif ranks.is_first and before.sums:
-                note(f"{len(before.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
-            now, started = Sum(), perf_counter()
+                note(nothing_to_do(request.out))
+            elif ranks.is_first and stored.sums:
+                note(f"{len(stored.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
+            new, started = LogprobSum(), perf_counter()
             num_tokens = sum(len(self.texts[i].tokens) - self.texts[i].first for i in missing)
             with progress_bar(request, ranks, num_tokens, "scoring tokens") as advance:
-                texts = (self.texts[i] for i in missing)
-                for one in scores(likelihood, texts, num_top=request.logprobs, advance=advance):
-                    now += one.sum
+                for score in self._scores(engine, missing, advance):
+                    new += score.sum
                     if sink is not None:
-                        sink.append((one.text.id, 0), result_of_score(one))
-            timings = Timings(num_tokens=now.num_tokens)
+                        sink.append((score.text.id, 0), _result_of(score))
+            timings = Timings(num_tokens=new.num_tokens)
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
-            if not ranks.is_first:  # which alone knows what was there before
+            if not ranks.is_first:  # only the first rank knows the stored scores
                 return
-            total = sum(before.sums.values(), now).figures()
+            total = sum(stored.sums.values(), new).metrics()
             if sink is not None:
                 sink.finish(stats | total)
-        self._tell(total)
+        self._print_total(total)
         if missing and not request.as_json:
             note(describe(stats))
 
-    def _open_sink(self, before: "_Before") -> AbstractContextManager[Sink | None]:
+    def _scores(self, engine: Engine | None, missing: list[int], advance: Callable[[int], None]) -> Iterator[TextScore]:
+        if engine is not None:
+            likelihood = Likelihood(engine, context=self.context, vocab_size=self.work.args.vocab_size)
+            texts = (self.texts[i] for i in missing)
+            yield from score_texts(likelihood, texts, num_top=self.work.request.logprobs, advance=advance)
+
+    def _open_sink(self, stored: "_StoredScores") -> AbstractContextManager[ResultSink | None]:
         request = self.work.request
         if request.batch is None and not request.as_json:
             return nullcontext()
-        return open_sink(request, _expected(self.work, self.texts, before))
+        return open_sink(request, _expected(self.work, self.texts, stored))
 
-    def _tell(self, total: dict[str, Any]) -> None:
-        """The sum of all texts, on stdout where no results went there; an object holds it in its stats."""
+    def _print_total(self, total: dict[str, Any]) -> None:
+        """The total of all texts: to stderr where stdout has the results; with --json it is in the stats."""
         request = self.work.request
         if request.as_json:
             return
@@ -84,57 +213,53 @@ class Scoring:
             table(["tokens", "log-likelihood", "perplexity", "bits per byte"], [row])
 
 
-class _Before:
-    """What the results file holds of an earlier run."""
+class _StoredScores:
+    """The scores that the results file holds from an earlier run."""
 
-    def __init__(self, texts: Sequence[Text]):
+    def __init__(self, texts: Sequence[ScoredText]):
         self._texts = {text.id: text for text in texts}
-        self.sums: dict[Key, Sum] = {}
+        self.sums: dict[ResultKey, LogprobSum] = {}
 
-    def missing(self, sink: Sink | None) -> list[int]:
-        """The places of the texts that have no score yet, once the results file was read."""
+    def missing(self, sink: ResultSink | None) -> list[int]:
+        """The indices of the texts without a score, once the results file was read."""
         return [i for i, id in enumerate(self._texts) if (id, 0) not in self.sums]
 
-    def differs(self, key: Key, result: dict[str, Any]) -> str:
-        """What makes a result another's than this run's; "" for nothing, and its sum is taken up."""
+    def difference(self, key: ResultKey, result: dict[str, Any]) -> str:
+        """Why this run would not give a stored result; "" where it would, and its sum is kept."""
         text, logprob = self._texts[key[0]], result.get("logprob")
         parts = [result.get(name, []) for name in ("prompt_tokens", "tokens")]
         if not isinstance(logprob, float) or not all(isinstance(tokens, list) for tokens in parts):
-            return "no score"
+            return "not a score"
         if (result.get("prompt"), result.get("completion")) != (text.prompt, text.completion):
             return "another text"
         if parts[0] + parts[1] != text.tokens.tolist():
             return "other tokens of the same text"
-        self.sums[key] = Sum(logprob, len(text.tokens) - text.first, text.num_bytes)
+        self.sums[key] = LogprobSum(logprob, len(text.tokens) - text.first, text.num_bytes)
         return ""
 
 
-def _expected(work: Work, texts: Sequence[Text], before: _Before) -> Expected:
+def _expected(work: Work, texts: Sequence[ScoredText], stored: _StoredScores) -> ExpectedResults:
     keys = [(text.id, 0) for text in texts]
-    return Expected(keys, before.differs, made_with(work) if work.request.out else None)
+    return ExpectedResults(keys, stored.difference, results_settings(work) if work.request.out else None)
 
 
-def prepare_score(work: Work) -> Scoring:
-    """The texts to score, of any length, and a file that can take their results; nothing is written.
+def prepare_score(work: Work) -> ScoreTask:
+    """The texts to score, of any length; nothing is written.
 
-    Raises ConfigError, or DataError with all lines of a batch that are wrong.
+    Raises DataError with all invalid lines of a batch, and ConfigError.
     """
     request, longest = work.request, work.args.max_seq_len
     context = request.context or longest
     if context > longest:
         raise ConfigError(f"--context is {context:,}, but the model's is {longest:,} tokens")
-    if request.batch is None:
-        texts = [text_of(work, id="0", prompt=request.text)]
+    if request.text is not None:
+        texts = [tokenize_text(work, id="0", prompt=request.text)]
     else:
-        texts = _read_texts(work)
-    is_done = is_complete(request.out, _expected(work, texts, _Before(texts)))
-    room = min(context, max(len(text.tokens) for text in texts) - 1)
-    return Scoring(work, texts, context, rows=0 if is_done else 1, room=room)
+        texts = read_lines(work, lambda line: _text_of(work, line), keys=("prompt", "completion"))
+    rows = 0 if is_complete(request.out, _expected(work, texts, _StoredScores(texts))) else 1
+    return ScoreTask(work, texts, context, rows, room=min(context, max(len(text.tokens) for text in texts) - 1))
 
 
-def _read_texts(work: Work) -> list[Text]:
-    def take(line: Line) -> Text:
-        completion = line.text("completion") if "completion" in line.values else None
-        return text_of(work, id=line.id, prompt=line.text("prompt"), completion=completion)
-
-    return read_lines(work, take, keys=("prompt", "completion"))
+def _text_of(work: Work, line: BatchLine) -> ScoredText:
+    completion = line.text("completion") if "completion" in line.values else None
+    return tokenize_text(work, id=line.id, prompt=line.text("prompt"), completion=completion)

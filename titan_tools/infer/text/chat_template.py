@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: where it stands, and the text that it makes of the messages of a conversation."""
+"""A checkpoint's chat template: find it and render the messages of a conversation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from converters.errors import CheckpointError, ConfigError, TitanError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG
 from converters.tokenizers.tiktoken_model import BEGIN, END, looks_like_tiktoken
-from titan_tools.infer.text.template_sandbox import Refusal, render_template
+from titan_tools.infer.text.template_sandbox import TemplateRejection, render_template
 
 Message = Mapping[str, str]  # role, content
 
@@ -21,7 +21,7 @@ _JINJA, _PROCESSOR, _SPECIAL_MAP = "chat_template.jinja", "chat_template.json", 
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _NOW = "strftime_now"  # as templates call it
 
-# How Meta's own code writes messages for Llama 3 (llama-models, models/llama3/chat_format.py), whose releases bring no
+# The message format of Meta's own code for Llama 3 (llama-models, models/llama3/chat_format.py), whose releases have no
 # template
 _LLAMA3_HEADERS = """\
 {{ bos_token }}
@@ -36,7 +36,7 @@ _LLAMA3_HEADERS = """\
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A Jinja template, the special tokens that it may name, where it came from, and what time it is to it."""
+    """A Jinja template, the special tokens that it may use, its path for messages, and its current time."""
 
     source: str
     special_tokens: Mapping[str, str]
@@ -44,27 +44,27 @@ class ChatTemplate:
     moment: datetime = field(default_factory=datetime.now)
 
     @property
-    def tells_time(self) -> bool:
-        """Whether what it writes may be something else on another day."""
+    def depends_on_current_time(self) -> bool:
+        """Whether the rendered text may differ on another day."""
         return _NOW in self.source
 
     @property
     def identity(self) -> str:
-        """The same for templates that write the same, wherever they lie and whatever time it is."""
-        told = json.dumps([self.source, dict(self.special_tokens)], sort_keys=True)
-        return blake2b(told.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        """Equal for equal templates, regardless of path and time."""
+        content = json.dumps([self.source, dict(self.special_tokens)], sort_keys=True)
+        return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """The text of `messages`; `answer`: with the beginning of the model's next one.
+        """The text of `messages`; `answer`: with the beginning of the model's next message.
 
-        Raises ConfigError where the template does not take such messages, CheckpointError where it is broken.
+        Raises ConfigError where the template rejects the messages, CheckpointError where it is broken.
         """
         try:
             return self._render(messages, answer)
-        except Refusal as refusal:
+        except TemplateRejection as rejection:
             raise ConfigError(
-                f"the checkpoint's chat template refuses these messages: {refusal}",
-                hint="it takes them without the system message" if self._takes_without_system(messages, answer) else "",
+                f"the checkpoint's chat template rejects these messages: {rejection}",
+                hint=self._hint(messages, answer),
             ) from None
 
     def _render(self, messages: Sequence[Message], answer: bool) -> str:
@@ -78,16 +78,17 @@ class ChatTemplate:
         }
         return render_template(self.source, names, where=self.where)
 
-    def _takes_without_system(self, messages: Sequence[Message], answer: bool) -> bool:
+    def _hint(self, messages: Sequence[Message], answer: bool) -> str:
         others = [message for message in messages if message["role"] != "system"]
         try:
-            return len(others) < len(messages) and bool(self._render(others, answer))
-        except (Refusal, TitanError):
-            return False
+            accepts_others = len(others) < len(messages) and bool(self._render(others, answer))
+        except (TemplateRejection, TitanError):
+            return ""
+        return "it accepts them without the system message" if accepts_others else ""
 
 
 def read_template(folder: Path) -> ChatTemplate:
-    """The template of a checkpoint's folder, or Llama 3's headers for a release of Meta, which needs none.
+    """The template of a checkpoint's folder; for a release of Meta, which has none, that of Llama 3.
 
     Raises CheckpointError where there is none.
     """
@@ -101,12 +102,12 @@ def read_template(folder: Path) -> ChatTemplate:
             source = _default_of(content["chat_template"], assets[place])
             return ChatTemplate(source, _special_tokens(assets, config), str(assets[place]))
     if TIKTOKEN_MODEL in assets and TOKENIZER_CONFIG not in assets and looks_like_tiktoken(assets[TIKTOKEN_MODEL]):
-        return ChatTemplate(_LLAMA3_HEADERS, {"bos_token": BEGIN, "eos_token": END}, "titan, for releases of Meta")
+        return ChatTemplate(_LLAMA3_HEADERS, {"bos_token": BEGIN, "eos_token": END}, "titan's own for Meta's releases")
     others = sorted(name for name in assets if name.startswith(CHAT_TEMPLATES))
     raise CheckpointError(
         f"{folder} has no chat template: neither a {_JINJA} nor a chat_template in a {TOKENIZER_CONFIG}",
-        hint=f"there is no default one beside {', '.join(others)}" if others else "base models have none",
-        tries=["--prompt TEXT without --chat", "--model-from FOLDER, one that has the template and this tokenizer"],
+        hint=f"there is {', '.join(others)}, but no default template" if others else "base models have none",
+        tries=["--prompt TEXT without --chat", "--model-from FOLDER, with the template and the same tokenizer"],
     )
 
 
@@ -120,14 +121,14 @@ def has_template(folder: Path) -> bool:
 
 
 def _default_of(found: Any, path: Path) -> str:
-    """The template where it is alone, and the one named "default" of a list."""
+    """A single template, or the one named "default" of a list."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
         by_name = {item.get("name"): item.get("template") for item in found}
         found = by_name.get("default")
         if found is None:
-            raise CheckpointError(f"{path}: none of its chat templates {sorted(map(str, by_name))} is the default one")
+            raise CheckpointError(f'{path}: none of its chat templates {sorted(map(str, by_name))} is named "default"')
     if not isinstance(found, str):
-        raise CheckpointError(f"{path}: chat_template must be a text or a list of named ones, not {found!r:.80}")
+        raise CheckpointError(f"{path}: chat_template must be a string or a list of named templates, not {found!r:.80}")
     return found
 
 
@@ -141,7 +142,7 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(assets: Mapping[str, Path], config: Mapping[str, Any]) -> dict[str, str]:
-    """What a template may name: bos_token and its like, from where transformers takes them."""
+    """The variables bos_token etc. of a template, from the files in which transformers looks for them."""
     named = dict(config)
     if _SPECIAL_MAP in assets and "added_tokens_decoder" not in config:
         named |= read_json(assets[_SPECIAL_MAP])

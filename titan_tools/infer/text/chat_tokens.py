@@ -1,55 +1,72 @@
-"""The tokens of a conversation: what a message says is text, and only the template's own special tokens are tokens.
+"""Tokenize conversations so that special tokens are read as tokens in the template only, and as text in messages.
 
-A template writes one text of its special tokens and the messages. So that no user can end a turn that is not theirs,
-special tokens that a message writes are told from the template's before that text is read.
+A template renders its special tokens and the messages into one text. No message may end its own turn, so special tokens
+written in messages are distinguished from the template's before that text is tokenized.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import count
 
 from converters.errors import ConfigError, TitanError
 from titan_tools.infer.text.chat_template import ChatTemplate, Message
-from titan_tools.infer.text.special_tokens import written
 from trainer.data.tokenizer import Tokenizer
 
+
+def special_tokens_in(text: str, names: frozenset[str]) -> list[str]:
+    """The special tokens written in a text, in order; the longest where one begins with another."""
+    return _pattern(names).findall(text) if names else []
+
+
+def is_only_special(text: str, names: frozenset[str]) -> bool:
+    """Whether a text consists of special tokens, with or without white space between them."""
+    return bool(names) and not _pattern(names).sub("", text).strip() and bool(text.strip())
+
+
+@lru_cache(maxsize=8)
+def _pattern(names: frozenset[str]) -> re.Pattern[str]:
+    longest_first = sorted(names, key=lambda name: (-len(name), name))
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
 _Encode = Callable[[str], list[int]]
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # Unicode promises never to give these a meaning
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # characters that Unicode never assigns
 
 
 def encode_chat(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The tokens of a conversation up to where the model answers. The template says where its special tokens stand.
+    """The tokens of a conversation, up to the model's answer.
 
-    Where no message writes a special token these are the tokens of the rendered text. Where one does, the template
-    gets the message with a private character in its place, so that what stands between two special tokens of the
-    template can be read as text alone. Words that a tokenizer added as ordinary ones (Qwen's <think>) stay words.
-    Raises ConfigError for a tokenizer that has no text for such a message.
+    Where no message contains a special token these are the tokens of the rendered text. Where one does, the template
+    gets the message with a placeholder (a private-use character) instead, so that the text between two special tokens
+    of the template can be tokenized as text. Words that a tokenizer added as ordinary tokens (Qwen's <think>) stay
+    tokens. Raises ConfigError for a tokenizer that cannot read such a message as text.
     """
     if (text := _render_harmless(template, tokenizer.special_names, messages)) is not None:
         return tokenizer.encode(text, special=True)
-    covered, hidden = _cover(tokenizer, messages, template.source)
+    covered, placeholders = _with_placeholders(tokenizer, messages, template.source)
     text = template.render(covered)
     whole, id_of = tokenizer.encode(text, special=True), _special_ids(tokenizer, text)
     _check_none_is_joined(template, tokenizer, covered, whole, id_of)
-    if not hidden:
+    if not placeholders:
         return whole
     parts = _split(text, id_of)
-    encode_middle = _way_to_read_middles(tokenizer, parts, id_of, whole)
+    encode_middle = _middle_encoder(tokenizer, parts, id_of, whole)
     if encode_middle is None:
-        raise _no_text_for(hidden.values())
-    for cover, name in hidden.items():
-        parts = [part.replace(cover, name) for part in parts]
+        raise _not_readable_as_text(placeholders.values())
+    for placeholder, name in placeholders.items():
+        parts = [part.replace(placeholder, name) for part in parts]
     ids = _joined(parts, id_of, tokenizer.encode, encode_middle)
-    special = {*id_of.values(), *(id for name in hidden.values() for id in tokenizer.encode(name, special=True))}
+    special = {*id_of.values(), *(id for name in placeholders.values() for id in tokenizer.encode(name, special=True))}
     if sum(id in special for id in ids) != len(parts) // 2:
-        raise _no_text_for(hidden.values())
+        raise _not_readable_as_text(placeholders.values())
     return ids
 
 
 def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
-    """The special token that the template puts behind what the model said: its turn ends there.
+    """The special token that the template puts after the model's message, which ends its turn.
 
-    Empty where the template puts something else there, or takes no such conversation.
+    Empty where the template puts something else there, or rejects such a conversation.
     """
     word = next(word for n in count() if (word := f"answer{n}") not in template.source)
     messages = [("user", "a question"), ("assistant", word), ("user", "a question")]
@@ -62,82 +79,83 @@ def turn_end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]
 
 
 def _render_harmless(template: ChatTemplate, names: frozenset[str] | None, messages: Sequence[Message]) -> str | None:
-    """The text of messages whose special tokens are all the template's; None where that has to be looked into.
+    """The rendered text if all of its special tokens are the template's; None where that is not certain.
 
-    Most conversations are so, and are encoded once. Where a tokenizer's `names` are all that counts, a message that
-    holds none writes no special token; and none is made of it if there are the same ones without their first letters.
+    Most conversations are of this kind, and are tokenized once. With a tokenizer whose special tokens are exactly
+    `names`, a message without any of them writes no special token; and the template makes none of its words if the same
+    ones remain without their first characters.
     """
-    said = [text for message in messages for text in message.values()]
-    if names is None or any(written(text, names) for text in said):
+    contents = [text for message in messages for text in message.values()]
+    if names is None or any(special_tokens_in(text, names) for text in contents):
         return None
     text = template.render(messages)
-    found = written(text, names)
+    found = special_tokens_in(text, names)
     letters = {name[0] for name in found}
-    if not any(letter in text for text in said for letter in letters):
+    if not any(letter in content for content in contents for letter in letters):
         return text
     try:
         without = template.render(_without_letters(template, messages, letters))
-    except TitanError:  # a template that asks how a message begins
+    except TitanError:  # a template that inspects the beginning of a message
         return None
-    return text if written(without, names) == found else None
+    return text if special_tokens_in(without, names) == found else None
 
 
-def _cover(
+def _with_placeholders(
     tokenizer: Tokenizer, messages: Sequence[Message], source: str
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """The messages with each special token that they write replaced by a character of nobody, and whose it stands for.
+    """The messages with a placeholder for each special token in them; and placeholder → special token.
 
-    Such a character is no white space and no part of a word, so a template that trims or splits leaves it alone.
+    A placeholder is not white space and not part of a word, so templates that strip or split do not change it.
     """
     covered = [dict(message) for message in messages]
-    places = [(message, key) for message in covered for key in message]
-    free = _letters_of_nobody(source, messages)
-    hidden: dict[str, str] = {}
-    # again, for what a token stood between may be one too
-    while names := {name for message, key in places for name in _special_ids(tokenizer, message[key])}:
-        before = len(hidden)
+    fields = [(message, key) for message in covered for key in message]
+    free = _unused_characters(source, messages)
+    placeholders: dict[str, str] = {}
+    # Repeated, because the text around a replaced token may form another one
+    while names := {name for message, key in fields for name in _special_ids(tokenizer, message[key])}:
+        before = len(placeholders)
         for name in sorted(names, key=len, reverse=True):
-            if any(name in message[key] for message, key in places):
-                hidden[next(free)] = name
-        if len(hidden) == before:  # a tokenizer that also reads other spellings as this token
-            raise _no_text_for(names)
-        for message, key in places:
-            for cover, name in hidden.items():
-                message[key] = message[key].replace(name, cover)
-    return covered, hidden
+            if any(name in message[key] for message, key in fields):
+                placeholders[next(free)] = name
+        if len(placeholders) == before:  # a tokenizer that reads other spellings as this token too
+            raise _not_readable_as_text(names)
+        for message, key in fields:
+            for placeholder, name in placeholders.items():
+                message[key] = message[key].replace(name, placeholder)
+    return covered, placeholders
 
 
 def _check_none_is_joined(
     template: ChatTemplate, tokenizer: Tokenizer, covered: Sequence[Message], ids: list[int], id_of: Mapping[str, int]
 ) -> None:
-    """Raise where the template made a special token of a message that wrote none.
+    """Raise where the template makes a special token of a message that contains none.
 
-    A template that takes a word out of a message (Nemotron's /no_think) joins what stood around it. With the first
-    letter of all special tokens covered no message can become one, so then there must be as many.
+    A template that removes a word from a message (Nemotron's /no_think) joins the text around it. With placeholders for
+    the first character of every special token no message can become one, so then there must be as many.
     """
     blunt = _without_letters(template, covered, {name[0] for name in id_of})
     if blunt == covered:
         return
     of_template = tokenizer.encode(template.render(blunt), special=True)
     if joined := [name for name, id in id_of.items() if ids.count(id) > of_template.count(id)]:
-        raise ConfigError(f"the chat template makes a special token of what a message says: {', '.join(joined)}")
+        raise ConfigError(f"the chat template makes a special token of a message's text: {', '.join(joined)}")
 
 
 def _without_letters(template: ChatTemplate, messages: Sequence[Message], letters: set[str]) -> list[dict[str, str]]:
-    """The messages with a character of nobody in place of each of `letters`."""
-    free = _letters_of_nobody(template.source, messages)
+    """The messages with a placeholder for each of the characters `letters`."""
+    free = _unused_characters(template.source, messages)
     covers = str.maketrans({letter: next(free) for letter in sorted(letters)})
     return [{key: text.translate(covers) for key, text in message.items()} for message in messages]
 
 
-def _letters_of_nobody(source: str, messages: Sequence[Message]) -> Iterator[str]:
-    """Characters that stand neither in the template nor in a message."""
+def _unused_characters(source: str, messages: Sequence[Message]) -> Iterator[str]:
+    """Private-use characters that are neither in the template nor in a message."""
     used = {*source, *(letter for message in messages for text in message.values() for letter in text)}
     return (letter for letter in map(chr, _PRIVATE_USE) if letter not in used)
 
 
 def _special_ids(tokenizer: Tokenizer, text: str) -> dict[str, int]:
-    """The special tokens written in a text: those that are read as something else where none are looked for."""
+    """The special tokens written in a text: those that are tokenized differently as text."""
     candidates = {*tokenizer.encode(text, special=True)} - {*tokenizer.encode(text)}
     named = ((tokenizer.decode([id]), id) for id in candidates)
     return {name: id for name, id in named if tokenizer.encode(name, special=True) == [id] != tokenizer.encode(name)}
@@ -159,17 +177,17 @@ def _joined(parts: Sequence[str], id_of: Mapping[str, int], first: _Encode, midd
     return ids
 
 
-def _way_to_read_middles(
+def _middle_encoder(
     tokenizer: Tokenizer, parts: Sequence[str], id_of: Mapping[str, int], whole: list[int]
 ) -> _Encode | None:
-    """How text behind a special token is read: the way in which the parts give the tokens of the whole."""
-    ways = (tokenizer.encode, _encoder_of_middles(tokenizer))
+    """The function that tokenizes text after a special token: the one with which the parts give the whole's tokens."""
+    ways = (tokenizer.encode, _encoder_without_space(tokenizer))
     return next((way for way in ways if _joined(parts, id_of, tokenizer.encode, way) == whole), None)
 
 
-def _encoder_of_middles(tokenizer: Tokenizer) -> _Encode:
-    """For tokenizers that put a space before a text, but not before what stands behind a special token."""
-    lead = chr(_PRIVATE_USE[-1])  # merges with nothing
+def _encoder_without_space(tokenizer: Tokenizer) -> _Encode:
+    """For tokenizers that add a space before a text, but not before text after a special token."""
+    lead = chr(_PRIVATE_USE[-1])  # never merged with other characters
     ids_of_lead = tokenizer.encode(lead)
 
     def encode(text: str) -> list[int]:
@@ -179,8 +197,8 @@ def _encoder_of_middles(tokenizer: Tokenizer) -> _Encode:
     return encode
 
 
-def _no_text_for(names: Iterable[str]) -> ConfigError:
+def _not_readable_as_text(names: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"a message writes {', '.join(sorted(set(names)))}, and this tokenizer cannot read that as text",
+        f"a message contains {', '.join(sorted(set(names)))}, which this tokenizer cannot read as text",
         hint="a special token in a message would end it, or begin another",
     )

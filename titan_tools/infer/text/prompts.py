@@ -1,4 +1,4 @@
-"""A prompt: read from an argument, a file or standard input, exactly as it is, and what it is once it has tokens."""
+"""Prompts: read from an argument, a file or standard input, exactly as they are; and their tokens."""
 
 import sys
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ class Prompt:
     id: str | int
     text: str
     tokens: list[int]
-    lost: str = ""  # what --truncate left took of its beginning, in words
+    lost: str = ""  # the part that --truncate left removed, for messages
 
 
 def read_prompt(*, text: str | None, file: Path | None, source: str | None) -> str | None:
-    """The prompt from the one place that was named, exactly as it is, or None where none was.
+    """The prompt from the option that was given, exactly as it is, or None without one.
 
-    Raises ConfigError where it is not text, and for more than one place.
+    Raises ConfigError where it is not text, and for more than one option.
     """
     if source not in (None, "-"):
         raise ConfigError(
-            f"the second argument is {source!r}, and only - (standard input) can stand there",
+            f"the second argument is {source!r}, and only - (standard input) is allowed there",
             tries=[f'--prompt "{source}"', f"--prompt-file {source}"],
         )
-    given = [place for place in (text, file, source) if place is not None]
+    given = [option for option in (text, file, source) if option is not None]
     if not given:
         return None
     if len(given) > 1:
         raise ConfigError("give one prompt: --prompt TEXT, --prompt-file FILE, or - for standard input")
     if text is not None:
-        # The shell's bytes that are no UTF-8 arrive as lone surrogates; give them back to find the offset.
+        # Bytes of the shell that are not UTF-8 arrive as lone surrogates; convert them back to find the offset
         return _decode(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None:
         try:
@@ -59,7 +59,7 @@ def _read_standard_input() -> bytes:
         note("reading the prompt from the terminal; Ctrl-D on a line of its own ends it")
     try:
         return sys.stdin.buffer.read()
-    except OSError as error:  # a folder, say
+    except OSError as error:  # a folder, for example
         raise ConfigError(f"cannot read the prompt from standard input: {error.strerror}") from None
 
 
@@ -78,8 +78,8 @@ def _decode(data: bytes, where: str) -> str:
     return text
 
 
-def what_is_missing(text: str, *, from_bos: bool) -> str:
-    """What is wrong with a prompt of nothing; "" where there is something to go on from."""
+def why_empty(text: str, *, from_bos: bool) -> str:
+    """The problem of a prompt without text; "" for any other."""
     if from_bos or text.strip():
         return ""
     return "is empty" if not text else "holds nothing but white space"

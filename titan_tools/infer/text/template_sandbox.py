@@ -1,6 +1,6 @@
-"""Run a chat template, which is code from wherever the checkpoint came from: in a sandbox, and not for ever.
+"""Run chat templates, which are untrusted code, in a sandbox with limits of time and memory.
 
-Names, filters and white space are those of transformers' apply_chat_template, for which templates are written.
+Variables, filters and white space are those of transformers' apply_chat_template, for which templates are written.
 """
 
 import json
@@ -27,36 +27,36 @@ from jinja2.utils import Namespace
 from converters.errors import CheckpointError
 
 MOST_SECS = 10  # a real template takes milliseconds
-_AGAIN_AFTER_SECS = 1  # what is raised in a __del__ or while Python collects garbage is ignored: then it is said again
-MOST_BYTES = 1 << 30  # more than the process held before
-MOST_CHARACTERS = 1 << 26  # no model reads as many; to find that out by counting their tokens would take minutes
+_REPEAT_SECS = 1  # raise again, because Python ignores exceptions in __del__ and during garbage collection
+MOST_BYTES = 1 << 30  # in addition to what the process holds before
+MOST_CHARACTERS = 1 << 26  # no context is as long, and tokenizing more would take minutes
 _STATM = Path("/proc/self/statm")
 
 
-class Refusal(Exception):
-    """The template itself said that it does not take these messages."""
+class TemplateRejection(Exception):
+    """The template itself rejected the messages, by `raise_exception`."""
 
 
-class _TooLong(BaseException):
-    """Of another kind than what Jinja catches while it computes constants."""
+class _TimeLimit(BaseException):
+    """Not an Exception, since Jinja catches those while it evaluates constants."""
 
 
 def render_template(source: str, names: Mapping[str, Any], *, where: str) -> str:
-    """What the template writes. Raises Refusal where it says so itself, and CheckpointError for any other failure.
+    """The rendered text. Raises TemplateRejection, and CheckpointError for any other failure.
 
-    `where` names the template's place. Time is bounded in a program's main thread, memory on Linux.
+    `where`: the template's path, for messages. Time is limited in the main thread only, memory on Linux only.
     """
     try:
-        with _bounded():
+        with _limited():
             text = _compiled(source).render(**names)
-    except Refusal:
+    except TemplateRejection:
         raise
-    except (Exception, _TooLong) as error:  # a template can raise whatever Python can
+    except (Exception, _TimeLimit) as error:  # templates can raise any exception
         line = _line(error)
         place = f"{where}, line {line}" if line else where
         raise CheckpointError(
-            f"the chat template in {place} {_what_went_wrong(error)}",
-            hint="it is code that came with the checkpoint; --prompt without --chat needs none",
+            f"the chat template in {place} {_describe(error)}",
+            hint="it is part of the checkpoint; --prompt without --chat needs no template",
         ) from None
     if len(text) > MOST_CHARACTERS:
         raise CheckpointError(f"the chat template in {where} makes {len(text):,} characters of these messages")
@@ -74,7 +74,7 @@ def _compiled(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %} tells a training loss what the model said; here it is only a block."""
+    """{% generation %} … {% endgeneration %} marks the model's messages for a training loss; here it has no effect."""
 
     tags = {"generation"}
 
@@ -90,16 +90,16 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would write < and > as escapes, for web pages."""
+    """Unlike Jinja's own, without escapes for < and >."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:
-    raise Refusal(str(message))
+    raise TemplateRejection(str(message))
 
 
 class _Dict:
-    """What templates do with `dict`, without the class itself."""
+    """The uses of `dict` in templates, without access to the class."""
 
     def __call__(self, *args: Any, **more: Any) -> dict[Any, Any]:
         return dict(*args, **more)
@@ -109,7 +109,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """A namespace without names that begin with an underscore, as transformers has it."""
+    """A namespace without names that begin with an underscore, as in transformers."""
 
     def __init__(*args: Any, **attributes: Any) -> None:  # `self` may be the name of an attribute
         self, *rest = args
@@ -125,28 +125,28 @@ class _Namespace(Namespace):
 
 def _check_attribute(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace holds no names that begin with an underscore, such as {name!r}")
+        raise SecurityError(f"names in a namespace must not begin with an underscore: {name!r}")
 
 
-def _what_went_wrong(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     match error:
         case TemplateSyntaxError():
-            return f"is no Jinja template: {error.message}"
+            return f"is not a valid Jinja template: {error.message}"
         case SecurityError():
-            return f"does what no template may: {error}"
-        case _TooLong():
-            return f"does not come to an end: stopped after {MOST_SECS} s"
+            return f"does something forbidden: {error}"
+        case _TimeLimit():
+            return f"takes too long: stopped after {MOST_SECS} s"
         case MemoryError():
             return f"takes more than {MOST_BYTES >> 30} GiB of memory"
         case RecursionError():
-            return "calls itself without an end"
+            return "has an endless recursion"
         case TemplateError():
             return f"fails on these messages: {error.message}"
     return f"fails on these messages: {type(error).__name__}: {error}"
 
 
 def _line(error: BaseException) -> int | None:
-    """Where in the template; Jinja writes its lines into the traceback."""
+    """The line in the template, from Jinja's traceback."""
     if isinstance(error, TemplateSyntaxError):
         return error.lineno
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
@@ -154,22 +154,22 @@ def _line(error: BaseException) -> int | None:
 
 
 @contextmanager
-def _bounded() -> Iterator[None]:
-    with _bounded_memory(), _bounded_time():
+def _limited() -> Iterator[None]:
+    with _limited_memory(), _limited_time():
         yield
 
 
 @contextmanager
-def _bounded_time() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # the only one that hears signals
+def _limited_time() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # signal handlers run there only
         yield
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
+        raise _TimeLimit
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECS, _AGAIN_AFTER_SECS)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECS, _REPEAT_SECS)
     try:
         yield
     finally:
@@ -178,8 +178,8 @@ def _bounded_time() -> Iterator[None]:
 
 
 @contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """`{{ 'a' * 10 ** 11 }}` is one step of Python: nothing but the kernel can say no."""
+def _limited_memory() -> Iterator[None]:
+    """By the kernel's limit: `{{ 'a' * 10 ** 11 }}` is a single step of Python."""
     if not _STATM.exists():
         yield
         return

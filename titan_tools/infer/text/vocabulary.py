@@ -15,33 +15,34 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """How text becomes ids and back, and the ids and texts that end a generation."""
+    """The tokenizer, and the ids and texts that end a generation."""
 
     tokenizer: Tokenizer
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
-    byte_values: Mapping[int, int] = field(default_factory=dict)  # the tokenizer's
-    begin: tuple[int, ...] = ()  # what generation begins with where there is no text; empty where nothing is named
+    byte_values: Mapping[int, int] = field(default_factory=dict)  # of the tokenizer's byte tokens
+    begin: tuple[int, ...] = ()  # the tokens of an empty prompt; none where no config names a begin-of-text token
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """What stands before a text, as transformers' tokenizer puts it there."""
+        """The tokens that transformers' tokenizer adds before a text."""
         return self.tokenizer.prefix_ids
 
     def after_prefix(self, tokens: list[int]) -> list[int]:
-        """Tokens of a text behind the prefix, which those of a text that writes it bring along."""
+        """The tokens of a text with the prefix before them, unless the text itself begins with it."""
         return tokens if tuple(tokens[: len(self.prefix)]) == self.prefix else [*self.prefix, *tokens]
 
     def decode(self, tokens: list[int]) -> str:
         """Text of generated tokens, special ones included.
 
-        An embedding may have more rows than the tokenizer has tokens: an id it does not know shows as U+FFFD.
+        An embedding may have more rows than the tokenizer has tokens: an unknown id becomes U+FFFD.
         """
         try:
             return self.tokenizer.decode(tokens)
         except DataError:
             known = {token: self._is_known(token) for token in set(tokens)}
-        parts, run = [], []
+        parts: list[str] = []
+        run: list[int] = []
         for token in tokens:
             if known[token]:
                 run.append(token)
@@ -59,9 +60,9 @@ class Vocabulary:
 
 
 def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
-    """The vocabulary in `folder`; the generation config is the checkpoint's, where it has one.
+    """The vocabulary in `folder`; the generation config is the checkpoint's, if it has one.
 
-    Raises where the tokenizer is missing or goes beyond the embedding's rows.
+    Raises CheckpointError where the tokenizer is missing or has more tokens than the embedding has rows.
     """
     tokenizer, num_rows = load_tokenizer(folder, as_transformers=True), info.args.vocab_size
     if tokenizer.vocab_size > num_rows:
@@ -72,12 +73,12 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
     generation = {name: path for name, path in info.assets.items() if name == HF_GENERATION_CONFIG}
     assets = find_assets(folder) | generation
     config = read_json(folder / HF_CONFIG) if (folder / HF_CONFIG).is_file() else {}
-    told = {**info.token_ids, **{key: value for key, value in config.items() if value is not None}}
-    ids = read_token_ids(assets, vocab_size=num_rows, config=told)
+    named_ids = {**info.token_ids, **{key: value for key, value in config.items() if value is not None}}
+    ids = read_token_ids(assets, vocab_size=num_rows, config=named_ids)
     bos, stop_ids = (_ids(ids, key, folder) for key in ("bos_token_id", "eos_token_id"))
     if wrong := sorted(i for i in {*tokenizer.prefix_ids, *bos, *stop_ids} if not 0 <= i < num_rows):
         raise CheckpointError(
-            f"special token ids {wrong} in {folder} lie beyond the {num_rows} rows of the model's embedding",
+            f"special token ids {wrong} in {folder} exceed the {num_rows} rows of the model's embedding",
             hint="the tokenizer or the generation config belongs to another model",
         )
     begin = tokenizer.prefix_ids or tuple(bos[:1])
@@ -86,7 +87,7 @@ def read_vocabulary(folder: Path, info: ModelInfo) -> Vocabulary:
 
 def _ids(named: Mapping[str, Any], key: str, folder: Path) -> list[int]:
     found = named.get(key, [])
-    ids = found if isinstance(found, list) else [found]
+    ids: list[Any] = found if isinstance(found, list) else [found]
     if wrong := [i for i in ids if not isinstance(i, int) or isinstance(i, bool)]:
         what = "stop tokens" if key == "eos_token_id" else "begin-of-text token"
         raise CheckpointError(f"the {what} of {folder} must be token ids, not {wrong}")

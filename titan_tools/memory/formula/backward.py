@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 
 from titan_tools.memory.formula.activations import BlockTensors, block_tensors, embedding_backward_bytes
-from titan_tools.memory.formula.holdings import Group
-from titan_tools.memory.formula.rank import Instant, Key, Rank
-from titan_tools.memory.formula.reduction import gradients_made
-from titan_tools.memory.formula.run_shape import RunShape
+from titan_tools.memory.formula.rank import FsdpGroup, Instant, Key, Rank
+from titan_tools.memory.formula.run_shape import FP32, RunShape
 from titan_tools.memory.schedules import Action
 
 
@@ -29,7 +27,7 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
     rank.all_reduced.clear()
 
 
-def _backward_of_block(rank: Rank, key: Key, group: Group, which: str, gathered: int) -> Iterator[Instant]:
+def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathered: int) -> Iterator[Instant]:
     sizes, layer, casts, is_kept = rank.sizes, group.layer, rank.casts(group), rank.is_kept_whole(group)
     when = f"backward of {which} block"
     one_by_one = max(group.full_sizes) * rank.run.gradient_bytes  # the most of a weight that is added up at once
@@ -64,7 +62,7 @@ def _beside_first_products(t: BlockTensors, run: RunShape) -> int:
     return 2 * t.stream + t.norm + (4 if run.mesh.tp > 1 else 3) * t.whole
 
 
-def _backward_of_embedding(rank: Rank, group: Group) -> Iterator[Instant]:
+def _backward_of_embedding(rank: Rank, group: FsdpGroup) -> Iterator[Instant]:
     """Its gradient is made, and added to a tied output's.
 
     Under TP the gradient of all ranks' stream is gathered and copied, without the tokens of other ranks' rows; the copy
@@ -84,7 +82,7 @@ def _backward_of_embedding(rank: Rank, group: Group) -> Iterator[Instant]:
         yield rank.instant(when, gradients=2 * own, all_gather=gathered)
 
 
-def _backward_of_loss(rank: Rank, key: Key, groups: list[Group]) -> Iterator[Instant]:
+def _backward_of_loss(rank: Rank, key: Key, groups: list[FsdpGroup]) -> Iterator[Instant]:
     """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
     run, ends = rank.run, groups[-1]
     gathered = _gathered_in_backward(rank, groups, len(groups) - 1)
@@ -101,7 +99,7 @@ def _backward_of_loss(rank: Rank, key: Key, groups: list[Group]) -> Iterator[Ins
         rank.gathered[ends.name] = rank.gathered_bytes(ends)  # till the embedding's backward
 
 
-def _gathered_in_backward(rank: Rank, groups: list[Group], position: int) -> int:
+def _gathered_in_backward(rank: Rank, groups: list[FsdpGroup], position: int) -> int:
     """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it.
 
     That only where there is something to gather: over one rank FSDP2 copies a group when its turn comes.
@@ -110,3 +108,154 @@ def _gathered_in_backward(rank: Rank, groups: list[Group], position: int) -> int
         return 0
     first = max(position - 1, 0) if rank.run.mesh.fsdp > 1 else position
     return sum(rank.gathered_bytes(g) for g in groups[first : position + 1] if g.name not in rank.gathered)
+
+
+def backward_of_inputs(rank: Rank, action: Action) -> Iterator[Instant]:
+    """Activations stay, and gradients of what weights made join them; torch names those of the inputs all step."""
+    if action.stage == 0:
+        return
+    groups, key, loss = rank.groups[action.stage], (action.stage, action.microbatch), rank.loss
+    t = block_tensors(rank.run)
+    rank.waiting[key] = 0
+    if rank.is_last(action.stage):
+        del rank.kept_loss[key]
+        for when, size in loss.backward:
+            yield rank.instant(when, logits_and_loss=size)
+        rank.kept_loss[key] = loss.kept_for_weights + loss.kept_within
+        rank.waiting[key] += t.stream  # of the last norm's result
+    blocks = [group for group in groups if group.layer is not None]
+    for group in reversed(blocks):
+        which = "the last" if group is blocks[-1] else "the first" if group is blocks[0] else "a middle"
+        rank.waiting[key] += _waiting(t, rank.run)
+        if group is blocks[-1] and not rank.is_last(action.stage) and rank.run.mesh.tp == 1:
+            rank.waiting[key] -= t.stream  # what came in lies in the buffer that it was received into
+        made = t.stream + max(t.hidden, 2 * t.whole)
+        yield rank.instant(f"backward of {which} block's inputs", recompute=made)
+    if rank.is_last(action.stage):
+        rank.kept_loss[key] = loss.kept_for_weights
+    rank.of_inputs[key] = 0 if action.stage - 1 in rank.groups else t.stream
+    yield rank.instant("end of the backward of inputs")
+
+
+def backward_of_weights(rank: Rank, action: Action) -> Iterator[Instant]:
+    """Gradients of all weights of a stage, in the compute dtype, before FSDP adds them up in fp32."""
+    if action.stage == 0:
+        yield from backward(rank, action)
+        return
+    groups, key = rank.groups[action.stage], (action.stage, action.microbatch)
+    yield rank.instant("backward of the first weights", gradients=max(groups[0].full_sizes) * rank.run.gradient_bytes)
+    num_blocks = sum(group.layer is not None for group in groups)
+    del rank.kept[key], rank.waiting[key]
+    made = sum(group.full_elements for group in groups) * rank.run.gradient_bytes if rank.run.uses_fsdp else 0
+    scaled = rank.kept_loss.pop(key, 0)
+    yield rank.instant(
+        "backward of the last weights",
+        activations=num_blocks * _left_by_weights(block_tensors(rank.run)),
+        gradients=made,
+        logits_and_loss=2 * scaled,
+    )
+    for group in groups:
+        if rank.run.uses_fsdp:
+            made -= rank.whole_bytes(group)
+            yield from add_up(rank, group, "a stage", recompute=made)
+        else:
+            rank.shards[group.name] = group.full_elements * rank.run.param_bytes
+
+
+def _waiting(t: BlockTensors, run: RunShape) -> int:
+    """Of a block: gradients of both norms' results, of wq, wk, wv, wo, w1, w3 and w2, and of the heads' norms.
+
+    Under TP those of wo and w2 are gathered; else they are those of the stream.
+    """
+    of_stream = 2 * (t.whole if run.mesh.tp > 1 else t.stream)
+    of_heads = t.query + t.key if run.has_head_norms else 0
+    return 2 * t.stream + t.query + 2 * t.key + of_heads + of_stream + 2 * t.hidden
+
+
+def _left_by_weights(t: BlockTensors) -> int:
+    """What a block keeps that no operation with a weight reads: attention's, and the feed-forward's factors."""
+    return 2 * t.query + 2 * t.key_gathered + t.logsumexp + t.masks + 3 * t.hidden
+
+
+def gradients_made(rank: Rank, group: FsdpGroup, what: str) -> Iterator[Instant]:
+    """A group's gradients are complete for this microbatch: reduced, or added up where that comes later."""
+    run = rank.run
+    if not run.uses_fsdp:
+        made = _beside_the_embeddings(rank, group) if "tok_embeddings" in group.name else 0
+        rank.shards[group.name] = group.full_elements * run.param_bytes
+        yield rank.instant(f"gradients of {what}", gradients=made)
+    elif run.uses_pipeline:
+        is_embedding = group.name == "tok_embeddings" and group.name in rank.added_up
+        made_within = embedding_backward_bytes(run) if is_embedding else 0  # a first sum comes after the kernel
+        yield from add_up(rank, group, what, workspaces=made_within)
+    else:
+        yield from _reduce_scatter(rank, group, what, whole=rank.whole_bytes(group))
+
+
+def add_up(rank: Rank, group: FsdpGroup, what: str, **parts: int) -> Iterator[Instant]:
+    """Torch's stages reduce once, after the last microbatch: till then whole fp32 gradients.
+
+    A first microbatch's are cast one after another.
+    """
+    is_first = group.name not in rank.added_up
+    rank.added_up[group.name] = group.full_elements * FP32
+    rank.gathered[group.name] = rank.gathered_bytes(group)
+    in_place = max(group.full_sizes) * FP32  # where autograd adds one after another
+    whole = in_place if rank.run.compute_bytes == FP32 else rank.whole_bytes(group)
+    made = _cast_in_turn(rank, group) if is_first else whole
+    yield rank.instant(f"gradients of {what} added up", gradients=made, **parts)
+
+
+def _cast_in_turn(rank: Rank, group: FsdpGroup) -> int:
+    """The most above all sums while gradients become sums one by one; in fp32 they are that already."""
+    if rank.run.compute_bytes == FP32:
+        return 0
+    most = cast = 0
+    for size in group.full_sizes:
+        cast += size
+        most = max(most, FP32 * cast + rank.run.compute_bytes * (group.full_elements - cast + size))
+    return most - FP32 * group.full_elements
+
+
+def reduce_stage(rank: Rank, action: Action) -> Iterator[Instant]:
+    """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
+    if not rank.run.uses_fsdp:
+        return
+    for group in rank.groups[action.stage]:
+        whole = rank.added_up.pop(group.name)
+        yield from _reduce_scatter(rank, group, "the pipeline step", whole=whole)
+    rank.pending_reduce = 0
+    rank.all_reduced.clear()
+
+
+def _beside_the_embeddings(rank: Rank, group: FsdpGroup) -> int:
+    """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
+    run = rank.run
+    size = group.full_elements * run.param_bytes
+    cast = group.full_elements * run.compute_bytes if run.casts_weights else 0
+    return cast + size * (run.args.tied + rank.adds_up(group))
+
+
+def _reduce_scatter(rank: Rank, group: FsdpGroup, what: str, *, whole: int) -> Iterator[Instant]:
+    """FSDP2 lets go of the previous input just before it makes this one's; then `whole` gradients, for the result.
+
+    Over one rank there is no collective: the result is filled with a scaled copy of the input. The result becomes the
+    gradient, unless that has another dtype or is there already; replicas (HSDP) hold it till backward ends even then.
+    """
+    run = rank.run
+    rank.pending_reduce = group.full_elements * FP32
+    rank.gathered.pop(group.name, None)
+    yield rank.instant(f"gradients of {what} reduced", gradients=whole)
+    scaled = rank.pending_reduce if run.mesh.fsdp == 1 else 0
+    # foreach_reduce's loop over parameters, on several ranks, still names the last gradient. A norm's is too small to
+    # be seen: a block's, and that of a tied output
+    last = group.full_sizes[-1] if group.layer is None else 0
+    named_last = whole // group.full_elements * last if run.mesh.fsdp > 1 else 0
+    result = group.local_elements * FP32
+    yield rank.instant(f"gradients of {what} reduced", gradients=result + named_last, reduce_scatter=scaled)
+    cast = group.local_elements * run.param_bytes if run.param_bytes != FP32 else 0
+    yield rank.instant(f"gradients of {what} reduced", gradients=result + named_last + cast)
+    is_the_gradient = not cast and not rank.shards.get(group.name) and not run.is_offloaded
+    if run.mesh.dp_replicate > 1 and not is_the_gradient:
+        rank.all_reduced[group.name] = result
+    rank.shards[group.name] = 0 if run.is_offloaded else group.local_elements * run.param_bytes

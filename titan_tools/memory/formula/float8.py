@@ -23,11 +23,11 @@ from titan_tools.memory.formula.activations import (
     BlockTensors,
     activations_of,
     added_by_feed_forward,
+    attention_backward_bytes,
     block_tensors,
     keeps_whole_block,
     kept_whole_block,
 )
-from titan_tools.memory.formula.attention import attention_backward_bytes
 from titan_tools.memory.formula.compiled import of_compiled_blocks
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 

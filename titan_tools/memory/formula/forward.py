@@ -2,10 +2,32 @@
 
 from collections.abc import Iterator
 
-from titan_tools.memory.formula.gathering import copy_out
-from titan_tools.memory.formula.holdings import Group
-from titan_tools.memory.formula.rank import Instant, Rank
+from titan_tools.memory.formula.rank import FsdpGroup, Instant, Rank
 from titan_tools.memory.schedules import Action
+
+
+def gather_stage(rank: Rank, action: Action) -> Iterator[Instant]:
+    """All of a stage is on its way: one flat result per group. Over one rank there is nothing to gather."""
+    groups = rank.groups[action.stage] if rank.run.uses_fsdp else []
+    flat = rank.gathered_bytes if rank.run.mesh.fsdp > 1 else lambda group: 0
+    rank.gathering |= {group.name: flat(group) for group in groups}
+    yield rank.instant("a stage is gathered")
+
+
+def copy_out(rank: Rank, stage: int) -> Iterator[Instant]:
+    """A stage is about to compute: if it was gathered as a whole, parameters leave the flat results group by group."""
+    for group in rank.groups[stage]:
+        if group.name in rank.gathering:
+            rank.gathered[group.name] = rank.gathered_bytes(group)
+            yield rank.instant("a stage is gathered")
+            del rank.gathering[group.name]
+
+
+def reshard_stage(rank: Rank, action: Action) -> Iterator[Instant]:
+    """A stage's parameters are let go."""
+    for group in rank.groups[action.stage]:
+        rank.gathered.pop(group.name, None)
+    yield rank.instant("a stage is let go")
 
 
 def forward(rank: Rank, action: Action) -> Iterator[Instant]:
@@ -37,7 +59,7 @@ def forward(rank: Rank, action: Action) -> Iterator[Instant]:
     rank.kept[key] -= 0 if rank.loss.keeps_hidden else rank.sizes.hidden
 
 
-def gathered_for_output(rank: Rank, groups: list[Group], *, is_now: bool) -> tuple[int, int]:
+def gathered_for_output(rank: Rank, groups: list[FsdpGroup], *, is_now: bool) -> tuple[int, int]:
     """The output's parameters where they are not kept, and the flat result of a forward's last all-gather."""
     if not rank.run.uses_fsdp:
         return 0, 0
@@ -51,7 +73,7 @@ def gathered_for_output(rank: Rank, groups: list[Group], *, is_now: bool) -> tup
 def _kept_by_stage(rank: Rank, stage: int) -> int:
     layers = [group.layer for group in rank.groups[stage] if group.layer is not None]
     stream = rank.sizes.stream
-    kept = rank.sizes.turns + sum(rank.sizes.kept[layer] for layer in layers)
+    kept = rank.sizes.rotary + sum(rank.sizes.kept[layer] for layer in layers)
     kept += rank.sizes.final_norm if "norm" in rank.run.stages[stage] else 0
     kept += sum(rank.casts(group) for group in rank.groups[stage] if rank.is_kept_whole(group))
     if stage > 0:

@@ -3,15 +3,92 @@
 How it changes is written where it happens: forward.py, backward.py, split_backward.py, reduction.py and update.py.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, Gpu
+from converters.families.base import Parameter
+from converters.layout import local_box, module_of
+from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, PARTS, Gpu
 from titan_tools.memory.formula.activations import Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes
-from titan_tools.memory.formula.holdings import Group
 from titan_tools.memory.formula.loss import LossBytes
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from titan_tools.memory.parts import PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpGroup:
+    """The parameters that FSDP gathers and reduces together. Elements, not bytes: the dtype depends on the moment."""
+
+    name: str
+    local_sizes: tuple[int, ...]  # elements of this rank's shard of each parameter
+    full_sizes: tuple[int, ...]  # gathered over FSDP, still cut by TP
+    is_kept: bool  # stays gathered from forward to backward
+
+    @property
+    def layer(self) -> int | None:
+        """The number of the block that it is."""
+        return int(self.name.removeprefix("layers.")) if self.name.startswith("layers.") else None
+
+    @property
+    def full_elements(self) -> int:
+        """Of all of its parameters, gathered."""
+        return sum(self.full_sizes)
+
+    @property
+    def local_elements(self) -> int:
+        """Of this rank's shards together."""
+        return sum(self.local_sizes)
+
+
+def groups_of_stage(run: RunShape, stage: int) -> list[FsdpGroup]:
+    """The FSDP groups of a stage in forward order: tok_embeddings, each block, norm with output.
+
+    As trainer/parallel/fsdp.py wraps them: a tied embedding shares one group with norm and output. Shards are those of
+    the rank at coordinate 0 of each axis, which holds the largest part where a division leaves a remainder.
+    """
+    held = _parameters_by_module(run, stage)
+    modules = list(held)
+    last_block = [m for m in modules if m.startswith("layers.")][-1:]
+    ends = [m for m in ("norm", "output") if m in modules]
+    if "tok_embeddings" in modules and ends and (run.traits.embeddings_with_root or run.args.tied):
+        ends.insert(0, "tok_embeddings")
+    members = [[m] for m in modules if m not in ends] + ([ends] if ends else [])
+    groups = []
+    for group in members:
+        parameters = [p for m in group for p in held[m]]
+        is_kept = not (run.reshard_output if group is ends else run.reshard_after_forward)
+        groups.append(
+            FsdpGroup(
+                name="+".join(group),
+                local_sizes=_held(run, parameters, fsdp=run.mesh.fsdp),
+                full_sizes=_held(run, parameters, fsdp=1),
+                is_kept=is_kept or (run.traits.last_block_kept and group == last_block),
+            )
+        )
+    return groups
+
+
+def _parameters_by_module(run: RunShape, stage: int) -> dict[str, list[Parameter]]:
+    """A stage's modules in order with their parameters.
+
+    A tied output has none of its own beside the embedding, but a copy of the embedding's where that is another stage's.
+    """
+    wanted = run.stages[stage]
+    held: dict[str, list[Parameter]] = {module: [] for module in wanted}
+    for parameter in run.family.parameters(run.args):
+        module = module_of(parameter.fqn)
+        if run.args.tied and module == "tok_embeddings" and module not in wanted and "output" in wanted:
+            module = "output"
+        if module in held:
+            held[module].append(parameter)
+    return held
+
+
+def _held(run: RunShape, parameters: Sequence[Parameter], *, fsdp: int) -> tuple[int, ...]:
+    mesh = replace(run.mesh, pp=1, dp_replicate=1, dp_shard=fsdp, cp=1)
+    boxes = (local_box(p, mesh, rank=0) for p in parameters)
+    return tuple(box.num_elements for box in boxes if box)
+
 
 Key = tuple[int, int]  # stage, microbatch
 
@@ -33,7 +110,7 @@ class Rank:
     """What one rank holds while the step goes on, in bytes."""
 
     run: RunShape
-    groups: dict[int, list[Group]]  # by stage
+    groups: dict[int, list[FsdpGroup]]  # by stage
     sizes: Activations
     loss: LossBytes
     gpu: Gpu
@@ -73,7 +150,7 @@ class Rank:
         total = {part: held.get(part, 0) + parts.get(part, 0) for part in PARTS}
         return Instant(when, {part: size for part, size in total.items() if size})
 
-    def all_groups(self) -> list[Group]:
+    def all_groups(self) -> list[FsdpGroup]:
         return [group for stage in self.groups.values() for group in stage]
 
     def _pipeline_buffers(self) -> int:
@@ -85,26 +162,26 @@ class Rank:
         ends = sum((stage > 0) + (stage < last) for stage in self.groups)
         return ends * self.run.num_microbatches * self.sizes.stream
 
-    def gathered_bytes(self, group: Group) -> int:
+    def gathered_bytes(self, group: FsdpGroup) -> int:
         """Of a group's parameters as FSDP gathers them."""
         return gathered_bytes(self.run, group.name, group.full_elements)
 
-    def whole_bytes(self, group: Group) -> int:
+    def whole_bytes(self, group: FsdpGroup) -> int:
         """Of a group's gradients before they are reduced, as backward leaves them under FSDP."""
         return group.full_elements * self.run.compute_bytes
 
-    def casts(self, group: Group) -> int:
+    def casts(self, group: FsdpGroup) -> int:
         """Bytes of the copies of a group's weights that its products keep in the compute dtype, if FSDP makes none."""
         return group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
 
-    def is_kept_whole(self, group: Group) -> bool:
+    def is_kept_whole(self, group: FsdpGroup) -> bool:
         """Whether a group is a block of which nothing is computed again."""
         return group.layer is not None and keeps_whole_block(self.run, group.layer)
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.run.stages) - 1
 
-    def adds_up(self, group: Group) -> bool:
+    def adds_up(self, group: FsdpGroup) -> bool:
         """Whether a weight's new gradient goes into an earlier one at once: without FSDP, or what needs no cast."""
         if self.run.uses_fsdp:
             return self.run.compute_bytes == FP32 and group.name in self.added_up

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from titan_tools.memory.replay.pool import TAKING, DriverCall, granule
 from titan_tools.memory.replay.replay import Replayed
-from titan_tools.memory.replay.rules import TAKING, DriverCall, granule
-from titan_tools.memory.trace.events import COMPUTE, Block, Place
+from titan_tools.memory.trace.events import COMPUTE, Block, StepPoint
 
 # The viewer's own unpickler reads protocols 2 to 4. It adds the category "unknown", by a statement that has a typing
 # error (`categores`) in some versions, unless it is there: so it is.
@@ -71,7 +71,7 @@ def _entries(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames
         if number == num_events:
             break
         while call_at == number:
-            add(call.action, call.address, call.num_bytes, call.stream, _frames_of_call(call, segment.place), _UNKNOWN)
+            add(call.action, call.address, call.num_bytes, call.stream, _frames_of_call(call, segment.point), _UNKNOWN)
             call_at, call = next(calls, (-1, None))
         index = event if event >= 0 else ~event
         block, address = replayed.trace.blocks[index], replayed.addresses[index]
@@ -149,20 +149,20 @@ def _free_block(begin: int, end: int) -> dict[str, Any]:
 
 
 def _frames(block: Block) -> Frames:
-    return _frames_at(block.part, block.owner or block.place.module, block.place, block.stream)
+    return _frames_at(block.part, block.owner or block.point.module, block.point, block.stream)
 
 
-def _frames_of_call(call: DriverCall, place: Place) -> Frames:
-    return _frames_at("driver", "small pool" if call.is_small else "large pool", place, call.stream)
+def _frames_of_call(call: DriverCall, point: StepPoint) -> Frames:
+    return _frames_at("driver", "small pool" if call.is_small else "large pool", point, call.stream)
 
 
 @cache
-def _frames_at(part: str, what: str, place: Place, stream: str) -> Frames:
+def _frames_at(part: str, what: str, point: StepPoint, stream: str) -> Frames:
     """Innermost first, as a stack trace; shown as `filename:line:name`. Cached, so that a file has each once."""
     lines = (
         (part, what or "-"),
-        (place.phase, place.module or "-"),
-        (f"step {place.step}", f"stage {place.stage}, microbatch {place.microbatch}"),
+        (point.phase, point.module or "-"),
+        (f"step {point.step}", f"stage {point.stage}, microbatch {point.microbatch}"),
         ("stream", stream),
     )
     return [{"filename": filename, "line": 0, "name": name} for filename, name in lines]

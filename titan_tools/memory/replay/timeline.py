@@ -1,14 +1,102 @@
 """A picture of one step of a replayed trace: memory by part as stacked areas, what is reserved, and the GPU's limit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from converters.sizes import GIB
-from titan_tools.memory.replay.columns import Columns, tell_columns
-from titan_tools.memory.replay.peaks import Peak
-from titan_tools.memory.replay.replay import Replayed
-from titan_tools.memory.trace.events import Place
+from titan_tools.memory.replay.replay import Peak, Replayed
+from titan_tools.memory.trace.events import StepPoint
+
+_MOST_COLUMNS = 3000  # more events than this share columns; of each the event is drawn that has most allocated
+# A column is as wide as its event's bytes, and as this share of an average event's: small ones are seen, too
+_LEAST_WIDTH = 0.15
+
+
+class Band(NamedTuple):
+    """Where a phase of one microbatch and stage is drawn."""
+
+    begin: float
+    end: float
+    point: StepPoint
+
+
+@dataclass(slots=True)
+class Columns:
+    """A step from left (0) to right (1). Column i reaches from x[i] to x[i + 1]; bytes are those after its event."""
+
+    x: list[float]  # one more than there are columns
+    by_part: dict[str, list[int]]  # in the order asked for, without parts that the step never has
+    allocated: list[int]
+    reserved: list[int]
+    bands: list[Band]
+    peak: int  # the column with most allocated
+    peak_point: StepPoint
+
+
+def step_columns(replayed: Replayed, parts: Sequence[str], *, step: int) -> Columns:
+    """Columns of a step, of the parts given: all that it has. Raises ValueError if the replay has no such step."""
+    number_of = {part: row for row, part in enumerate(parts)}
+    blocks = replayed.trace.blocks
+    held = np.zeros((len(parts), 1), dtype=np.int64)
+    rows, deltas, points = [], [], []
+    first = 0
+    for number, (segment, event) in enumerate(replayed.trace.events()):
+        if segment.point.step > step or number == len(replayed.allocated):
+            break
+        block = event if event >= 0 else ~event
+        row = number_of[blocks[block].part]
+        delta = replayed.sizes[block] if event >= 0 else -replayed.sizes[block]
+        if segment.point.step < step:
+            held[row] += delta
+            first = number + 1
+        else:
+            rows.append(row)
+            deltas.append(delta)
+            points.append(segment.point)
+    if not rows:
+        raise ValueError(f"the replay has no step {step}")
+    change = np.zeros((len(parts), len(rows)), dtype=np.int64)
+    change[rows, np.arange(len(rows))] = deltas
+    by_part = held + change.cumsum(axis=1)
+    allocated = by_part.sum(axis=0)
+    widths = np.abs(np.array(deltas, dtype=np.float64))
+    widths += max(widths.mean(), 1.0) * _LEAST_WIDTH
+    ends = np.concatenate([[0.0], widths.cumsum() / widths.sum()])
+    starts, kept = _highest_of_each(allocated, -(-len(rows) // _MOST_COLUMNS))
+    peak = int(allocated[kept].argmax())
+    return Columns(
+        [*ends[starts].tolist(), 1.0],
+        {part: by_part[row, kept].tolist() for part, row in number_of.items() if by_part[row].any()},
+        allocated[kept].tolist(),
+        [replayed.reserved[first + event] for event in kept],
+        _bands(points, ends),
+        peak,
+        points[kept[peak]],
+    )
+
+
+def _highest_of_each(allocated: Any, width: int) -> tuple[list[int], list[int]]:
+    """Of each `width` neighbours the first, and the highest: no peak is lost."""
+    starts = list(range(0, len(allocated), width))
+    return starts, [start + int(allocated[start : start + width].argmax()) for start in starts]
+
+
+def _bands(points: Sequence[StepPoint], ends: Any) -> list[Band]:
+    bands: list[Band] = []
+    last = None
+    for number, point in enumerate(points):
+        kind = point.phase, point.microbatch, point.stage
+        if kind == last:
+            bands[-1] = bands[-1]._replace(end=float(ends[number + 1]))
+        else:
+            bands.append(Band(float(ends[number]), float(ends[number + 1]), point))
+        last = kind
+    return bands
+
 
 _LIMIT_IN_VIEW = 1.5  # a limit higher than this × reserved would squash the picture: it is named instead
 
@@ -58,8 +146,8 @@ def draw_timeline(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    step = replayed.trace.segments[-1].place.step if step is None else step
-    columns = tell_columns(replayed, list(STACK), step=step)
+    step = replayed.trace.segments[-1].point.step if step is None else step
+    columns = step_columns(replayed, list(STACK), step=step)
     figure = Figure(figsize=(14, 7.6), dpi=150, facecolor="white")
     FigureCanvasAgg(figure)
     areas, strip = figure.subplots(2, 1, sharex=True, height_ratios=(18, 1), gridspec_kw={"hspace": 0.025})
@@ -139,7 +227,7 @@ def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool, at_le
 def _draw_peak(axes: Any, columns: Columns) -> None:
     x, height = columns.x[columns.peak], columns.allocated[columns.peak] / GIB
     left, below = x > 0.5, height > 0.8 * axes.get_ylim()[1]
-    said = f"peak: {height:.2f} GiB allocated\nin {_said(columns.peak_place)}"
+    said = f"peak: {height:.2f} GiB allocated\nin {_said(columns.peak_point)}"
     axes.plot([x], [height], "o", color="white", markeredgecolor=_INK, markersize=6.5, zorder=5)
     axes.annotate(
         said,
@@ -155,9 +243,9 @@ def _draw_peak(axes: Any, columns: Columns) -> None:
     )
 
 
-def _said(place: Place) -> str:
-    phase = place.phase.replace("_", " ")
-    return f"{phase} of {place.module}" if place.module else phase
+def _said(point: StepPoint) -> str:
+    phase = point.phase.replace("_", " ")
+    return f"{phase} of {point.module}" if point.module else phase
 
 
 def _draw_pools(axes: Any, peak: Peak) -> None:
@@ -173,13 +261,13 @@ def _draw_pools(axes: Any, peak: Peak) -> None:
 
 def _draw_bands(strip: Any, areas: Any, columns: Columns) -> None:
     """The phases: a strip below, and faint lines where long ones begin."""
-    is_many = len({band.place.microbatch for band in columns.bands if band.place.microbatch >= 0}) > 1
-    for begin, end, place in columns.bands:
+    is_many = len({band.point.microbatch for band in columns.bands if band.point.microbatch >= 0}) > 1
+    for begin, end, point in columns.bands:
         width = end - begin
-        color = _PHASES.get(place.phase, "#e8e8e8")
+        color = _PHASES.get(point.phase, "#e8e8e8")
         strip.broken_barh([(begin, width)], (0, 1), facecolor=color, edgecolor="white", linewidth=0.4)
-        phase = place.phase.replace("_", " ")
-        number = f" {place.microbatch}" if is_many and place.microbatch >= 0 else ""
+        phase = point.phase.replace("_", " ")
+        number = f" {point.microbatch}" if is_many and point.microbatch >= 0 else ""
         for name in (phase + number, phase[0].upper() + number.strip()):
             if width > 0.007 * len(name) + 0.003:
                 strip.text(begin + width / 2, 0.46, name, ha="center", va="center", fontsize=9, color=_INK)

@@ -1,8 +1,8 @@
-"""A trace of the real train step: built by trainer/build.py for one rank of any job, on fake tensors, without peers."""
+"""Trace the real train step of one rank of any job, on fake tensors and without the other ranks."""
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -17,14 +17,14 @@ from converters.collector import collector_paused
 from converters.errors import UnsupportedError
 from converters.families.base import ModelArgs
 from converters.layout import MeshShape
-from titan_tools.memory.trace.compile.plan import compile_traced
-from titan_tools.memory.trace.events import Place, Trace
-from titan_tools.memory.trace.kernels.kernels import Kernels, cublas_bytes, kernels_used
-from titan_tools.memory.trace.record.offload import HostMemory, OffloadedTensors, OffloadRecorder, offload_seen
-from titan_tools.memory.trace.record.owners import owner_of_many
-from titan_tools.memory.trace.record.places import places_told, watch_modules
-from titan_tools.memory.trace.record.recorder import RecordedTensors, Recorder, resizes_recorded
-from titan_tools.memory.trace.refused import chain
+from titan_tools.memory.constants import CUBLAS_HANDLES
+from titan_tools.memory.trace.coverage import chain
+from titan_tools.memory.trace.events import StepPoint, Trace
+from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels
+from titan_tools.memory.trace.offload import HostBytes, OffloadedTensors, OffloadRecorder, track_offload
+from titan_tools.memory.trace.recorder import Recorder, owner_of_many
+from titan_tools.memory.trace.tensors import RecordedTensors
+from titan_tools.memory.trace.tracking import track_modules, track_points
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
@@ -46,41 +46,40 @@ def capture(
     rank: int,
     kernels: Kernels,
     num_steps: int = 2,
-    host: HostMemory | None = None,
+    host: HostBytes | None = None,
 ) -> Trace:
-    """Build rank `rank` of `dims.world_size`, take it through steps, and validate once if the config does.
+    """Build rank `rank` of `dims.world_size`, run `num_steps` steps, and validate once if the config does.
 
-    The layout must have been checked, and coverage.py asked. Needs a process without a process group; leaves it so.
-    Peak memory and time grow with the model's depth only. `host` is told what CPU offload keeps in host memory.
+    The layout must have been checked, and coverage.py asked. Initializes and destroys the default process group.
+    Peak memory and time grow with the model's depth only. `host` counts what CPU offload keeps in host memory.
     """
     is_offloaded = config.training.enable_cpu_offload and kernels.device == "cuda"
-    recorder = OffloadRecorder(host or HostMemory()) if is_offloaded else Recorder()
+    recorder = OffloadRecorder(host or HostBytes()) if is_offloaded else Recorder()
     kind = OffloadedTensors if is_offloaded else RecordedTensors
     tensors = kind(recorder, kernels.workspaces)
-    at_home = recorder.on_host if is_offloaded else nullcontext  # where parameters and states are
+    on_parameters_side = recorder.on_host if is_offloaded else nullcontext
     with (
-        _values_refused(),
-        _remarks_left_out(),
+        _reject_value_dependent_shapes(),
+        _silence_torch_logs(),
         fake_ranks(dims.world_size, rank=rank),
         collector_paused(),
-        kernels_used(kernels),
-        compile_traced(config, kernels, recorder),
-        resizes_recorded(recorder),
-        places_told(recorder),
-        offload_seen(recorder) if is_offloaded else nullcontext(),
+        use_kernels(kernels),
+        _compilation(config, kernels, recorder),
+        recorder.resizes_recorded(),
+        track_points(recorder),
+        track_offload(recorder) if is_offloaded else nullcontext(),
     ):
         job, meshes = Job.of(config, args, dims), make_meshes(dims, "cpu")
         model = build(job, meshes, torch.device("cpu"), memory=tensors)
-        watch_modules(model.parts, recorder)
-        per_batch = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        observer = _StepPlaces(model, recorder, per_batch=per_batch if dims.pp > 1 else 0)
+        track_modules(model.parts, recorder)
+        observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:
-            for _ in range(2):  # forward's thread and autograd's have a handle of cuBLAS each
-                if size := cublas_bytes(kernels):
+            if size := cublas_bytes(kernels):
+                for _ in range(CUBLAS_HANDLES):
                     recorder.allocate(size, part="workspaces")
-            recorder.place = Place(0, "states")
+            recorder.point = StepPoint(0, "states")
             training = config.training
-            with at_home():
+            with on_parameters_side():
                 optimizer = build_optimizer(model.named_parameters(), config.optimizer)
                 step = TrainStep(
                     model,
@@ -90,24 +89,32 @@ def capture(
                     observer=observer,
                 )
             model.follow(optimizer)
-            _tell_owners(model, optimizer, recorder)
+            _label_parameters(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
-                    recorder.leave_out(state["step"])
+                    recorder.forget(state["step"])
             recorder.reclassify(step.clip.shares, "optimizer", owner=_owner_of_all(model, recorder))
             num_samples = job.samples_per_step // dims.batch
             for number in range(1, num_steps + 1):
                 _one_step(step, optimizer, config, recorder, number=number, num_samples=num_samples)
             if config.validation.enable:
-                recorder.place = Place(num_steps, "validation", microbatch=-1)
+                recorder.point = StepPoint(num_steps, "validation", microbatch=-1)
                 _validate(model, config)
         return recorder.finish()
 
 
+def _compilation(config: Config, kernels: Kernels, recorder: Recorder) -> AbstractContextManager[None]:
+    if not config.compile.enable or not config.compile.components:
+        return nullcontext()
+    from titan_tools.memory.trace.compile import trace_compiled_code
+
+    return trace_compiled_code(config, kernels, recorder)
+
+
 @contextmanager
-def _values_refused() -> Iterator[None]:
-    """Families and losses of one's own may do what has no size until it is computed."""
+def _reject_value_dependent_shapes() -> Iterator[None]:
+    """Raise UnsupportedError where a registered family or loss makes shapes that depend on values."""
     try:
         yield
     except RuntimeError as error:
@@ -116,16 +123,15 @@ def _values_refused() -> Iterator[None]:
             raise
         what = getattr(reason, "func", None) or str(reason).partition(". ")[0]
         raise UnsupportedError(
-            "no estimate is given: how much a train step makes depends on what tensors hold, or is known to a kernel"
-            f" alone: {what}",
-            hint="multiply by a mask instead of taking what it selects; give an operation of your own its shapes"
+            f"no estimate is given: the shapes of {what} depend on values, or only its kernel knows them",
+            hint="multiply by a mask instead of indexing with it; register shapes for a custom operation"
             " (torch.library.register_fake)",
         ) from error
 
 
 @contextmanager
-def _remarks_left_out() -> Iterator[None]:
-    """What torch logs is for who trains: messages that could be one, failures of stages, which we tell ourselves."""
+def _silence_torch_logs() -> Iterator[None]:
+    """Silence torch's remarks on a training run: collectives that could be one, failed stages that we report."""
     with ExitStack() as quiet:
         for name in ("torch.distributed.pipelining.schedules", "torch.distributed.tensor._redistribute"):
             quiet.enter_context(patch.object(logging.getLogger(name), "disabled", True))
@@ -142,21 +148,21 @@ def _one_step(
     num_samples: int,
 ) -> None:
     """As trainer/train.py: gradients, clipping, update."""
-    recorder.place = Place(number, "forward", microbatch=-1)
+    recorder.point = StepPoint(number, "forward", microbatch=-1)
     step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
     step.update(optimizer)
-    recorder.place = Place(number, "zero_grad", microbatch=-1)
+    recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
 
-def _tell_gradients(model: TrainModel, recorder: Recorder) -> None:
+def _label_gradients(model: TrainModel, recorder: Recorder) -> None:
     for fqn, parameter in model.named_parameters().items():
         if parameter.grad is not None:
             recorder.reclassify(parameter.grad, "gradients", owner=fqn)
 
 
 def _validate(model: TrainModel, config: Config) -> None:
-    """As trainer/validate.py: one batch, which leaves nothing behind for the next one."""
+    """As trainer/validate.py, for one batch: the next ones do the same."""
     for part in model.parts:
         part.eval()
     model.forward_loss(_batch(config.validation.local_batch_size, config.validation.seq_len)).item()
@@ -165,14 +171,14 @@ def _validate(model: TrainModel, config: Config) -> None:
 
 
 def _batch(num_samples: int, seq_len: int) -> Batch:
-    """What a GPU holds of a batch while it is worked on: copies, of what lies in host memory."""
+    """The copy of a batch that a GPU holds."""
     tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
     return Batch(tokens, targets)
 
 
 @dataclass(frozen=True, slots=True)
-class _StepPlaces:
-    """Tells the recorder where the step stands. A pipeline splits each batch into `per_batch` microbatches."""
+class _PointObserver:
+    """Sets the recorder's point at each phase of a step. A pipeline splits a batch into `per_batch` microbatches."""
 
     model: TrainModel
     recorder: Recorder
@@ -180,19 +186,20 @@ class _StepPlaces:
 
     @contextmanager
     def during(self, phase: Phase, number: int = 0) -> Iterator[None]:
-        recorder, step = self.recorder, self.recorder.place.step
+        recorder, step = self.recorder, self.recorder.point.step
         match phase:
             case "forward_backward":
                 recorder.first_microbatch = number * self.per_batch
-                recorder.place = Place(step, "forward", -1, -1) if self.per_batch else Place(step, "forward", 0, number)
+                stage, microbatch = (-1, -1) if self.per_batch else (0, number)
+                recorder.point = StepPoint(step, "forward", stage, microbatch)
                 yield
             case "clip":
-                recorder.place = Place(step, "clip", microbatch=-1)
-                _tell_gradients(self.model, recorder)
+                recorder.point = StepPoint(step, "clip", microbatch=-1)
+                _label_gradients(self.model, recorder)
                 yield
-                _tell_gradients(self.model, recorder)  # clipping lays out anew what tensor parallelism left otherwise
+                _label_gradients(self.model, recorder)  # clipping redistributes gradients with another placement
             case "update":
-                recorder.place = Place(step, "optimizer", microbatch=-1)
+                recorder.point = StepPoint(step, "optimizer", microbatch=-1)
                 yield
 
 
@@ -200,7 +207,7 @@ def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
     return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts)
 
 
-def _tell_owners(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+def _label_parameters(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     for fqn, parameter in model.named_parameters().items():
         recorder.reclassify(parameter, "parameters", owner=fqn)
         for value in optimizer.state[parameter].values():

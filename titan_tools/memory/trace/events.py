@@ -20,7 +20,7 @@ def layer_of(fqn: str) -> int:
     return int(fqn[len(_LAYERS) :].partition(".")[0])
 
 
-class Place(NamedTuple):
+class StepPoint(NamedTuple):
     """Where a step stands. A segment's events all happen at one place; places may come again within a step."""
 
     step: int  # 0: before the first; then from 1
@@ -37,15 +37,15 @@ class Block:
     num_bytes: int  # as asked for; the allocator rounds
     stream: str  # whose pool it comes from
     part: str  # one of parts.py's
-    place: Place  # at which it was allocated
+    point: StepPoint  # at which it was allocated
     owner: str = ""  # FQN of the parameter, or module, that it belongs to, where that is known
 
 
 @dataclass(slots=True)
-class Segment:
+class TraceSegment:
     """Events at one place: number b allocates blocks[b], ~b frees it."""
 
-    place: Place
+    point: StepPoint
     events: list[int] = field(default_factory=list)
 
 
@@ -54,10 +54,10 @@ class Trace:
     """A rank's whole run, from build to the end of a steady step. What is never freed stays."""
 
     blocks: list[Block] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TraceSegment] = field(default_factory=list)
     symmetric_bytes: int = 0  # what lies outside of the allocator: the workspace that ranks copy from
 
-    def events(self) -> Iterator[tuple[Segment, int]]:
+    def events(self) -> Iterator[tuple[TraceSegment, int]]:
         """All events in time order, each with its segment."""
         for segment in self.segments:
             for event in segment.events:
@@ -68,6 +68,6 @@ class Trace:
         held = highest = 0
         for segment, event in self.events():
             held += self.blocks[event].num_bytes if event >= 0 else -self.blocks[~event].num_bytes
-            if held > highest and (steps is None or segment.place.step in steps):
+            if held > highest and (steps is None or segment.point.step in steps):
                 highest = held
         return highest

@@ -178,7 +178,7 @@ def test_c21_transformers_says_the_same_of_shards(release, tmp_path, count, thro
     assert sha256s(models[0].state_dict()) == sha256s(models[1].state_dict())
 
 
-@pytest.mark.parametrize("block_bytes", [64, 300, 5000])
+@pytest.mark.parametrize("block_bytes", [64, *(pytest.param(size, marks=pytest.mark.slow) for size in (300, 5000))])
 def test_neither_blocks_nor_the_source_s_layout_matter(release, tmp_path, monkeypatch, block_bytes):
     root, _ = release
     options = OutputOptions(num_shards=4)

@@ -203,6 +203,35 @@ def test_no_thread_writes_on_after_an_interrupt(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+def test_a_thread_that_an_interrupt_leaves_behind_creates_no_file(tmp_path, monkeypatch):
+    """Interrupted within Thread.start, the pool does not wait for the thread: it may write when the folder is gone."""
+    removed, read = threading.Event(), threading.Event()
+
+    class Late(Arrays):
+        def read(self, fqn, box):
+            removed.wait(60)
+            read.set()
+            return super().read(fqn, box)
+
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    source = Late(a=np.zeros((64, 64), "float32"))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=2)
+    (left_behind,) = [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    removed.set()
+    left_behind.join(60)
+    assert read.is_set() and list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_in_plain_words(tmp_path, monkeypatch, number):
     def full(*arguments):

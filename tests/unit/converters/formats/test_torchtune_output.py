@@ -48,7 +48,7 @@ def logits_of(model, tokens):
     return model(tokens, position_ids=POSITIONS, attention_mask=torch.ones_like(tokens)).logits
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["hf", *(pytest.param(style, marks=pytest.mark.slow) for style in STYLES[1:])])
 def test_the_recipe_builds_transformers_model(case, style, tmp_path):
     vocab_size = case.model.config.vocab_size
     tokens = torch.randint(0, vocab_size, POSITIONS.shape, generator=torch.Generator().manual_seed(2))

@@ -51,33 +51,33 @@ def loss_of_transformers(case, folder, num_rows=2):
         return case.model(batch["tokens"], labels=batch["labels"]).loss.item()
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, environment):
-    """A tied model in every style, fine-tuned by the command that the recipe names, with no override."""
+@pytest.fixture(scope="module", params=[("hf",), pytest.param(STYLES, marks=pytest.mark.slow)], ids=" ".join)
+def runs(request, tmp_path_factory, environment):
+    """A tied model in these styles, fine-tuned by the command that the recipe names, with no override."""
     case = make_case(tmp_path_factory.mktemp("a folder"), "3.2")
-    return case, {style: tune(case.root / style, environment) for style in STYLES}
+    return case, {style: tune(case.root / style, environment) for style in request.param}
 
 
 def test_the_loss_is_transformers_and_the_same_in_every_style(runs, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     case, losses = runs
-    assert losses["hf"] == losses["meta"] == losses["torchtune"]
+    assert all(found == losses["hf"] for found in losses.values())
     assert len(losses["hf"]) == 4
     assert losses["hf"][0] == pytest.approx(loss_of_transformers(case, case.root / "hf"), rel=1e-6)
 
 
 def test_an_epoch_comes_back(runs, tmp_path):
-    case, _ = runs
-    for style in STYLES:
+    case, styles = runs
+    for style in styles:
         convert(case.root / f"{style}-finetuned" / "epoch_0", tmp_path / style, to="dcp", source="torchtune")
-    manifests = [read_manifest(tmp_path / style).tensors for style in STYLES]
-    assert manifests[0] == manifests[1] == manifests[2]
+    manifests = [read_manifest(tmp_path / style).tensors for style in styles]
+    assert all(manifest == manifests[0] for manifest in manifests)
     assert manifests[0] != read_manifest(case.root / "dcp").tensors
-    told = {(tmp_path / style / "titan_model.json").read_text() for style in STYLES}
+    told = {(tmp_path / style / "titan_model.json").read_text() for style in styles}
     assert {json.dumps(json.loads(text)["args"]) for text in told} == {
         json.dumps(json.loads((case.root / "dcp" / "titan_model.json").read_text())["args"])
     }
-    convert(tmp_path / "meta", tmp_path / "back", to="hf")
+    convert(tmp_path / [*styles][-1], tmp_path / "back", to="hf")
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
     theirs = AutoModelForCausalLM.from_pretrained(case.root / "hf-finetuned" / "epoch_0").state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -87,6 +87,7 @@ def test_an_epoch_comes_back(runs, tmp_path):
     assert ids[0] == ids[1]
 
 
+@pytest.mark.slow
 def test_llama_2_with_one_s_own_conversations(tmp_path, environment, monkeypatch):
     case = make_case(tmp_path, "2")
     turns = [{"role": "user", "content": "What is the fox?"}, {"role": "assistant", "content": "Quick and brown."}]

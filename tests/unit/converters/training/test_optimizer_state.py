@@ -15,7 +15,7 @@ from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
-from converters.training.sections import tell_loader_state
+from converters.training.sections import describe_loader_state
 from converters.verify import verify
 
 ARGS = ModelArgs(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=30)
@@ -322,7 +322,10 @@ def test_kinds_of_loader_state():
 
     loader = TokenLoader(Index(), "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
     ours = [f"dataloader.{key}" for key in loader.state_dict()]
-    assert tell_loader_state(ours, MeshShape(dp_shard=3)) == "dataloader: titan's; kept, it means the same for any mesh"
+    assert (
+        describe_loader_state(ours, MeshShape(dp_shard=3))
+        == "dataloader: titan's; kept, it means the same for any mesh"
+    )
     stream = StreamLoader(
         Index(),
         None,
@@ -336,10 +339,10 @@ def test_kinds_of_loader_state():
         on_each=lambda work: [work()],
     )
     streamed = [f"dataloader.{key}" for key in stream.state_dict()]
-    assert "any mesh whose data-parallel degree divides them" in tell_loader_state(streamed, MeshShape(dp_shard=3))
+    assert "any mesh whose data-parallel degree divides them" in describe_loader_state(streamed, MeshShape(dp_shard=3))
     theirs = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"]
-    assert "at the same dp degree" in tell_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
+    assert "at the same dp degree" in describe_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
     with pytest.raises(UnsupportedError, match="2 data-parallel ranks"):
-        tell_loader_state(theirs, MeshShape(tp=2))
-    assert "not known here" in tell_loader_state(["dataloader.anything"], None)
-    assert tell_loader_state(["train_state.step"], None) == ""
+        describe_loader_state(theirs, MeshShape(tp=2))
+    assert "not known here" in describe_loader_state(["dataloader.anything"], None)
+    assert describe_loader_state(["train_state.step"], None) == ""

@@ -81,7 +81,7 @@ def test_logits_are_those_of_transformers(args, start):
     assert difference <= 3 * own_error
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", STARTS[-1:])
 def test_a_wrong_permutation_shows(args, start):
     difference, own_error = errors(args, start, permute=lambda weight, num_heads: weight)
     assert difference > 100 * own_error

@@ -84,7 +84,7 @@ def test_logits_are_those_of_transformers(args, start):
     assert difference <= 3 * own_error
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", STARTS[-1:])
 def test_a_permutation_shows(args, start):
     difference, own_error = errors(args, start, permute=True)
     assert difference > 100 * own_error

@@ -27,6 +27,9 @@ MODES = {
 }
 
 
+QUICK_MODES = ("none", "op", "memory budget")
+
+
 def configure(*words: str) -> Config:
     return load_config("debug", list(words))
 
@@ -61,7 +64,13 @@ def gradients(model: torch.nn.Module, seq_len: int = 16) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("llama3", mode) for mode in MODES] + [("qwen3", "none"), ("qwen3", "op")]
+    ("family", "mode"),
+    [
+        *(("llama3", mode) for mode in QUICK_MODES),
+        ("qwen3", "op"),
+        *(pytest.param("llama3", mode, marks=pytest.mark.slow) for mode in MODES if mode not in QUICK_MODES),
+        pytest.param("qwen3", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_are_those_of_the_eager_model(family, mode, tmp_path):
     set_memory_budget(MODES[mode], tmp_path)

@@ -1,0 +1,98 @@
+"""The names of a training checkpoint's parameters, in the weights and in the optimizer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from converters.catalog import Box, Catalog, TensorInfo
+from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError
+from converters.families.registry import get_family
+from converters.model_from import find_model_info
+from converters.model_info import ModelInfo
+from converters.training.optimizer_state import STATE, ParameterNames
+from converters.view import OUTPUT, TIED_REASON, View, detect_naming, native_view
+from converters.weights import model_part, native_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """The model, and its names in a checkpoint."""
+
+    info: ModelInfo
+    naming: str
+    weights: Mapping[str, str]  # native name → tensor; empty where the checkpoint holds none
+    dropped: Mapping[str, str]  # tensor among the weights → reason
+    missing: tuple[str, ...]  # weights, if that is allowed
+    names: ParameterNames
+
+
+def read_spelling(
+    catalog: Catalog, *, renamed: bool, model_from: Path | str | None = None, allow_missing: bool = False
+) -> Spelling:
+    """The names in a training checkpoint, from the optimizer if there are no weights.
+
+    `renamed`: its sections had other names than titan's. Raises CheckpointError with all weights that do not match.
+    """
+    if not model_part(catalog).tensors:
+        return _from_optimizer(catalog, renamed=renamed, model_from=model_from)
+    with native_weights(catalog, model_from=model_from, allow_missing=allow_missing) as weights:
+        view, info = weights.source, weights.info
+    used = view.ledger.used
+    tied = _second_names(view)
+    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in used.values()}
+    native: dict[str, str] = {}
+    # The names of the weights; without the key of their dict; without the prefix `model.` of old versions of torchtitan
+    prefixes: tuple[Callable[[str], str], ...]
+    prefixes = (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model.")
+    for prefix_of in prefixes:
+        for fqn, name in (used | tied).items():
+            for spelled in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
+                native.setdefault(spelled.removeprefix(prefix_of(name)), fqn)
+    is_native = not renamed and not catalog.prefixes and all(fqn == name for fqn, name in used.items())
+    names = _names(info, view, native, is_native=is_native)
+    return Spelling(info, weights.naming, used, view.ledger.dropped, tuple(view.ledger.missing), names)
+
+
+def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str | None) -> Spelling:
+    info = find_model_info(catalog, model_part(catalog), model_from=model_from)
+    with CatalogReader(catalog) as reader:
+        states = _States(reader)
+        if not states.tensors:
+            raise CheckpointError(
+                f"{catalog.root}: holds neither weights nor an optimizer, so there is nothing to shard"
+            )
+        naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.place))
+        view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.place))
+    native = {name: fqn for fqn, name in view.ledger.used.items()}
+    native |= {name: fqn for fqn, name in _second_names(view).items()}
+    is_native = not renamed and not catalog.prefixes and all(fqn == name for name, fqn in native.items())
+    return Spelling(info, naming.name, {}, {}, (), _names(info, view, native, is_native=is_native))
+
+
+class _States:
+    """A TensorSource with the first parameter-shaped state of each parameter, under the parameter's name."""
+
+    def __init__(self, reader: CatalogReader):
+        self._reader = reader
+        self._held: dict[str, str] = {}
+        for name, info in reader.tensors.items():
+            if name.startswith(STATE) and info.shape:
+                self._held.setdefault(name.removeprefix(STATE).rpartition(".")[0], name)
+        self.tensors: Mapping[str, TensorInfo] = {n: reader.tensors[held] for n, held in self._held.items()}
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        return self._reader.read(self._held[fqn], box)
+
+
+def _second_names(view: View) -> dict[str, str]:
+    """The output of a tied model, where the checkpoint has it in addition to the embedding."""
+    names = [name for name, reason in view.ledger.dropped.items() if reason == TIED_REASON]
+    return {OUTPUT: names[0]} if names else {}
+
+
+def _names(info: ModelInfo, view: View, native: Mapping[str, str], *, is_native: bool) -> ParameterNames:
+    parameters = get_family(info.family).parameters(info.args)
+    return ParameterNames(parameters, native, view.row_orders, is_native, info.args.tied)

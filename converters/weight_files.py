@@ -1,0 +1,122 @@
+"""Choose which weight files of a folder are read, as transformers chooses them, and name those that are not read."""
+
+import re
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from converters.catalog import Catalog
+from converters.containers import torch_file
+from converters.containers.paths import checked_file_name
+from converters.containers.registry import CONTAINERS
+from converters.containers.torch_folder import TORCH_SUFFIXES
+from converters.errors import CheckpointError, TitanError, UnsupportedError
+from converters.json_file import read_json
+from converters.names import HF_CONFIG, HF_INDEX, HF_SINGLE, META_SHARD, TORCH_INDEX, TORCH_SINGLE
+
+# Weights of other frameworks, which titan does not read
+FOREIGN = {".gguf": "GGUF", ".h5": "TensorFlow", ".msgpack": "Flax", ".onnx": "ONNX"}
+HF_ENTRIES = (HF_SINGLE, HF_INDEX, TORCH_SINGLE, TORCH_INDEX)  # in the order in which transformers looks for them
+_INDEX = re.compile(r".*\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
+_SERIES = re.compile(r"(.*)-\d+(-of-\d+\..+)")
+ADAPTER = re.compile(r"adapter_model\.(safetensors|pt|bin)")
+ADAPTER_CONFIG = "adapter_config.json"
+_TORCHTUNE_ADAPTER = "adapter_model.pt"  # PEFT writes .safetensors or .bin, torchtune also this one
+_TORCHTUNE_LORA = re.compile(r".*\.(lora_[ab]\.weight|magnitude)")
+# State of a fine-tuning run in the folder of the weights (torchtune, transformers, Accelerate)
+RUN_STATE = re.compile(
+    r"(recipe_state|training_args|(optimizer|scheduler|scaler|sampler|rng_state)(_\d+)?)\.(pt|pth|bin)"
+)
+
+
+def find_hf_entry(folder: Path, names: Collection[str]) -> str:
+    """The file that transformers 5 opens for a folder's weights; "" where the folder has none of its names.
+
+    It is `transformers_weights` of config.json, else the first of HF_ENTRIES: one file before an index,
+    safetensors before torch files (modeling_utils._get_resolved_checkpoint_files).
+    """
+    named = None
+    with suppress(TitanError):  # a damaged config.json is reported when the numbers are read
+        named = read_json(folder / HF_CONFIG).get("transformers_weights")
+    if named is not None:
+        what = f"{folder / HF_CONFIG}: transformers_weights"
+        name = checked_file_name(named, what=what)
+        if not name.endswith((".safetensors", ".safetensors.index.json")):
+            raise CheckpointError(
+                f"{what} is {name}, and transformers takes only *.safetensors and *.safetensors.index.json there",
+                hint="correct or remove the key",
+            )
+        if name not in names:
+            raise CheckpointError(f"{what} is {name}, and there is no such file", hint="correct or remove the key")
+        return name
+    return next((name for name in HF_ENTRIES if name in names), "")
+
+
+def is_meta_shard(name: str) -> bool:
+    """Whether a file has a name like Meta's shards."""
+    return Path(name).match("consolidated.*.pth")
+
+
+def name_unread(catalog: Catalog, names: Iterable[str], *, entry: str) -> dict[str, str]:
+    """Weight files of a folder that its catalog does not use, with the reason. `entry`: find_hf_entry's answer."""
+    used = catalog.tensor_files | {entry}
+    used |= {chunk.file for chunks in catalog.copies.values() for chunk in chunks}
+    reason = f"transformers takes {entry}" if entry else f"the folder is read as {CONTAINERS[catalog.container].title}"
+    left = []
+    for name in sorted(names):
+        suffix = Path(name).suffix
+        is_weights = suffix in (*TORCH_SUFFIXES, ".safetensors", *FOREIGN) or _INDEX.fullmatch(name)
+        if is_weights and name not in used and not ADAPTER.fullmatch(name) and not RUN_STATE.fullmatch(name):
+            left.append(name)
+    unread = dict.fromkeys(_fold_series(left), reason)
+    originals = sorted(path.name for path in (catalog.root / "original").glob(META_SHARD.format(index=0)[:-6] + "*"))
+    if originals and catalog.container != "meta":
+        unread["original/" + originals[0] + (f" and {len(originals) - 1} more" if originals[1:] else "")] = reason
+    return unread
+
+
+def _fold_series(names: Iterable[str]) -> list[str]:
+    """Files of one series (model-00001-of-00003.safetensors) as one entry."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        match = _SERIES.fullmatch(name)
+        groups.setdefault(match.groups() if match else name, []).append(name)
+    return [found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in groups.values()]
+
+
+def name_adapters(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
+    """LoRA adapters beside the weights, and why each is not read.
+
+    Raises UnsupportedError where transformers would add one to the weights: with PEFT installed it does so wherever
+    there is an adapter_config.json, and without the adapter's file it fails. torchtune's recipes save an adapter
+    beside weights that it is merged into already, so those weights are read without it.
+    """
+    adapters = sorted(name for name in names if ADAPTER.fullmatch(name))
+    folder = catalog.root
+    if not CONTAINERS[catalog.container].is_for_transformers:
+        return dict.fromkeys(adapters, "a LoRA adapter, which the readers of this format do not apply")
+    if _is_torchtune_adapter(folder, names):
+        reason = (
+            "a LoRA adapter; the names in adapter_model.pt are torchtune's, whose recipes merge it into the weights "
+            "that they save in the same folder (not checked here)"
+        )
+        again = "transformers with PEFT would add the adapter to these weights; remove this file before using it there"
+        return dict.fromkeys(adapters, reason) | ({ADAPTER_CONFIG: again} if ADAPTER_CONFIG in names else {})
+    if ADAPTER_CONFIG not in names:
+        return dict.fromkeys(adapters, f"a LoRA adapter without {ADAPTER_CONFIG}: transformers does not apply it")
+    raise UnsupportedError(
+        f"{folder}: {ADAPTER_CONFIG} in the folder of the weights: with PEFT, transformers adds the LoRA adapter "
+        f"({', '.join(adapters) or 'whose file is missing'}) to them, and titan does not",
+        hint="merge it with PEFT (merge_and_unload, then save_pretrained into a new folder), or move the files "
+        "adapter_* elsewhere to use the weights without it",
+    )
+
+
+def _is_torchtune_adapter(folder: Path, names: Collection[str]) -> bool:
+    if _TORCHTUNE_ADAPTER not in names:
+        return False
+    try:
+        found = torch_file.read_catalog(folder / _TORCHTUNE_ADAPTER).tensors
+    except TitanError:
+        return False
+    return bool(found) and all(_TORCHTUNE_LORA.fullmatch(name) for name in found)

@@ -1,0 +1,146 @@
+"""Rebuilds in titan's model what a published run was built of: the one place where that is set, for every row."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, loss_parallel
+
+import titan_tools.memory.trace.capture
+import trainer.build
+import trainer.models.llama3.model
+import trainer.models.qwen3.model
+import trainer.parallel.activation_checkpoint
+import trainer.parallel.tensor
+from tests.published_memory.historical_modules import (
+    LossOfLogits,
+    composite_rms_norm,
+    llama_attention,
+    llama_freqs_cis,
+    python_rms_norm,
+    qwen_attention,
+    qwen_rope_cache,
+)
+from tests.published_memory.history import HistoricalBuild
+from titan_tools.memory.trace.recorder import Recorder
+from trainer.config.sections import Compile, Optimizer, Training
+from trainer.loss.install import install_loss
+from trainer.parallel.compile import compiles
+from trainer.train_model import TrainModel
+
+aten = torch.ops.aten
+_label_parameters = titan_tools.memory.trace.capture._label_parameters
+
+
+@contextmanager
+def historical_build(then: HistoricalBuild, *, tp: int) -> Iterator[None]:
+    """Within, a captured run is built as torchtitan built it."""
+    norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[then.norm]
+    llama, qwen = trainer.models.llama3.model, trainer.models.qwen3.model
+    with ExitStack() as patches:
+        for owner, name, value in (
+            (nn.RMSNorm, "forward", norm),
+            (llama.Attention, "forward", llama_attention),
+            (llama.RotaryAngles, "forward", qwen_rope_cache if then.norms_queries else llama_freqs_cis),
+            (qwen.Attention, "forward", qwen_attention),
+            (trainer.build, "install_loss", partial(_install_loss, then)),
+            (trainer.build, "apply_fsdp", _separate_groups if not then.has_ends_in_root else _ends_in_root(then)),
+            (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
+            (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),
+            (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
+            (titan_tools.memory.trace.capture, "_tell_owners", _label_after_steps),
+        ):
+            patches.enter_context(patch.object(owner, name, value))
+        patches.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # as in our own
+        if tp > 1:
+            patches.enter_context(loss_parallel())
+        yield
+
+
+def _ends_in_root(then: HistoricalBuild) -> Callable[..., None]:
+    """Blocks in groups of their own; embeddings, norm and output in the root's, which no FSDP2 reshards."""
+
+    def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **policy) -> None:
+        shared = _shared(mesh, **policy)
+        last = len(model.layers) - 1
+        for number, layer in enumerate(model.layers.values()):
+            is_kept = number == last and then.is_last_block_kept
+            fully_shard(layer, **shared, reshard_after_forward=reshard_after_forward and not is_kept)
+        fully_shard(model, **shared, reshard_after_forward=False)
+
+    return apply_fsdp
+
+
+def _separate_groups(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, reshard_last: bool, **policy):
+    """#1625. One parameter cannot be in two groups, as torchtitan's tied ends were: it tied them afterwards."""
+    shared = _shared(mesh, **policy)
+    ends = [module for module in (model.norm, model.output) if module is not None]
+    alone = [model.tok_embeddings, *model.layers.values()]
+    if model.args.tied and model.tok_embeddings is not None and model.output is not None:
+        ends.append(alone.pop(0))
+    for module in filter(None, alone):
+        fully_shard(module, **shared, reshard_after_forward=reshard_after_forward)
+    if ends:
+        fully_shard(ends, **shared, reshard_after_forward=reshard_last)
+    fully_shard(model, **shared)
+    model.tie()
+
+
+def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, **unused) -> dict:
+    return {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+
+
+def _install_loss(
+    then: HistoricalBuild,
+    part: nn.Module,
+    training: Training,
+    compile: Compile,
+    *,
+    tp_mesh: DeviceMesh | None,
+    **settings: bool,
+) -> None:
+    """In place of trainer/loss/install.py's."""
+    if part.output is None:
+        install_loss(part, training, compile, tp_mesh=tp_mesh, **settings)
+        return
+    loss = LossOfLogits(part.forward, tp_mesh, then)
+    if compiles(compile, "loss"):
+        loss.cross_entropy = torch.compile(loss.cross_entropy, backend=compile.backend)
+    part.forward = loss
+
+
+def _kept_operations() -> frozenset:
+    """_save_list of torchtitan's parallelize_llama.py: all-gathers are not in it."""
+    return frozenset(
+        {
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_flash_attention.default,
+            torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            aten.max.default,
+        }
+    )
+
+
+def _split_embedding() -> RowwiseParallel:
+    """Until #3468 (June 2026)."""
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+
+
+def _without_states(named_parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
+    """Its states are made by the first step."""
+    is_fused = settings.implementation == "fused"
+    return torch.optim.AdamW(list(named_parameters.values()), lr=settings.lr, fused=is_fused, foreach=not is_fused)
+
+
+def _label_after_steps(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """The states, too, once the first step has made them: layers that have their own can stand for others."""
+    _label_parameters(model, optimizer, recorder)
+    optimizer.register_step_post_hook(lambda *_: _label_parameters(model, optimizer, recorder))

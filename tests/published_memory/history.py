@@ -1,0 +1,147 @@
+"""What a published run was made of: as a config of ours, and what torchtitan built otherwise at the row's date.
+
+Both are told from the row's columns alone. Torch-free; `as_built_then.py` rebuilds what differs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from converters.families.registry import get_family
+from tests.published_memory.rows import Row
+
+# Dates of torchtitan's git log, unless another source is named.
+# #1625: tok_embeddings and [norm, output] in FSDP groups of their own, the last block resharded, fused AdamW by default
+SEPARATE_ENDS = "2025-08-22"
+# torch's nightlies run RMSNorm on CUDA in one kernel (pytorch#153666; torchtitan#1421 of that day tells of it)
+FUSED_NORM = "2025-07-20"
+# The logits were deleted before backward; until then they lived until the next step's replaced them
+LOGITS_DELETED = "2024-04"
+# A microbatch is one sample; until then a batch was cut in as many as there were stages
+MICROBATCH_OF_ONE = "2025-04"
+# #985: torch's own RMSNorm in place of the model's, where a row does not say which one it was
+NATIVE_NORM = "2025-03-19"
+# #642: the loss casts the logits; until then the model ended in fp32
+CAST_IN_LOSS = "2024-10-23"
+# Where the model is compiled, so is the loss: #642, until #755 turned it off (pytorch#143774); again since #1033
+LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
+
+# Tensor-parallel collectives recorded streams, which keeps what they touch for as long as the GPU lags behind (#735,
+# pytorch#147168), but where TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them
+STREAMS_NOT_RECORDED = "2025-04-10"
+
+_PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
+
+
+@dataclass(frozen=True, slots=True)
+class HistoricalBuild:
+    """Every difference that moves memory and that the row's degrees and sizes do not say."""
+
+    norm: Literal["python", "composite", "fused"]
+    optimizer: Literal["foreach", "fused"]
+    has_ends_in_root: bool
+    has_tied_ends: bool  # of which torchtitan gathered each for itself; here both are in one group
+    is_last_block_kept: bool
+    loss_chunks: int  # of the logits; 0: none
+    norms_queries: bool  # and turns them in bf16, with a cache of both halves
+    has_wide_logits: bool  # the model itself ends in fp32
+    num_logits_kept: int  # microbatches whose logits live until the next step's
+    is_loss_compiled: bool
+    gathers_keys: bool  # as torchtitan's context ranks do by default ("allgather"); their ring over them is not rebuilt
+    is_floor: bool  # collectives kept buffers for a time that no trace tells
+
+    def describe(self) -> list[str]:
+        """What was set, in words."""
+        said = {
+            f"{self.norm} RMSNorm": True,
+            f"{self.optimizer} AdamW": True,
+            "embeddings, norm, output in the root group": self.has_ends_in_root,
+            "groups: embeddings; norm, output": not (self.has_ends_in_root or self.has_tied_ends),
+            "group: tied embeddings, norm, output": self.has_tied_ends and not self.has_ends_in_root,
+            "last block not resharded": self.is_last_block_kept,
+            "plain loss": self.loss_chunks == 0 and not self.is_loss_compiled,
+            f"logits in {self.loss_chunks} chunks": self.loss_chunks > 0,
+            "logits in fp32": self.has_wide_logits,
+            "logits kept until the next step": self.num_logits_kept > 0,
+            "compiled loss": self.is_loss_compiled,
+            "keys gathered, without the ring over them": self.gathers_keys,
+            "no recorded streams, so a floor": self.is_floor,
+        }
+        return [text for text, holds in said.items() if holds]
+
+
+def build_of(row: Row) -> HistoricalBuild:
+    """What the row's run was built of."""
+    is_old = row.date < SEPARATE_ENDS
+    native = "composite" if row.date < FUSED_NORM else "fused"
+    kind = row.norm or ("python" if row.date < NATIVE_NORM else "native")
+    keeps = row.pp > 1 or row.date < LOGITS_DELETED  # a pipeline's last stage keeps all of its outputs
+    return HistoricalBuild(
+        norm=native if kind == "native" else kind,
+        optimizer="foreach" if is_old else "fused",
+        has_ends_in_root=is_old,
+        has_tied_ends=get_family(row.family).flavors[row.flavor].tied,
+        # reshard "always" (#822) is for the last block too
+        is_last_block_kept=is_old and row.reshard != "always",
+        loss_chunks=row.loss.num_chunks,
+        norms_queries=row.family == "qwen3",
+        has_wide_logits=row.loss.has_wide_logits or row.date < CAST_IN_LOSS,
+        num_logits_kept=keeps * (row.local_batch_size // microbatch_size(row) if row.pp > 1 else 1),
+        is_loss_compiled=row.loss.is_compiled
+        or (row.is_compiled and any(since <= row.date < until for since, until in LOSS_COMPILED)),
+        gathers_keys=row.cp > 1,
+        is_floor=row.tp > 1 and row.date < STREAMS_NOT_RECORDED,
+    )
+
+
+def settings_of(row: Row) -> tuple[str, ...]:
+    """The run as a preset of ours and overrides of it."""
+    mode, option = row.checkpointing
+    settings = {
+        "model.name": row.family,
+        "model.flavor": row.flavor,
+        "training.seq_len": row.seq_len,
+        "training.local_batch_size": row.local_batch_size,
+        "training.loss": "plain",
+        "parallelism.data_parallel_shard_degree": row.dp_shard,
+        "parallelism.data_parallel_replicate_degree": row.dp_replicate,
+        "parallelism.tensor_parallel_degree": row.tp,
+        "parallelism.pipeline_parallel_degree": row.pp,
+        "parallelism.context_parallel_degree": row.cp,
+        "parallelism.fsdp_reshard_after_forward": row.reshard if row.reshard in ("always", "never") else "default",
+        "activation_checkpoint.mode": mode,
+        "activation_checkpoint.selective_ac_option": option,
+        "optimizer.implementation": build_of(row).optimizer,
+        "parallelism.enable_async_tensor_parallel": str(row.has_async_tp and row.tp > 1).lower(),
+    }
+    if row.pp > 1:
+        settings |= {
+            "parallelism.pipeline_parallel_schedule": row.schedule,
+            "parallelism.pipeline_parallel_microbatch_size": microbatch_size(row),
+            # torchtitan's stages were cut evenly
+            "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+            "parallelism.pipeline_parallel_last_stage_less_layers": 0,
+        }
+    if row.is_compiled:
+        settings |= {
+            "compile.enable": "true",
+            "compile.components": "model,loss" if build_of(row).is_loss_compiled else "model",
+        }
+    if row.float8:
+        settings |= {"model.converters": "quantize.linear.float8"} | _float8(row)
+    return (_PRESETS[row.family], *(word for key, value in settings.items() for word in (f"--{key}", str(value))))
+
+
+def microbatch_size(row: Row) -> int:
+    """Samples."""
+    num_stages = row.pp * (1 if row.schedule in ("1F1B", "GPipe") else 2)
+    return max(row.local_batch_size // num_stages, 1) if row.date < MICROBATCH_OF_ONE else 1
+
+
+def _float8(row: Row) -> dict[str, str]:
+    """The output layer stays in bf16: torchtitan's float8.py left it out, later `filter_fqns` of its config files."""
+    keys = {"filter_fqns": "output"}
+    if row.float8.startswith("rowwise"):
+        keys |= {"recipe_name": row.float8}
+    elif "all-gather" in row.float8:
+        keys |= {"enable_fsdp_float8_all_gather": "true", "precompute_float8_dynamic_scale_for_fsdp": "true"}
+    return {f"quantize.linear.float8.{key}": value for key, value in keys.items()}

@@ -1,0 +1,91 @@
+"""FLOP utilization against published figures, the step clock, and peak memory."""
+
+import pytest
+import torch
+
+from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.families.qwen3 import QWEN3
+from trainer.observability.throughput import (
+    StepClock,
+    flops_per_token,
+    peak_flops,
+    peak_memory,
+)
+
+
+@pytest.mark.parametrize(("flavor", "gflops"), [("8B", 57.91), ("70B", 481.4), ("405B", 2625)])
+def test_flops_per_token_are_the_published_ones(flavor, gflops):
+    args = FLAVORS[flavor]
+    count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
+    assert count / 1e9 == pytest.approx(gflops, rel=2e-4)
+
+
+def test_mfu_is_what_a_published_log_says():
+    args = FLAVORS["8B"]  # AWS: 6,785 tokens/s on an H100 = 39.73 %
+    count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
+    assert 6785 * count / peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(0.3973, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "num_matmul", "width"),  # width: heads × head_dim, which is not dim in 0.6B and 32B
+    [
+        # per layer q, k, v, o, three of the feed-forward, four norms; then the last norm and the output projection
+        (
+            "32B",
+            64 * (5120 * 8192 * 2 + 5120 * 1024 * 2 + 3 * 5120 * 25600 + 2 * 5120 + 256) + 5120 + 151936 * 5120,
+            8192,
+        ),
+        (
+            "0.6B",
+            28 * (1024 * 2048 * 2 + 1024 * 1024 * 2 + 3 * 1024 * 3072 + 2 * 1024 + 256) + 1024 + 151936 * 1024,
+            2048,
+        ),
+    ],
+)
+def test_flops_of_qwen3_count_its_heads_and_its_tied_output(flavor, num_matmul, width):
+    args = QWEN3.flavors[flavor]
+    count = flops_per_token(args, num_parameters=QWEN3.num_parameters(args), seq_len=4096)
+    assert count == 6 * num_matmul + 12 * args.num_layers * width * 4096
+
+
+def test_a_tied_embedding_counts_as_the_output_projection():
+    tied, args = FLAVORS["debug_tied"], FLAVORS["debug_gqa"]
+    counts = [flops_per_token(a, num_parameters=LLAMA3.num_parameters(a), seq_len=64) for a in (tied, args)]
+    assert counts[0] == counts[1]
+
+
+def test_peak_is_unknown_for_devices_that_are_not_listed():
+    assert peak_flops("Some CPU") is None
+
+
+def test_clock_counts_only_time_that_is_not_paused(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("trainer.observability.throughput.time.perf_counter", lambda: now[0])
+    clock = StepClock(flops_per_token=10**9, num_ranks=2, peak=1e12)
+    now[0] += 2.0
+    clock.count_step(1000)
+    with clock.fetching():
+        now[0] += 1.0
+    clock.pause()
+    now[0] += 50.0  # a checkpoint
+    clock.resume()
+    now[0] += 1.0
+    clock.count_step(1000)
+    reading = clock.read()
+    assert reading.data_secs == pytest.approx(0.5)
+    assert clock.read().data_secs == 0
+    assert reading.tokens_per_sec == pytest.approx(500)
+    assert reading.secs_per_step == pytest.approx(2.0)
+    assert reading.tflops_per_rank == pytest.approx(0.25)
+    assert reading.mfu == pytest.approx(0.25)
+
+
+def test_memory_on_the_cpu_is_the_resident_peak():
+    memory = peak_memory(torch.device("cpu"))
+    assert memory.keys() == {"memory_gib"} and 0.01 < memory["memory_gib"] < 100
+
+
+def test_memory_on_cuda_is_what_is_reserved_and_what_of_it_is_in_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 << 30)
+    assert peak_memory(torch.device("cuda", 0)) == {"memory_gib": 3.0, "memory_allocated_gib": 2.0}

@@ -1,0 +1,158 @@
+"""Decode steps of a few fixed shapes, recorded as CUDA graphs on a GPU, with split-KV attention (flash decoding).
+
+`scaled_dot_product_attention` gives all keys of a KV head of a masked step to one thread block: with one row and 8 KV
+heads, 8 of a GPU's 132 processors would read the cache. Flash attention for packed sequences splits the keys, and takes
+their number from a tensor, as a CUDA graph needs it; no mask is needed then.
+
+The public function of torch 2.13, torch.nn.attention.varlen.varlen_attn, calls the same operator, but fills a tensor in
+every layer, one more kernel launch; that of 2.11 has no argument for the number of keys.
+
+Shape letters as in cache.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_tools.infer.decoding.cache import KVCache, MaskedKeys, StaticDecode
+
+_LEAST_CAPABILITY = (8, 0)  # of flash attention
+_MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+
+
+class SplitKeys:
+    """Keys of `num` rows of the cache, each with room for `room` tokens, of which at most `length` are used."""
+
+    def __init__(self, *, num: int, length: int, room: int, device: torch.device):
+        self.num, self.length = num, length
+        self.first_query = torch.arange(num + 1, dtype=torch.int32, device=device)
+        self.first_key = self.first_query * room
+        self.num_keys_B: Tensor | None = None
+
+    def begin(self, positions_B1: Tensor) -> None:
+        self.num_keys_B = positions_B1[:, 0].int() + 1
+
+    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
+        """The cache must be stored token by token, as `attach_cache` makes it on a GPU."""
+        keys, values = (cached[: self.num].transpose(1, 2).flatten(0, 1) for cached in (keys_RKTH, values_RKTH))
+        out_BNH: Tensor = torch.ops.aten._flash_attention_forward(
+            q_B1NH[:, 0], keys, values, self.first_query, self.first_key, 1, self.length, 0.0, False, False,
+            seqused_k=self.num_keys_B,
+        )[0]  # fmt: skip
+        return out_BNH[:, None]
+
+
+@cache
+def can_split(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `SplitKeys` works here: tried on a few keys, because its operator is private to torch (2.11 to 2.13)."""
+    if device.type != "cuda" or torch.version.hip or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if head_dim > _MOST_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
+        return False
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return False
+    try:
+        return all(_is_right(device, dtype, head_dim, num_heads=num_heads) for num_heads in (2, 8))
+    except (AttributeError, RuntimeError, TypeError):  # operator missing, unsupported GPU, other arguments
+        return False
+
+
+def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_heads: int) -> bool:
+    """Compare two rows of two KV heads, one with 3 keys and one with enough keys to be split."""
+    generator = torch.Generator(device).manual_seed(0)
+    q_B1NH, keys_RTKH, values_RTKH = (
+        torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        for shape in ((2, 1, num_heads, head_dim), (2, 640, 2, head_dim), (2, 640, 2, head_dim))
+    )
+    keys, values = keys_RTKH.transpose(1, 2), values_RTKH.transpose(1, 2)
+    positions_B1 = torch.tensor([[2], [500]], device=device)
+    key_range = SplitKeys(num=2, length=512, room=640, device=device)
+    key_range.begin(positions_B1)
+    found = key_range.attend(q_B1NH, keys, values).float()
+    mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]
+    exact = F.scaled_dot_product_attention(
+        q_B1NH.float().transpose(1, 2), keys.float(), values.float(), attn_mask=mask_B11T, enable_gqa=True
+    )
+    return bool((found - exact.transpose(1, 2)).abs().max() < 0.03)  # values are around 1, and have 8 bits
+
+
+SHORTEST = 256  # keys of the shortest step; longer ones have powers of two
+_WARM_UP_RUNS = 2  # before a capture, as in torch's documentation; the first one also compiles
+
+
+class StaticDecoder:
+    """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
+
+    Rows and keys are padded to the next power of two, so that there are few shapes to record.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[StaticDecode], Tensor],
+        cache: KVCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        records: bool,
+        splits: bool,
+    ):
+        self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
+        self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
+        self._records, self._splits = records, splits
+        # One stream for all graphs: each that multiplies matrices has a workspace of its own, 32 MiB on an H100
+        self._stream: Any = torch.cuda.Stream(device) if records else None  # type: ignore[no-untyped-call]
+        self._memory = torch.cuda.graph_pool_handle() if records else None  # graphs never run concurrently
+
+    def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Logits [B, V] of one more token for each of the first rows, which hold `lengths` tokens."""
+        step, run = self.prepare(lengths)
+        step.fill(tokens, lengths)
+        return run()[: len(tokens)].clone()  # the next step writes to the same memory
+
+    def prepare(self, lengths: Sequence[int]) -> tuple[StaticDecode, Callable[[], Tensor]]:
+        """The step for rows of these lengths and the function that runs it; made on first use."""
+        num = power_of_two(len(lengths), self._cache.rows)
+        length = power_of_two(max(*lengths, SHORTEST - 1) + 1, self._cache.room)
+        if (num, length) not in self._steps:
+            step = StaticDecode(num=num, key_range=self._key_range(num, length), device=self._device)
+            step.fill([0] * len(lengths), lengths)  # warm-up runs write only keys that the step will write again
+            self._steps[num, length] = step, self._record(step)
+        return self._steps[num, length]
+
+    def _key_range(self, num: int, length: int) -> MaskedKeys | SplitKeys:
+        if self._splits:
+            return SplitKeys(num=num, length=length, room=self._cache.room, device=self._device)
+        return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
+
+    def _record(self, step: StaticDecode) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            step.begin()
+            return self._forward(step)
+
+        if not self._records:
+            run()  # compiles, with --compile
+            return run
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog thread may call CUDA at the same time
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
+            logits_BV = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits_BV
+
+        return replay
+
+
+def power_of_two(number: int, most: int) -> int:
+    """The next power of two, but at most `most`."""
+    return min(1 << (number - 1).bit_length(), most)

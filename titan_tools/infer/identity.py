@@ -1,0 +1,90 @@
+"""Identity of a checkpoint's weights and tokenizer: equal for equal content, in any folder and format."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+
+from converters.assets import find_assets
+from converters.catalog import Box
+from converters.errors import ConfigError, list_offenders
+from converters.manifest import read_manifest
+from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.view import View
+from converters.weights import NativeWeights
+
+_SAMPLED = 512  # elements at each end of a tensor
+_DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """`weights` and `tokenizer` identify the content; `checkpoint` is where it was read from."""
+
+    checkpoint: Path
+    weights: str
+    tokenizer: str
+
+
+def origin_of(weights: NativeWeights, *, tokenizer: Path) -> Origin:
+    """The origin of open weights and of the tokenizer in a folder. Takes tenths of a second for any model size."""
+    return Origin(weights.catalog.root.absolute(), _weights_identity(weights), _tokenizer_identity(tokenizer))
+
+
+def _weights_identity(weights: NativeWeights) -> str:
+    """From the manifest's digests, else from a sample of the values: fine-tuned models share all names and sizes.
+
+    Both use native names and values, so they do not depend on the format.
+    """
+    manifest, used, stored = read_manifest(weights.catalog.root), weights.source.ledger.used, weights.catalog.tensors
+    files = {chunk.file for name in used.values() for chunk in stored[name].chunks}
+    if manifest is not None and files <= manifest.files.keys():  # else the manifest describes other files
+        digests = {fqn: manifest.tensors[name].digest for fqn, name in used.items() if name in manifest.tensors}
+        if len(digests) == len(used) and all(digests.values()):
+            lines = "".join(f"{fqn} {digests[fqn]}\n" for fqn in sorted(digests))
+            return f"digests {blake2b(lines.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
+    return f"sampled {_sample(weights.source)}"
+
+
+def _sample(source: View) -> str:
+    """Digest of each tensor's name, dtype, shape, and a few elements of its first and of its last row."""
+    digest = blake2b(digest_size=_DIGEST_BYTES)
+    for fqn in sorted(source.tensors):
+        info = source.tensors[fqn]
+        digest.update(f"{fqn} {info.dtype} {list(info.shape)}\n".encode())
+        if not info.shape or not prod(info.shape):
+            continue
+        *rows, width = info.shape
+        num = min(_SAMPLED, width)
+        sizes = (*(1 for _ in rows), num)
+        for offsets in ((*(0 for _ in rows), 0), (*(size - 1 for size in rows), width - num)):
+            digest.update(source.read(fqn, Box(offsets, sizes)).tobytes())
+    return digest.hexdigest()
+
+
+def _tokenizer_identity(folder: Path) -> str:
+    """Digest of the vocabulary files; tokens added to a prompt show in the prompt's tokens."""
+    assets, digest = find_assets(folder), blake2b(digest_size=_DIGEST_BYTES)
+    for name in (TOKENIZER_JSON, TIKTOKEN_MODEL):
+        if name in assets:
+            digest.update(assets[name].read_bytes())
+    return digest.hexdigest()
+
+
+def check_same_inputs(inputs: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Raise ConfigError where ranks have read different content, with every rank's path of the first such input.
+
+    `inputs`: for each rank, name of an input → (identity, path).
+    """
+    for name, (identity, _) in inputs[0].items():
+        differs = [rank_inputs[name][0] != identity for rank_inputs in inputs]
+        if any(differs):
+            paths = [
+                f"rank {rank}: {inputs[rank][name][1]}" + (" (different)" if differs[rank] else "")
+                for rank in range(len(inputs))
+            ]
+            raise ConfigError(
+                f"ranks do not read the same {name}:" + list_offenders(paths, most=64),
+                hint="every machine needs a copy of the same files, and nothing may change them during the start",
+            )

@@ -1,0 +1,112 @@
+"""From an open checkpoint to a rank's model: configuration, tokenizer, damage check, weights."""
+
+from dataclasses import replace
+
+import torch
+
+from converters.errors import CheckpointError
+from converters.source_check import check_read_files
+from converters.weights import NativeWeights, open_native
+from titan_tools.console import note
+from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
+from titan_tools.infer.find import FoundCheckpoint, find_tokenizer
+from titan_tools.infer.generation_config import follow, note_on, read_generation_config
+from titan_tools.infer.identity import origin_of
+from titan_tools.infer.memory import memory_for_weights
+from titan_tools.infer.model.compiling import check_compiler
+from titan_tools.infer.model.load import SlicedModel, load_model
+from titan_tools.infer.model.quantize import why_slow
+from titan_tools.infer.model.slices import check_tp
+from titan_tools.infer.ranks import TPRanks, check_devices, tp_degree
+from titan_tools.infer.request import Request, check_options
+from titan_tools.infer.task import Work
+from titan_tools.infer.text.chat_template import read_template
+from titan_tools.infer.text.vocabulary import read_vocabulary
+from trainer.data.tokenizer import tokenizer_note
+
+_COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def open_weights(request: Request, found: FoundCheckpoint) -> NativeWeights:
+    """The weights of a checkpoint, opened without reading them."""
+    return open_native(found.folder, model_from=request.model_from)
+
+
+def prepare_work(request: Request, weights: NativeWeights) -> Work:
+    """Check the request against the checkpoint's headers and tokenizer, before ranks start and weights are read."""
+    args = weights.info.args
+    tp = tp_degree(request.tp)
+    check_tp(args, tp)
+    check_devices(tp)
+    if request.compile:
+        check_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    folder = find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets)
+    if request.generation_config:
+        config = read_generation_config(folder, weights.info)
+        request = follow(config, request, folder=folder, vocab_size=args.vocab_size)
+        check_options(request)
+    check_sampling(request.sampling, vocab_size=args.vocab_size)
+    check_logprobs(request.logprobs, vocab_size=args.vocab_size)
+    vocabulary = read_vocabulary(folder, weights.info)
+    template = replace(read_template(folder), moment=request.moment) if request.chat else None
+    stored = weights.source.tensors["tok_embeddings.weight"].dtype
+    # 8-bit kernels take bfloat16 only, and what quantization loses exceeds what fp32 sums would gain
+    default = "bfloat16" if request.quantize else stored if stored in _COMPUTE_DTYPES else "float32"
+    origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
+    return Work(request, args, vocabulary, template, tp, request.dtype or default, origin)
+
+
+def tokenizer_notes(request: Request, weights: NativeWeights) -> str:
+    """The note on a folder whose two tokenizers differ; "" without one."""
+    return tokenizer_note(find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets))
+
+
+def generation_config_note(work: Work, weights: NativeWeights) -> str:
+    """The note on fields of generation_config.json that are (not) followed; "" without one."""
+    folder = find_tokenizer(weights.catalog.root, work.request.model_from, weights.info.assets)
+    return note_on(read_generation_config(folder, weights.info), work.request)
+
+
+def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -> bool:
+    """Whether a step of a run is damaged, so that an older one is used instead; a note says so, as in training.
+
+    Each rank reads a share of the files. Raises CheckpointError where the user named the damaged checkpoint itself.
+    """
+    if ranks.is_first:
+        for skipped in found.skipped:
+            note(f"skipped {skipped}")
+        if found.is_step:
+            note(f"reading {found.folder}")
+        for text in weights.catalog.notes:
+            note(f"{found.folder}: {text}")
+        for text in weights.info.notes:
+            note(text)
+    names = weights.source.ledger.used.values()
+    try:
+        ranks.done_by_each(check_read_files, weights.catalog, names, do_all=ranks.divided)
+    except CheckpointError as damage:
+        if not found.is_step:
+            raise
+        if ranks.is_first:
+            note(f"WARNING: skipping a damaged step: {damage.message}")
+        return True
+    return False
+
+
+def load_weights(work: Work, weights: NativeWeights, ranks: TPRanks, *, rows: int) -> SlicedModel:
+    """Read this rank's slices into its part of the model. Raises OutOfMemory."""
+    quantize, dtype = work.request.quantize, getattr(torch, work.dtype)
+    reason = quantize and why_slow(quantize, dtype=dtype, device=ranks.device, rows=rows)
+    if reason and ranks.is_first:
+        note(reason)
+    with memory_for_weights(work, weights.info):
+        return load_model(
+            weights.source,
+            weights.info,
+            dtype=dtype,
+            device=ranks.device,
+            tp=ranks.tp,
+            rank=ranks.rank,
+            quantize=quantize,
+            packed=not work.request.compile,
+        )

@@ -1,0 +1,151 @@
+"""Memory of inference: sequences that fit on a GPU, out-of-memory errors with fixes, and malloc settings on a CPU."""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from converters.errors import TitanError
+from converters.families.base import ModelArgs
+from converters.families.registry import get_family
+from converters.model_info import ModelInfo
+from converters.sizes import GIB
+from titan_tools.console import count, note
+from titan_tools.infer.decoding.cache import copies_heads
+from titan_tools.infer.decoding.engine import PREFILL_TOKENS
+from titan_tools.infer.model.load import SlicedModel
+from titan_tools.infer.model.slices import valid_tp
+from titan_tools.infer.ranks import TPRanks
+from titan_tools.infer.request import is_conversation
+from titan_tools.infer.task import Work
+from titan_tools.launch import inside_launch, started_by_titan
+from titan_tools.machine_errors import as_memory_error
+
+_OTHER_BYTES = GIB  # CUDA graphs, workspaces of matrix products, NCCL's buffers, and gaps between blocks
+_BYTES_PER_LOGIT = 32  # fp32 logits and what sampling computes from them: sorted, token ids, probabilities
+
+
+def rows_that_fit(model: SlicedModel, args: ModelArgs, ranks: TPRanks, *, rows: int, room: int) -> int:
+    """`rows`, or as many sequences of `room` tokens as every rank's GPU has memory for (at least one), with a note.
+
+    On a CPU always `rows`: there the cache takes memory only as tokens are added. Every rank must call this.
+    """
+    if (free := free_bytes(model.device)) is None:
+        return rows
+    bytes_per_row = room * model.bytes_per_cached_token + args.vocab_size * _BYTES_PER_LOGIT
+    fitting = (free - _pass_bytes(model, args, tp=ranks.tp, room=room) - _OTHER_BYTES) // bytes_per_row
+    fitting = max(1, min(rows, _least(fitting, ranks)))
+    if fitting < rows and ranks.is_first:
+        need = f"each needs up to {bytes_per_row / GIB:.2f} GiB of the GPU's {free / GIB:.2f} GiB of free memory"
+        note(f"{count(fitting, 'sequence')} at a time instead of {rows}: {need}")
+    return fitting
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that a GPU still has for tensors; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    cached_by_torch = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached_by_torch
+
+
+def _pass_bytes(model: SlicedModel, args: ModelArgs, *, tp: int, room: int) -> int:
+    """Approximate activations of a prefill pass: hidden states of the layers, and copied keys and values if any."""
+    numbers = PREFILL_TOKENS["cuda"] * (8 * args.dim + 4 * args.ffn_hidden // tp)
+    if copies_heads(model.device.type, model.dtype):
+        numbers += 2 * room * args.head_dim * args.num_heads // tp
+    return numbers * model.dtype.itemsize
+
+
+def _least(number: int, ranks: TPRanks) -> int:
+    if ranks.tp == 1:
+        return number
+    least = torch.tensor(number, device=ranks.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
+
+
+class OutOfMemory(TitanError):
+    """The memory of a machine, a GPU, a container or a shell was not enough."""
+
+
+@contextmanager
+def memory_for_weights(work: Work, info: ModelInfo) -> Iterator[None]:
+    """Raise OutOfMemory, with fixes, where loading a rank's weights runs out of memory."""
+    num = sum(prod(parameter.shape) for parameter in get_family(info.family).parameters(info.args))
+    dtype = work.request.quantize or work.dtype
+    num_gib = num * (1 if work.request.quantize else getattr(torch, dtype).itemsize) / work.tp / GIB
+    with _explained(f" while reading the weights, about {num_gib:.2f} GiB per rank in {dtype}", _weight_tries(work)):
+        yield
+
+
+@contextmanager
+def memory_for_sequences(work: Work, model: SlicedModel, *, rows: int, room: int) -> Iterator[None]:
+    """Raise OutOfMemory, with fixes, where `rows` sequences of up to `room` tokens run out of memory."""
+    sequences = f"{rows:,} sequences of" if rows > 1 else "a sequence of up to"
+    num_gib = rows * room * model.bytes_per_cached_token / GIB
+    cache = f"the cache of {sequences} {room:,} tokens takes {num_gib:.2f} GiB per rank in addition to the weights"
+    with _explained(f": {cache}", [*_sequence_tries(work, rows=rows, room=room), *_weight_tries(work)]):
+        yield
+
+
+def _sequence_tries(work: Work, *, rows: int, room: int) -> Iterator[str]:
+    request = work.request
+    if rows > 1:
+        yield f"--batch-size {rows // 2}"
+    if is_conversation(request) or request.score:
+        yield f"--context {max(2, room // 2)}"
+    elif request.max_new_tokens and request.max_new_tokens > 1:
+        yield f"--max-new-tokens {request.max_new_tokens // 2}"
+
+
+def _weight_tries(work: Work) -> Iterator[str]:
+    more = next((tp for tp in valid_tp(work.args) if tp > work.tp), None)
+    starts_ranks = not inside_launch() or started_by_titan()
+    if more and starts_ranks and torch.cuda.is_available() and more <= torch.cuda.device_count():
+        yield f"--tp {more}"
+    if not work.request.quantize:
+        yield "--quantize int8"
+        if work.dtype == "float32":
+            yield "--dtype bfloat16"
+
+
+@contextmanager
+def _explained(when: str, tries: Iterable[str]) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError, MemoryError) as error:
+        if (memory_error := as_memory_error(error)) is None:
+            raise
+        raise OutOfMemory(f"{memory_error.message}{when}", hint=memory_error.hint, tries=[*tries]) from None
+
+
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = 1, -1, -2, -4  # of mallopt(3), the same since glibc 2.0
+_KEPT_BYTES = (1 << 31) - 1  # the most that mallopt takes
+_GROWTH_BYTES = 64 << 20
+_REST_SIZES, _KEPT_OF_A_SIZE = range(8, 128, 16), 7  # bytes; glibc's for each thread
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in the process, whatever the size of the block. False where malloc is not glibc's.
+
+    By default glibc returns blocks of more than 32 MiB to the system at once, and the next pass over a prompt takes
+    fresh pages for its activations, which the kernel must clear. To be called after loading, whose memory is to go
+    back.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        mallopt, malloc, free = libc.mallopt, libc.malloc, libc.free
+    except (AttributeError, OSError, TypeError):  # musl and macOS have no mallopt; Windows has no CDLL(None)
+        return False
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_TOP_PAD, _GROWTH_BYTES), (_M_MXFAST, 0))
+    is_kept = all(mallopt(name, value) for name, value in settings)
+    # Aligning a block leaves a rest of some bytes behind it. glibc keeps up to 7 freed rests of a size for reuse, and a
+    # block next to one of them cannot be merged when it is freed: fill these lists first
+    malloc.restype, free.argtypes, free.restype = ctypes.c_void_p, [ctypes.c_void_p], None
+    for rest in [malloc(ctypes.c_size_t(size)) for size in _REST_SIZES for _ in range(_KEPT_OF_A_SIZE)]:
+        free(rest)
+    return is_kept

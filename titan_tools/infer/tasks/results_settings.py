@@ -1,0 +1,176 @@
+"""The settings file of a results file: what the results depend on, so that a rerun never mixes two settings.
+
+It is written before the first result, while the results file is locked and empty.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from converters.errors import CheckpointError, ConfigError, list_offenders
+from converters.families.base import args_to_json
+from converters.json_file import read_json
+from converters.replace_file import replacing
+from titan_tools.infer.task import Work
+
+_SUFFIX = ".settings.json"
+_VERSION = 1
+_MOMENT = "time in the prompts"
+OTHER_OUT = "--out ANOTHER_FILE"
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsSettings:
+    """What results depend on, by option or plain name, as JSON values.
+
+    `checkpoint` is the path of the weights: shown in messages, not compared. Not recorded: the number of samples, which
+    may grow, and options that change no token in fp32 (--tp, --batch-size, --compile).
+    """
+
+    checkpoint: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def results_settings(work: Work) -> ResultsSettings:
+    """The settings of a run with --out, whose `work` has an origin."""
+    request, origin = work.request, work.origin
+    assert origin is not None
+    settings = {
+        "weights": origin.weights,
+        "tokenizer": origin.tokenizer,
+        **{f"model.{name}": value for name, value in args_to_json(work.args).items()},
+        "--score": request.score,
+        "--dtype": work.dtype,
+        "--quantize": request.quantize,
+        "--tp": work.tp if request.quantize else None,  # each rank quantizes its own slices
+        "--logprobs": request.logprobs,
+        "--special-tokens": request.special_tokens,
+        **(_scoring_settings(work) if request.score else _generation_settings(work)),
+    }
+    return ResultsSettings(str(origin.checkpoint), json.loads(json.dumps(settings)))
+
+
+def _scoring_settings(work: Work) -> dict[str, Any]:
+    return {"--context": work.request.context or work.args.max_seq_len}
+
+
+def _generation_settings(work: Work) -> dict[str, Any]:
+    request, sampling, template = work.request, work.request.sampling, work.template
+    return {
+        "--temperature": sampling.temperature,
+        "--top-k": sampling.top_k,
+        "--top-p": sampling.top_p,
+        "--min-p": sampling.min_p,
+        "--repetition-penalty": sampling.repetition_penalty,
+        "--seed": sampling.seed,
+        "--max-new-tokens": request.max_new_tokens,
+        **({} if request.max_length is None else {"max_length": request.max_length}),
+        "--stop": request.stop,
+        "--ignore-eos": request.ignore_eos,
+        "stop tokens": sorted(work.vocabulary.stop_ids),
+        "stop strings": work.vocabulary.stop_strings,
+        "--truncate": request.truncate,
+        "--from-bos": request.from_bos,
+        "--chat": request.chat,
+        "--system": request.system,
+        "chat template": template.identity if template else None,
+        _MOMENT: template.moment.isoformat() if template and template.depends_on_current_time else None,
+    }
+
+
+def settings_path(out: Path) -> Path:
+    """The settings file: next to the results file itself where `out` is a link."""
+    real = out.resolve()
+    return real.with_name(real.name + _SUFFIX)
+
+
+def read_results_settings(out: Path) -> ResultsSettings | None:
+    """The settings of the results in `out`; None without a settings file. Raises ConfigError for any other content."""
+    path = settings_path(out)
+    if not path.exists() and not path.is_symlink():
+        return None
+    try:
+        content = read_json(path) if path.is_file() else {}
+        found, version = ResultsSettings(content["checkpoint"], content["settings"]), content["version"]
+        if version != _VERSION:
+            raise CheckpointError(f"its version is {version!r:.20}, and this titan reads version {_VERSION}")
+        if not isinstance(found.checkpoint, str) or not isinstance(found.settings, dict):
+            raise KeyError
+    except CheckpointError as error:
+        raise _invalid_settings(out, f": {error.message}") from None
+    except KeyError:
+        raise _invalid_settings(out) from None
+    return found
+
+
+def write_results_settings(out: Path, settings: ResultsSettings) -> None:
+    """Write the settings file of `out` atomically. Raises ConfigError where it cannot be written."""
+    path = settings_path(out)
+    content = {"version": _VERSION, "checkpoint": settings.checkpoint, "settings": dict(settings.settings)}
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
+
+
+def require_same_settings(before: ResultsSettings, now: ResultsSettings, *, out: Path) -> None:
+    """Raise ConfigError with every setting in which this run differs from the run that wrote the results in `out`."""
+    old, new = before.settings, now.settings
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if not new.get("--temperature") and "--seed" in names:  # greedy decoding uses no seed
+        names.remove("--seed")
+    if "--score" in names:  # most other settings exist for one kind of result only
+        names = [name for name in names if name in old and name in new]
+    if not names:
+        return
+    differences = [f"{name}: {_show(name, before)} there, {_show(name, now)} here" for name in names]
+    older = "weights" in names and before.checkpoint != now.checkpoint and Path(before.checkpoint).exists()
+    raise ConfigError(
+        f"{out} holds results of other settings:" + list_offenders(differences, most=100),
+        hint=f"a rerun needs the settings of the first run, recorded in {settings_path(out)}; nothing was written",
+        tries=[*([f"titan infer {before.checkpoint} …, the checkpoint of the first run"] if older else []), OTHER_OUT],
+    )
+
+
+def _show(name: str, settings: ResultsSettings) -> str:
+    value = settings.settings.get(name)
+    if name == "weights":
+        return f"those of {settings.checkpoint} ({value})"
+    if value is None or isinstance(value, bool):
+        return "given" if value else "not given"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def missing_settings(out: Path) -> ConfigError:
+    """The error for results without a settings file."""
+    return ConfigError(
+        f"{out} holds results, but {settings_path(out)} is missing",
+        hint="--out writes that file to record the weights and options of the results: move it back. Without it, as "
+        "with results that were printed to standard output, they cannot be continued; nothing was written",
+        tries=[OTHER_OUT],
+    )
+
+
+def _invalid_settings(out: Path, why: str = "") -> ConfigError:
+    return ConfigError(
+        f"{settings_path(out)} is not a settings file of titan infer{why}",
+        hint=f"it must record the weights and options of the results in {out}; nothing was written",
+        tries=[OTHER_OUT],
+    )
+
+
+def recorded_moment(out: Path | None) -> datetime | None:
+    """The time that the chat template used for the results in `out`; None where there are none."""
+    if out is None or not out.is_file() or not out.stat().st_size:
+        return None
+    before = read_results_settings(out)
+    moment = before.settings.get(_MOMENT) if before else None
+    try:
+        return datetime.fromisoformat(moment) if moment else None
+    except (TypeError, ValueError):
+        raise _invalid_settings(out, f": {moment!r:.60} is not a time") from None

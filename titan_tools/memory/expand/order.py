@@ -1,0 +1,185 @@
+"""The order in which every pipeline rank acts in a step, and a short one with the same kinds of actions in it."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from titan_tools.memory.schedules import actions_of_rank
+from titan_tools.memory.trace.tracking import PHASES
+from trainer.stages import StageSplit
+
+NO_MICROBATCH = -1
+_FEWEST_MICROBATCHES = 2  # a first one, and one for all others
+_MOST_MICROBATCHES = 6
+
+
+class RankAction(NamedTuple):
+    """One thing that a rank does, as its places tell it. Sends belong to the forward or backward before them."""
+
+    phase: str  # forward, backward, weight, reduce; end: all microbatches are through
+    part: int  # which of the rank's stages, from 0
+    microbatch: int  # NO_MICROBATCH for what is done once per stage
+
+    @property
+    def kind(self) -> tuple[str, int, bool]:
+        return self.phase, self.part, self.microbatch == NO_MICROBATCH
+
+
+END = RankAction("end", 0, NO_MICROBATCH)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A rank's actions in a step, and what makes torch's schedule take them."""
+
+    actions: tuple[RankAction, ...]
+    num_microbatches: int
+    reshards: bool  # whether FSDP lets go of a layer after its forward
+    planned: tuple[Any, ...] = ()  # torch's own actions, where a schedule goes by a list of them
+    warmup: int = 0  # 1F1B: forwards before the first backward
+
+    def contexts(self) -> list[tuple]:
+        """What decides the events of each action: of one context they are the same, relative to what was done before.
+
+        The first of a kind allocates what later ones add to; a loop's locals keep the newest forward's output; and
+        where FSDP reshards after forward, it gathers anew or not by what its stage did last.
+        """
+        seen: Counter[tuple] = Counter()
+        last_of_part: dict[int, str] = {}
+        newest: dict[int, int] = {}
+        found = []
+        for action in self.actions:
+            phase, part, microbatch = action
+            kept_by_loop = not self.planned and phase == "backward" and newest.get(part) == microbatch
+            before = last_of_part.get(part, "") if self.reshards else ""
+            found.append((action.kind, min(seen[action.kind], 1), kept_by_loop, before))
+            seen[action.kind] += 1
+            last_of_part[part] = phase
+            if phase == "forward":
+                newest[part] = microbatch
+        return found
+
+
+def orders_of_ranks(
+    schedule: str, split: StageSplit, pp: int, num_microbatches: int, *, reshards: bool
+) -> dict[int, Order]:
+    """What each pipeline rank does in a step, by torch's own account."""
+    ranks = range(pp)
+    schedule_class = get_schedule_class(schedule)
+    if not issubclass(schedule_class, PipelineScheduleMulti):
+        return {rank: _of_loop(schedule, rank, split.num_stages, num_microbatches, reshards) for rank in ranks}
+    stages = [
+        SimpleNamespace(group_size=pp, group_rank=0, num_stages=split.num_stages, stage_index=stage, submod=None)
+        for stage in split.stages_of(0)
+    ]
+    planned = schedule_class(stages, n_microbatches=num_microbatches).pipeline_order_with_comms
+    return {rank: _of_plan(planned[rank], split.stages_of(rank), num_microbatches, reshards) for rank in ranks}
+
+
+def shortest(orders: Sequence[Order], schedule: str) -> tuple[int, Order] | None:
+    """The shortest order with every context that comes in any of these, and which of them it was made from.
+
+    `orders` are of ranks whose stages are of the same kinds. None where no short one has all.
+    """
+    wanted = set().union(*(order.contexts() for order in orders))
+    count = orders[0].num_microbatches
+    for size in range(min(count, _FEWEST_MICROBATCHES), min(count, _MOST_MICROBATCHES) + 1):
+        for number, order in enumerate(orders):
+            for short in _shortened(order, size, schedule):
+                if wanted <= set(short.contexts()):
+                    return number, short
+    return None
+
+
+def of_one_microbatch(order: Order, schedule: str) -> Order:
+    """The same with the first microbatch only."""
+    return next(iter(_shortened(order, 1, schedule)))
+
+
+def _of_loop(schedule: str, stage: int, num_stages: int, num_microbatches: int, reshards: bool) -> Order:
+    shape = {"pp_rank": stage, "pp": num_stages, "num_stages": num_stages, "num_microbatches": num_microbatches}
+    actions = [RankAction(PHASES[action.kind], 0, action.microbatch) for action in actions_of_rank(schedule, **shape)]
+    actions += [END, RankAction("reduce", 0, NO_MICROBATCH)]
+    return Order(tuple(actions), num_microbatches, reshards, warmup=min(num_microbatches, num_stages - stage))
+
+
+def _of_plan(planned: Sequence[Any], stages: Sequence[int], num_microbatches: int, reshards: bool) -> Order:
+    part_of = {stage: part for part, stage in enumerate(stages)}
+    actions = []
+    for action in planned:
+        name = action.computation_type.value
+        if not name.startswith(("SEND", "RECV")):
+            microbatch = NO_MICROBATCH if action.microbatch_index is None else action.microbatch_index
+            actions.append(RankAction(PHASES[name], part_of[action.stage_index], microbatch))
+    return Order((*actions, END), num_microbatches, reshards, planned=tuple(planned))
+
+
+def _shortened(order: Order, size: int, schedule: str) -> Iterable[Order]:
+    """Orders of `size` microbatches that torch can run in this one's stead."""
+    if not order.planned:
+        for warmup in range(1, min(size, order.warmup) + 1):
+            yield _of_loop(schedule, 0, warmup, size, order.reshards)
+        return
+    count = order.num_microbatches
+    ends = sorted({0, 1, 2, count // 2, count - 3, count - 2, count - 1} & set(range(count)))
+    stages = list(dict.fromkeys(action.stage_index for action in sorted(order.planned, key=lambda a: a.stage_index)))
+    for kept in combinations(ends, size):
+        number = {microbatch: i for i, microbatch in enumerate(kept)} | {None: None}
+        yield _of_plan(
+            [
+                action._replace(microbatch_index=number[action.microbatch_index])
+                for action in order.planned
+                if action.microbatch_index in number
+            ],
+            stages,
+            size,
+            order.reshards,
+        )
+
+
+@contextmanager
+def run_short_order(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
+    """Within, torch's schedule splits its batch and makes its buffers for all microbatches, and runs the first few.
+
+    `orders`: what it runs in each batch, one after the other.
+
+    The losses of those that are left out are the last one's.
+    """
+    schedule_class = get_schedule_class(schedule)
+    own = schedule_class._step_microbatches
+    coming = iter(orders)
+
+    def step_microbatches(
+        self: Any, arg_mbs: list, kwarg_mbs: list, target_mbs: list | None, losses: list | None, *rest: Any, **more: Any
+    ) -> None:
+        short = next(coming)
+        count, true_count = short.num_microbatches, self._n_microbatches
+        settings: dict[str, Any] = {"_n_microbatches": count}
+        if short.planned:
+            settings["pipeline_order_with_comms"] = {self.rank: short.planned}
+        elif short.warmup:
+            settings["_num_stages"] = self._stage.stage_index + short.warmup
+        initialize = "_initialize_stages" if short.planned else "_initialize_stage"
+        own_initialize = getattr(self, initialize)
+
+        def initialized(*args: Any, **kwargs: Any) -> None:
+            with patch.object(self, "_n_microbatches", true_count):
+                own_initialize(*args, **kwargs)
+
+        def cut(microbatches: list | None) -> list | None:
+            return microbatches and microbatches[:count]
+
+        with patch.multiple(self, **settings, **{initialize: initialized}):
+            own(self, cut(arg_mbs), cut(kwarg_mbs), cut(target_mbs), losses, *rest, **more)
+        if losses:
+            losses += losses[-1:] * (true_count - count)
+
+    with patch.object(schedule_class, "_step_microbatches", step_microbatches):
+        yield

@@ -1,1 +1,0 @@
-"""Published peaks of torchtitan runs against the estimate: the rows, what was built otherwise then, the comparison."""

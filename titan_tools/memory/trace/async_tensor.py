@@ -1,0 +1,145 @@
+"""Asynchronous tensor parallelism in a trace: torch's own fused products, with stand-ins for what only a GPU has.
+
+Inductor's pass puts the fused products into the plan, as in training. What they allocate, torch's Python code for CUDA
+allocates here: torch/distributed/_symmetric_memory/__init__.py, alike in torch 2.11 and 2.13. Copies between ranks use
+a workspace in symmetric memory, one for the group and as large as the largest request, outside of torch's allocator.
+Half of the pieces are multiplied on a second stream, for which both cuBLAS handles have another workspace.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+from torch._inductor.fx_passes import micro_pipeline_tp
+from torch._subclasses.fake_tensor import FakeTensor
+
+from converters.errors import UnsupportedError
+from titan_tools.memory.constants import CUBLAS_HANDLES, SIGNAL_PAD_BYTES, SYMMETRIC_GRANULE
+from titan_tools.memory.trace.kernels import Kernels, cublas_bytes
+from titan_tools.memory.trace.recorder import Recorder
+from trainer.config.sections import Config
+
+BACKEND_STREAM = "async_tp"
+_PIPELINED = (
+    "_pipelined_multi_all_gather_and_consume",
+    "_pipelined_all_gather_and_consume_last_dim",
+    "_pipelined_produce_and_all2all",
+)
+
+
+@contextmanager
+def trace_async_tp(config: Config, kernels: Kernels, recorder: Recorder) -> Iterator[None]:
+    """Fuse products with the collectives of the tensor-parallel group, if the config asks for it."""
+    degree = config.parallelism.tensor_parallel_degree
+    if not config.parallelism.enable_async_tensor_parallel or degree == 1:
+        yield
+        return
+    for _ in range(CUBLAS_HANDLES):
+        if size := cublas_bytes(kernels):
+            recorder.allocate(size, part="workspaces", stream=BACKEND_STREAM)
+    with ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(_micro_pipeline_tp=True))
+        stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))  # the pass asks for it
+        stack.enter_context(patch.object(micro_pipeline_tp.log, "disabled", True))  # warns of graphs with none to fuse
+        for name, value in (
+            ("torch", _TorchWithStreams()),
+            ("is_symm_mem_enabled_for_group", partial(_is_tp_group, degree)),
+            ("make_contiguous_for_perm", partial(_restride_on_meta, symmetric.make_contiguous_for_perm)),
+            ("get_symm_mem_workspace", partial(_workspace, recorder)),
+            ("_get_backend_stream", lambda priority=0: _Stream()),
+            ("_should_use_fused_all_gather_matmul_native", _reject_first_dim_gather),
+            *((name, partial(_without_recording, recorder, getattr(symmetric, name))) for name in _PIPELINED),
+        ):
+            stack.enter_context(patch.object(symmetric, name, value))
+        yield
+
+
+def fused_products() -> SimpleNamespace:
+    """The operations of `torch.ops.symm_mem` that Inductor's pass inserts, as CUDA runs them."""
+    names = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
+    names += ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
+    return SimpleNamespace(**{name: SimpleNamespace(default=_as_on_cuda(f"_{name}")) for name in names})
+
+
+def _as_on_cuda(name: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Slices of scales that are not aligned are copied; blocks begin at multiples of 512
+        address = lambda tensor: tensor.storage_offset() * tensor.element_size()  # noqa: E731
+        with patch.object(FakeTensor, "data_ptr", address, create=True):
+            return getattr(symmetric, name)(*args, **kwargs)
+
+    return run
+
+
+def _is_tp_group(degree: int, group_name: str) -> bool:
+    """Whether a group is this rank's tensor-parallel one (the innermost axis): only that one is enabled."""
+    rank = dist.get_rank()
+    first = rank - rank % degree
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    return dist.get_process_group_ranks(group) == list(range(first, first + degree))
+
+
+def _restride_on_meta(restride: Callable[..., Tensor], tensor: Tensor, perm: list[int]) -> Tensor:
+    """Only the strides are needed; a torch without CUDA cannot make a CUDA tensor contiguous."""
+    return restride(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), perm)
+
+
+def _workspace(recorder: Recorder, group_name: str, min_size: int) -> SimpleNamespace:
+    """A handle of the group's workspace, with what the fused products use of it."""
+    block = SIGNAL_PAD_BYTES + min_size
+    trace = recorder.trace
+    trace.symmetric_bytes = max(trace.symmetric_bytes, -(-block // SYMMETRIC_GRANULE) * SYMMETRIC_GRANULE)
+    group = dist.distributed_c10d._resolve_process_group(group_name)
+    return SimpleNamespace(
+        rank=group.rank(),
+        world_size=group.size(),
+        barrier=lambda channel=0: None,
+        get_buffer=lambda rank, sizes, dtype, storage_offset=0: torch.empty(sizes, dtype=dtype),
+    )
+
+
+def _without_recording(recorder: Recorder, move: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Moving and multiplying pieces writes only to tensors that exist already."""
+    with recorder.paused():
+        move(*args, **kwargs)
+
+
+def _reject_first_dim_gather(A_shard: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str) -> bool:
+    """torch has other kernels for a short gather over the first dim, which no layer of titan's needs."""
+    if gather_dim == 0:
+        raise UnsupportedError("the memory of asynchronous tensor parallelism over a tensor's first dim is not known")
+    return False
+
+
+class _Stream:
+    """A stand-in for a GPU's stream."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *unused: Any) -> None:
+        pass
+
+
+class _TorchWithStreams:
+    """torch, with stand-ins for CUDA's streams."""
+
+    cuda = SimpleNamespace(
+        current_stream=_Stream,
+        _sleep=lambda cycles: None,
+        Event=lambda: SimpleNamespace(wait=lambda: None, record=lambda: None),
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,251 @@
+"""The kernels of a traced step: a CPU's own, or stand-ins that allocate what a GPU's kernels allocate.
+
+A stand-in returns tensors of the right shapes. What CUDA kernels allocate internally, where it is more than a mebibyte,
+is not visible to dispatch: it is written down here from ATen's sources, torch 2.11 to 2.13, each function naming its
+file. Other operations of a step need nothing (products beyond cuBLAS's workspace, softmax, gather), or kilobytes:
+FSDP's `chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import ceil, prod
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.attention.bias import CausalVariant
+
+import trainer.build
+import trainer.optim
+import trainer.parallel.context
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS, HOPPER, MIB, Gpu
+from trainer.mesh import local_part
+
+aten = torch.ops.aten
+
+KernelBuffers = Callable[[tuple[Any, ...]], int]  # an operation's inputs → bytes that its kernel allocates internally
+Attend = Callable[..., Tensor]
+
+_FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """A device's kernels as far as they affect memory. The default is the CPU's own.
+
+    `attention`: the operation behind scaled_dot_product_attention. `norm`: RMSNorm in one kernel that keeps one fp32
+    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: Literal["own", "flash", "cudnn"] = "own"
+    norm: Literal["own", "fused"] = "own"
+    cublas_mib: float = 0.0
+    workspaces: Mapping[Any, KernelBuffers] = field(default_factory=dict)
+
+
+def gpu_kernels(gpu: Gpu) -> Kernels:
+    """A GPU type's kernels; as in trainer/parallel/attention_backend.py cuDNN's attention on Hopper, else flash."""
+    workspaces = {
+        aten.embedding_dense_backward.default: embedding_backward_bytes,
+        aten._foreach_norm.Scalar: foreach_norm_bytes,
+        aten.sum.dim_IntList: sum_bytes,
+        aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
+        aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
+    }
+    return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
+
+
+@contextmanager
+def use_kernels(kernels: Kernels) -> Iterator[None]:
+    """Run the step with these kernels."""
+    with ExitStack() as patches:
+        if kernels.attention != "own":
+            attend = _cudnn_attention if kernels.attention == "cudnn" else _flash_attention
+            attend = _choose_by_dtype(attend, fp32=_attend_in_fp32)
+            attend_to_prefix = _choose_by_dtype(_attend_to_prefix, fp32=_attend_to_prefix_in_fp32)
+            patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
+            patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
+        if kernels.norm == "fused":
+            patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
+        if kernels.device == "cuda":
+            patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
+            # Float8 is gathered over tensor-parallel ranks, as with NCCL: gloo has no float8. Everything else in
+            # torchao is the same on any device.
+            styles = _for_cuda(trainer.build.float8_styles)
+            patches.enter_context(patch.object(trainer.build, "float8_styles", styles))
+        yield
+
+
+def cublas_bytes(kernels: Kernels) -> int:
+    return round(kernels.cublas_mib * MIB)
+
+
+def _for_cuda(own: Callable[..., Any]) -> Callable[..., Any]:
+    def float8_styles(*args: Any, device_type: str, **kwargs: Any) -> Any:
+        return own(*args, device_type="cuda", **kwargs)
+
+    return float8_styles
+
+
+# --- attention
+
+
+def _choose_by_dtype(attend: Attend, *, fp32: Attend) -> Attend:
+    def attend_by_dtype(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return (fp32 if q.dtype == torch.float32 else attend)(q, *args, **kwargs)
+
+    return attend_by_dtype
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
+
+
+def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+    """On a GPU torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
+    return _flash_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+    """scaled_dot_product_attention in fp32, which neither flash attention nor cuDNN's supports.
+
+    ATen chooses the memory-efficient kernel, which has no grouped queries; for those it runs plain products, which keep
+    all scores (native/transformers/cuda/sdp_utils.cpp).
+    """
+    if q.shape[1] != k.shape[1]:
+        return aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, is_causal, enable_gqa=True)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, is_causal)[0]
+
+
+def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+    """trainer/parallel/context.py's `attend_to_prefix` in fp32; torch/nn/attention/bias.py, CausalBias."""
+    num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
+    if q_BCNH.shape[2] == k_BEKH.shape[2]:
+        kind = CausalVariant.UPPER_LEFT if num_queries == num_keys else CausalVariant.LOWER_RIGHT
+        return aten._efficient_attention_forward(
+            *(q_BCNH, k_BEKH, v_BEKH, None, None, None, None, None, 0.0),
+            custom_mask_type=int(kind),
+            compute_log_sumexp=q_BCNH.requires_grad,
+        )[0]
+    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
+    if num_queries == num_keys:
+        return _attend_in_fp32(q, k, v, is_causal=True).transpose(1, 2)
+    mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    bias_CE = torch.zeros_like(mask_CE, dtype=q.dtype).masked_fill_(mask_CE.logical_not(), float("-inf"))
+    return aten._scaled_dot_product_attention_math(q, k, v, bias_CE, 0.0, False, enable_gqa=True)[0].transpose(1, 2)
+
+
+def _flash_backward_bytes(args: tuple[Any, ...]) -> int:
+    """FlashAttention 2: dq in fp32 and a row sum, queries by 128 and heads by 32; dk and dv per query head if grouped.
+
+    csrc/flash_attn/flash_api.cpp, mha_bwd: dq_accum, softmax_d, dk_expanded, dv_expanded.
+    """
+    _, q, k, v = args[:4]
+    batch, heads, length, dim = q.shape
+    padded = _round_up(length, 128)
+    size = batch * heads * padded * 4 * (_round_up(dim, 32) + 1)
+    if heads != k.shape[1]:
+        size += 2 * batch * k.shape[2] * heads * dim * k.element_size()
+    return size
+
+
+def _cudnn_backward_bytes(args: tuple[Any, ...]) -> int:
+    """cuDNN's dq in fp32 and a row sum, as in flash attention; it groups heads without copies."""
+    _, q, *_ = args
+    batch, heads, length, dim = q.shape
+    return batch * heads * length * 4 * (dim + 1)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return ceil(number / multiple) * multiple
+
+
+# --- RMSNorm
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """aten._fused_rms_norm as in derivatives.yaml: keeps the input, the weight and one fp32 number per row.
+
+    On a CPU torch composes RMSNorm of operations that keep fp32 copies. Shapes without values. A DTensor's rows are
+    computed locally; each rank's gradient of the weight is a partial sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor) -> Tensor:
+        own = local_part(x)
+        inverse_deviation = own.new_empty((*own.shape[: -len(shape)], *[1] * len(shape)), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse_deviation)
+        return _placed_like(x, torch.empty_like(own))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        grad_x = _placed_like(x, torch.empty_like(local_part(x)))
+        grad_weight = torch.empty_like(local_part(weight))
+        if isinstance(weight, DTensor):
+            placements = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
+            grad_weight = DTensor.from_local(grad_weight, weight.device_mesh, placements, run_check=False)
+        return grad_x, None, grad_weight
+
+
+def _placed_like(x: Tensor, own: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return own
+    return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    if torch.compiler.is_compiling():  # a compiler decomposes the operation, and needs to see what it computes
+        return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
+    return _FusedRMSNorm.apply(x, list(normalized_shape), weight)
+
+
+# --- what kernels allocate internally
+
+
+def embedding_backward_bytes(args: tuple[Any, ...]) -> int:
+    """Indices sorted by token, and a row in fp32 for each run of up to ten equal ones.
+
+    native/cuda/Embedding.cu (sorted_indices, orig_indices) and EmbeddingBackwardKernel.cu (segment_offsets,
+    partials_per_segment and its sums, partial_segment_offset, grad_weight_per_segment).
+    """
+    gradient, indices, num_weights = args[:3]
+    count = indices.numel()
+    if count <= EMBEDDING_UNSORTED_TOKENS:
+        return 0
+    num_segments = min(count, num_weights)
+    num_partial = count // EMBEDDING_ROWS_PER_THREAD + num_segments
+    index_bytes = indices.element_size() * (3 * count + 2 * num_segments + num_partial)
+    return index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
+
+
+def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
+    """A number per chunk of every tensor, each with as many chunks as the largest; fp32 at least.
+
+    native/cuda/ForeachReduceOp.cu (output_per_tensor).
+    """
+    tensors = args[0]
+    most_chunks = max(ceil(tensor.numel() / _FOREACH_CHUNK) for tensor in tensors)
+    return len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
+
+
+def sum_bytes(args: tuple[Any, ...]) -> int:
+    """Of more than 2 GiB in 16 bits: sums in fp32, as one kernel cannot index all of it.
+
+    native/cuda/Reduce.cuh (AccumulationBuffer), where TensorIterator::can_use_32bit_indexing is false.
+    """
+    tensor, dims = args[:2]
+    if tensor.element_size() != 2 or tensor.numel() <= 2**30:
+        return 0
+    summed = prod(tensor.shape[dim] for dim in (dims or range(tensor.dim())))
+    return 4 * (tensor.numel() // summed)

@@ -1,0 +1,256 @@
+"""Track the point of the step at which a recorder is: hooks on modules, on FSDP and on pipeline stages.
+
+In a pipeline the point is set at each action and stays until the next one, as the schedule's loop keeps its local
+variables: what the loop sends or frees after a microbatch is at that microbatch's point, with no module. Actions of a
+stage as a whole have microbatch -1: phase `forward` where FSDP gathers a stage ahead, `backward` where it reshards the
+stage, `reduce` where the stage's gradients are reduced.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import stage as stages
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import PipelineStage, _PipelineStageBase
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._pytree import tree_leaves
+
+from titan_tools.memory.trace.recorder import Recorder
+
+# By the actions' names in torch's pipeline schedules
+PHASES = {
+    **dict.fromkeys(("F", "SEND_F", "RECV_F", "UNSHARD"), "forward"),
+    **dict.fromkeys(("B", "I", "SEND_B", "RECV_B", "RESHARD"), "backward"),
+    "W": "weight",
+    "REDUCE_GRAD": "reduce",
+}
+NO_STAGE = -1
+_STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
+
+Function = Callable[..., Any]
+Wrap = Callable[[Function, Recorder], Function]
+
+
+@contextmanager
+def track_points(recorder: Recorder) -> Iterator[None]:
+    """Follow the actions of pipeline stages, and label what FSDP gathers and reduces."""
+    with ExitStack() as patches:
+        for owner, name, wrap in _WRAPS:
+            own = owner.__dict__[name]
+            patches.enter_context(patch.object(owner, name, wraps(own)(wrap(own, recorder))))
+        yield
+
+
+def track_modules(parts: Sequence[nn.Module], recorder: Recorder) -> None:
+    """Follow the modules of the model: forward from a module's start to the next, backward from its output's gradient.
+
+    Call this after everything that wraps modules, so that the work of their hooks is at the right point.
+    """
+    for part in parts:
+        named = [(name, getattr(part, name)) for name in ("tok_embeddings", "norm", "output")]
+        named += [(f"layers.{number}", layer) for number, layer in part.layers.items()]
+        recorder.layers_of_parts.append(frozenset(map(int, part.layers)))
+        for fqn, module in named:
+            if module is not None:
+                recorder.module_fqns[module] = fqn
+                _track_module(module, fqn, recorder)
+        if part.output is not None:
+            _track_module(part, "loss", recorder, forward=False)
+
+
+def _track_module(module: nn.Module, fqn: str, recorder: Recorder, *, forward: bool = True) -> None:
+    def start_forward(module: nn.Module, args: Any) -> None:
+        recorder.point = recorder.point._replace(module=fqn)
+
+    def end_forward(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(start_backward)
+
+    def start_backward(gradient: Tensor) -> None:
+        phase = "weight" if recorder.point.phase == "weight" else "backward"
+        recorder.point = recorder.point._replace(phase=phase, module=fqn)
+
+    if forward:
+        module.register_forward_pre_hook(start_forward, prepend=True)
+    module.register_forward_hook(end_forward, prepend=True)
+
+
+def _wrap_gather(own: Function, recorder: Recorder) -> Function:
+    """A group's parameters, maybe while another module runs: prefetched, or gathered for a whole stage."""
+
+    def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+        with recorder.as_part("all_gather", owner=_module_of(group, recorder)):
+            return own(group, *args, **kwargs)
+
+    return run
+
+
+def _wrap_reduce(own: Function, recorder: Recorder) -> Function:
+    """A group's gradients are complete: unsharded before, this rank's shards after."""
+
+    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+        before = recorder.point
+        if before.phase == "reduce":
+            recorder.point = before._replace(module=_module_of(group, recorder))
+        for parameter in group.fsdp_params:
+            _label_gradients(parameter, recorder)
+        with recorder.as_part("reduce_scatter"):
+            own(group, *unused)
+        for parameter in group.fsdp_params:
+            _label_gradients(parameter, recorder)
+        recorder.point = before
+
+    return post_backward
+
+
+def _module_of(group: FSDPParamGroup, recorder: Recorder) -> str:
+    """The FQN of a group's module, of the first if there are several; FSDP itself learns it only in the first step."""
+    return recorder.module_fqns.get(group.modules[0], "")
+
+
+def _label_gradients(parameter: Any, recorder: Recorder) -> None:
+    held = [parameter.unsharded_accumulated_grad, parameter.sharded_param.grad]
+    if hasattr(parameter, "_unsharded_param"):
+        held.append(parameter._unsharded_param.grad)
+    for gradient in held:
+        if gradient is not None:
+            recorder.reclassify(gradient, "gradients")
+
+
+def _name_streams(own: Function, recorder: Recorder) -> Function:
+    """Each FSDP root makes its own streams."""
+
+    def lazy_init(context: FSDPCommContext, device: Any) -> None:
+        own(context, device)
+        count = len({name.partition("/")[2] for name in recorder.stream_names.values()})
+        for name in _STREAMS:
+            recorder.name_stream(getattr(context, f"{name}_stream"), f"{name}/{count}" if count else name)
+
+    return lazy_init
+
+
+def _pad_once(own: Function, recorder: Recorder) -> Function:
+    """Do not pad an uneven shard again that is padded already: FSDP compares addresses, which fake tensors lack."""
+
+    def reset_sharded_param(parameter: FSDPParam) -> None:
+        held = parameter._sharded_param_data.untyped_storage()
+        if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
+            own(parameter)
+
+    return reset_sharded_param
+
+
+def _without_recording(own: Function, recorder: Recorder) -> Function:
+    """DTensor finds shapes by running operations on fake tensors, in a real run too."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.paused():
+            return own(*args, **kwargs)
+
+    return run
+
+
+def _set_point(recorder: Recorder, phase: str, stage: int, microbatch: int = -1) -> None:
+    """A stage starts work on this microbatch of the schedule (-1: on none)."""
+    if microbatch >= 0:
+        microbatch += recorder.first_microbatch
+    recorder.point = recorder.point._replace(phase=phase, stage=stage, microbatch=microbatch, module="")
+
+
+def _wrap_action(own: Function, recorder: Recorder) -> Function:
+    """Schedules of several stages per rank name each action for the profiler, just before they run it."""
+
+    def name(action: Any) -> str:
+        microbatch = -1 if action.microbatch_index is None else action.microbatch_index
+        _set_point(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
+        return own(action)
+
+    return name
+
+
+def _wrap_microbatch(phase: str) -> Wrap:
+    def wrap(own: Function, recorder: Recorder) -> Function:
+        def run(stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            _set_point(recorder, phase, stage.stage_index, microbatch)
+            result = own(stage, microbatch, *args, **kwargs)
+            _set_point(recorder, phase, stage.stage_index, microbatch)
+            return result
+
+        return run
+
+    return wrap
+
+
+def _wrap_stage_reduce(own: Function, recorder: Recorder) -> Function:
+    def perform_reduce_grad(stage: _PipelineStageBase, *args: Any) -> None:
+        _set_point(recorder, "reduce", stage.stage_index)
+        own(stage, *args)
+        _set_point(recorder, "reduce", stage.stage_index)
+
+    return perform_reduce_grad
+
+
+def _wrap_end(own: Function, recorder: Recorder) -> Function:
+    """All microbatches are done: what follows belongs to none of them, nor to a stage."""
+
+    def update_losses(schedule: _PipelineSchedule, held: Any, *args: Any) -> None:
+        _set_point(recorder, "forward", NO_STAGE)
+        own(schedule, held, *args)
+
+    return update_losses
+
+
+def _wrap_buffers(own: Function, recorder: Recorder) -> Function:
+    """Before the first microbatch a stage allocates one receive buffer for each."""
+
+    def prepare(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
+        point = recorder.point._replace(phase="build", stage=stage.stage_index, microbatch=-1, module="")
+        with recorder.at(point), recorder.as_part("pipeline_buffers"):
+            return own(stage, *args, **kwargs)
+
+    return prepare
+
+
+def _wrap_buffer(own: Function, recorder: Recorder) -> Function:
+    """A stage receives one tensor per microbatch, and allocates their buffers in order."""
+
+    def make_tensor(*args: Any) -> Tensor:
+        if recorder.point.phase == "build":
+            recorder.point = recorder.point._replace(microbatch=recorder.point.microbatch + 1)
+        return own(*args)
+
+    return make_tensor
+
+
+def _defining(kind: type, name: str) -> type:
+    return next(each for each in kind.__mro__ if name in each.__dict__)
+
+
+# (owner, name of a function or method, its wrapper)
+_WRAPS: tuple[tuple[Any, str, Wrap], ...] = (
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached", _without_recording),
+    (FSDPCommContext, "lazy_init", _name_streams),
+    (FSDPParam, "reset_sharded_param", _pad_once),
+    (FSDPParamGroup, "unshard", _wrap_gather),
+    (FSDPParamGroup, "wait_for_unshard", _wrap_gather),
+    (FSDPParamGroup, "post_backward", _wrap_reduce),
+    (schedules, "_get_profiler_function_name", _wrap_action),
+    (_PipelineSchedule, "_update_losses", _wrap_end),
+    (stages, "_make_tensor_from_meta", _wrap_buffer),
+    *(
+        (_defining(PipelineStage, name), name, _wrap_buffers)
+        for name in ("_prepare_forward_infra", "_prepare_backward_infra")
+    ),
+    (_PipelineStageBase, "forward_one_chunk", _wrap_microbatch("forward")),
+    (_PipelineStageBase, "backward_one_chunk", _wrap_microbatch("backward")),
+    (_PipelineStageBase, "backward_weight_one_chunk", _wrap_microbatch("weight")),
+    (_PipelineStageBase, "perform_reduce_grad", _wrap_stage_reduce),
+)

@@ -1,0 +1,139 @@
+"""Measure a training run and log its metrics every few steps, on the ranks that log."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from converters.names import METRICS_FILE
+from trainer.checkpoints.run_state import Progress
+from trainer.config.sections import Metrics
+from trainer.config.show import as_json
+from trainer.job import Job
+from trainer.observability.log import shown_ranks
+from trainer.observability.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    LoggedRun,
+    MetricSink,
+    TensorBoardSink,
+    open_registered_sinks,
+)
+from trainer.observability.throughput import StepClock, flops_per_token, peak_flops, peak_memory
+from trainer.observability.wandb_sink import WandbSink
+from trainer.step import StepResult
+
+
+class Report:
+    """Measures from the moment it is made, and sends metrics to this rank's sinks; most ranks have none.
+
+    Loss and gradient norm are equal on all ranks, in a pipeline too, so rank 0 writes the records. With
+    metrics.save_for_all_ranks every rank writes its own measurements to TensorBoard. LOG_RANK says which ranks print.
+    """
+
+    def __init__(self, job: Job, progress: Progress, *, device: torch.device, rank: int):
+        """`progress` is the state that the run starts from; a resumed run continues its run at Weights & Biases."""
+        self._wandb: WandbSink | None = None
+        self._sinks = self._open_sinks(job, progress, rank)
+        if not self._sinks:
+            return
+        config = job.config
+        self._device, self._num_ranks = device, dist.get_world_size()
+        self._every, self._num_steps = config.metrics.log_freq, config.training.steps
+        self._tokens_per_step = job.tokens_per_step
+        self._clock = StepClock(
+            flops_per_token=flops_per_token(
+                job.args, num_parameters=job.num_parameters, seq_len=config.training.seq_len
+            ),
+            num_ranks=self._num_ranks,
+            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+        )
+
+    def _open_sinks(self, job: Job, progress: Progress, rank: int) -> list[MetricSink]:
+        dump, settings = Path(job.config.job.dump_folder), job.config.metrics
+        shown = shown_ranks(dist.get_world_size())
+        sinks: list[MetricSink] = []
+        if rank in shown:
+            console = ConsoleSink(
+                prefix="" if shown == {0} else f"[rank {rank}] ",
+                color=not settings.disable_color_printing and "NO_COLOR" not in os.environ,
+                num_steps=job.config.training.steps,
+                tokens_per_step=job.tokens_per_step,
+            )
+            sinks.append(console)
+        if rank == 0:
+            sinks.append(JsonlSink(dump / METRICS_FILE, num_done=progress.step))
+        if tensorboard := _tensorboard_folder(settings, dump, rank):
+            sinks.append(TensorBoardSink(tensorboard))
+        if rank == 0:
+            run = LoggedRun(dump, as_json(job.config)["config"], progress.step)
+            if settings.enable_wandb:
+                self._wandb = WandbSink(run, run_id=progress.wandb_run_id)
+                sinks.append(self._wandb)
+            sinks += open_registered_sinks(run)
+        return sinks
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        """The run at Weights & Biases that this rank logs to."""
+        return self._wandb.run_id if self._wandb else None
+
+    def step(self, progress: Progress, result: StepResult, *, lr: float) -> None:
+        """Count a step; log it if it is the first, the last, or one of every `metrics.log_freq`."""
+        if not self._sinks:
+            return
+        self._clock.count_step(self._tokens_per_step)
+        if progress.step % self._every and progress.step not in (1, self._num_steps):
+            return
+        speed = self._clock.read()
+        metrics = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens_per_sec": speed.tokens_per_sec,
+            "tokens_per_sec_per_rank": speed.tokens_per_sec / self._num_ranks,
+            "tflops_per_rank": speed.tflops_per_rank,
+            **({} if speed.mfu is None else {"mfu": speed.mfu}),
+            "data_secs": speed.data_secs,
+            **peak_memory(self._device),
+            "ntokens_seen": progress.ntokens_seen,
+            "skipped_steps": progress.skipped_steps,
+        }
+        self._log(progress.step, metrics)
+
+    def validation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Log the metrics of a validation."""
+        self._log(step, {name: value for name, value in metrics.items() if value is not None})
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def fetching(self) -> AbstractContextManager[None]:
+        """Context around loading a step's samples."""
+        return self._clock.fetching() if self._sinks else nullcontext()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context around what is not training time: validation, a checkpoint."""
+        if not self._sinks:
+            yield
+            return
+        self._clock.pause()
+        yield
+        self._clock.resume()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None:
+    """Where this rank writes scalars, if it does; two ranks never write to one file."""
+    if not settings.enable_tensorboard or not (rank == 0 or settings.save_for_all_ranks):
+        return None
+    folder = dump / settings.save_tb_folder
+    return folder / f"rank_{rank}" if settings.save_for_all_ranks else folder

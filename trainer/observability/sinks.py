@@ -1,0 +1,160 @@
+"""Metric sinks: the `MetricSink` protocol; console, metrics.jsonl and TensorBoard; sinks that a user registers."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from converters.names import RESUMED_FROM
+
+
+class MetricSink(Protocol):
+    """Receives the metrics of a run, in the process of the rank that logs."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step. Unknown metrics are left out; a loss may be NaN or infinite."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered. Called once, after the last step of a run that did not fail."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """What a sink is opened with. `config` is the merged config by section, as `titan config show --json` prints it."""
+
+    dump_folder: Path
+    config: Mapping[str, Any]
+    num_done: int  # steps that were done before, in a run that resumes
+
+
+_REGISTERED: dict[str, Callable[[LoggedRun], MetricSink]] = {}
+
+
+def register_metric_sink(name: str, open_sink: Callable[[LoggedRun], MetricSink]) -> None:
+    """Send the metrics of every run to `open_sink(run)` too; it is called on rank 0, before the first step."""
+    _REGISTERED[name] = open_sink
+
+
+def open_registered_sinks(run: LoggedRun) -> list[MetricSink]:
+    """The sinks that a module in experimental.custom_import has registered, opened."""
+    return [open_sink(run) for open_sink in _REGISTERED.values()]
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without NaN and infinity, which neither JSON nor a plot can show."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+class ConsoleSink:
+    """One line per record on stdout. `prefix` begins each line; `num_steps` is the length of the run, for the ETA."""
+
+    def __init__(self, *, prefix: str, color: bool, num_steps: int, tokens_per_step: int):
+        self._prefix, self._color = prefix, color and sys.stdout.isatty()
+        self._num_steps, self._tokens_per_step = num_steps, tokens_per_step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "validation_loss" in metrics:
+            line = validation_line(step, metrics)
+        else:
+            secs_per_step = self._tokens_per_step / metrics["tokens_per_sec"]
+            line = step_line(step, metrics, eta_secs=secs_per_step * (self._num_steps - step))
+        line = self._prefix + line
+        # one write: lines of several ranks share the console
+        print(f"\033[36m{line}\033[0m\n" if self._color else f"{line}\n", end="", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonlSink:
+    """One JSON object per record, appended to a file line by line, so that a killed run leaves all its records."""
+
+    def __init__(self, path: Path, *, num_done: int):
+        """`num_done` marks in the file where a resumed run repeats steps: earlier records of them no longer count."""
+        repeats = _last_step(path) > num_done
+        self._file = _open_to_append(path)
+        if repeats:
+            self._file.write(json.dumps({"step": num_done, RESUMED_FROM: num_done}) + "\n")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **finite(metrics)}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardSink:
+    """TensorBoard scalars."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter  # here: the import is slow
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in finite(metrics).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _open_to_append(path: Path) -> TextIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    file = path.open("a", buffering=1)
+    if is_torn:  # the last run was killed within a line
+        file.write("\n")
+    return file
+
+
+def _last_step(path: Path) -> int:
+    """The highest step that a file has a record of; 0 where there is none."""
+    steps = [0]
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):  # an incomplete line
+            steps.append(int(json.loads(line)["step"]))
+    return max(steps)
+
+
+def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> str:
+    """The console line of a training step."""
+    tflops = metrics["tflops_per_rank"]
+    parts = [
+        f"step {step:>6}",
+        f"loss {metrics['loss']:.4f}",
+        f"grad_norm {metrics['grad_norm']:.4f}",
+        f"lr {metrics['lr']:.2e}",
+        f"tokens/s {metrics['tokens_per_sec']:,.0f}",
+        f"TFLOP/s {tflops:.{2 if tflops >= 1 else 4}f}",
+    ]
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    in_use = f" ({metrics['memory_allocated_gib']:.2f} in use)" if "memory_allocated_gib" in metrics else ""
+    parts += [f"data {metrics['data_secs'] * 1000:.1f} ms", f"memory {metrics['memory_gib']:.2f} GiB{in_use}"]
+    if metrics["skipped_steps"]:
+        parts.append(f"skipped {metrics['skipped_steps']}")
+    parts.append(f"ETA {_clock(eta_secs)}")
+    return "  ".join(parts)
+
+
+def validation_line(step: int, metrics: Mapping[str, float]) -> str:
+    """The console line of a validation."""
+    loss, perplexity = metrics["validation_loss"], metrics["validation_perplexity"]
+    line = f"step {step:>6}  held-out loss {loss:.4f}  perplexity {perplexity:.2f}"
+    if "validation_unigram_entropy" in metrics:
+        line += f"  unigram entropy {metrics['validation_unigram_entropy']:.4f}"
+    return line
+
+
+def _clock(secs: float) -> str:
+    minutes, seconds = divmod(round(secs), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,117 @@
+"""Speed, FLOP utilization and peak memory of a training run."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from converters.families.base import ModelArgs
+from converters.sizes import GIB
+
+# Dense bf16 FLOP/s of one device as its vendor states it; the first name that is part of the device's name applies
+_PEAK_FLOPS = (
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H800", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("MI300X", 1307e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak bf16 FLOP/s of a device; None for an unknown one."""
+    return next((flops for name, flops in _PEAK_FLOPS if name in device_name), None)
+
+
+def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int) -> int:
+    """6·N + 12·L·d·s: forward and backward of the matrix products, and of full (not causal) attention.
+
+    N excludes the input embedding, which is a lookup, unless it is tied and so the output projection too. Published MFU
+    figures (torchtitan, NVIDIA's benchmarks) use this count.
+    """
+    num_matmul = num_parameters - (0 if args.tied else args.vocab_size * args.dim)
+    return 6 * num_matmul + 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Speed since the last log line; rates are per second, TFLOP/s and MFU of one rank."""
+
+    secs_per_step: float
+    data_secs: float  # per step, waiting for its samples
+    tokens_per_sec: float
+    tflops_per_rank: float
+    mfu: float | None
+
+
+class StepClock:
+    """Measures the steps between two log lines."""
+
+    def __init__(self, *, flops_per_token: int, num_ranks: int, peak: float | None):
+        self._flops_per_token = flops_per_token
+        self._num_ranks = num_ranks
+        self._peak = peak
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset all counts."""
+        self._num_tokens = 0
+        self._num_steps = 0
+        self._secs = 0.0
+        self._data_secs = 0.0
+        self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        self._secs += time.perf_counter() - self._since
+
+    def resume(self) -> None:
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Context around loading a step's samples: part of the step's time, and also measured alone."""
+        since = time.perf_counter()
+        yield
+        self._data_secs += time.perf_counter() - since
+
+    def count_step(self, num_tokens: int) -> None:
+        """Count a step over `num_tokens` tokens of all ranks, padding included."""
+        self._num_tokens += num_tokens
+        self._num_steps += 1
+
+    def read(self) -> Throughput:
+        """The speed since the last call."""
+        self.pause()
+        secs = max(self._secs, 1e-9)
+        tokens_per_sec = self._num_tokens / secs
+        flops = tokens_per_sec * self._flops_per_token / self._num_ranks
+        reading = Throughput(
+            secs_per_step=secs / max(self._num_steps, 1),
+            data_secs=self._data_secs / max(self._num_steps, 1),
+            tokens_per_sec=tokens_per_sec,
+            tflops_per_rank=flops / 1e12,
+            mfu=flops / self._peak if self._peak else None,
+        )
+        self.restart()
+        return reading
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of this rank: reserved and allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return {
+            "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+        }
+    import resource
+
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    return {"memory_gib": resident}
