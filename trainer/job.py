@@ -127,6 +127,7 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         raise ConfigError(
             f"{world_size} ranks do not divide: the degrees other than dp_shard multiply to {fixed}",
             hint=f"nearest world sizes that divide: {', '.join(map(str, near))}",
+            tries=[f"{option} {n}" for n in near],
         )
     product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
     hint = ""

@@ -93,6 +93,7 @@ def test_float8_all_gather_halves_the_bytes_of_what_is_converted(pools):
     assert in_float8 == in_bf16 - converted
 
 
+@pytest.mark.slow
 def test_precomputed_scales_are_those_computed_when_gathering(pools):
     def losses(**settings) -> list[dict]:
         return pools[2].run(train_and_follow, Layout("", 2, {}, BF16, float8(**GATHERED | settings)))

@@ -152,7 +152,7 @@ def test_torchtitans_data_position_is_refused_with_the_way_out(pools, data, torc
         assert "everything else can be resumed" in told
 
 
-@pytest.mark.parametrize(("age", "ntokens"), [("late", 99), ("early", 0)])
+@pytest.mark.parametrize(("age", "ntokens"), [("late", 99), pytest.param("early", 0, marks=pytest.mark.slow)])
 def test_the_rest_of_torchtitans_state_goes_on(pools, data, torchtitan, tmp_path, age, ntokens):
     path = torchtitan[age]
     config = _resume(data, tmp_path, path)

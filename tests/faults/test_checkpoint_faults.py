@@ -171,7 +171,7 @@ def _full_in(saves):
         checkpoint_io.CheckpointWriter.write_data = write_data
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("at_most", "saves"), [(1, (1, 3)), (2, (2, 3))])
 def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
     group, data, whole, tmp_path, mode, at_most, saves
@@ -187,7 +187,7 @@ def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
     _assert_ends_like(whole, tmp_path, steps=(1, 2, 3, 4))
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("at_most", "saves", "left", "told"),
     [

@@ -22,7 +22,7 @@ from tests.dist.processes import ranks
 FSDP2 = runs.FSDP2  # accumulates twice
 STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
 PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
-SLOW = ("data", "forward", "optim")
+SLOW = ("init", "data", "forward", "optim")
 
 
 def _fault(phase, what, rank):

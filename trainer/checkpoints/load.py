@@ -112,7 +112,7 @@ def changed_files(path: Path, group: dist.ProcessGroup) -> str:
 
     def check_share() -> list[str]:
         manifest = read_manifest(path)
-        return check_files(path, names=sorted(manifest.files)[rank::world]) if manifest else []
+        return check_files(path, sorted(manifest.files)[rank::world], manifest=manifest) if manifest else []
 
     return "; ".join(problem for share in on_each(group, check_share) for problem in share)
 

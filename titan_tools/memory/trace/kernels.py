@@ -21,7 +21,9 @@ from torch.nn.attention.bias import CausalVariant
 
 import trainer.build
 import trainer.parallel.context
-from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS, HOPPER, MIB, Gpu
+from converters.sizes import MIB
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
+from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.optim import clip
 

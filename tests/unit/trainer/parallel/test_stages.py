@@ -80,6 +80,9 @@ def test_a_stage_keeps_its_modules_under_their_names():
     assert stage.tok_embeddings is None
     assert list(stage.layers) == ["2", "3"]
     assert names[0] == "layers.2.attention.wq.weight" and names[-2:] == ["norm.weight", "output.weight"]
+    with torch.device("meta"):
+        first = keep_modules(Transformer(FLAVORS["debug_tied"]), ("tok_embeddings", "layers.0"))
+    assert first.tok_embeddings is not None and (first.norm, first.output) == (None, None)
 
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
