@@ -260,7 +260,7 @@ def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
 def _write(
     files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _Piece | None
 ) -> _Piece:
-    """Write the `common` part of a box to a slot; its piece, joined with the one `after` which it comes."""
+    """Write the `common` part of a box to a slot; returns its piece, joined with the preceding one, `after`."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
     data = part.reshape(-1).view(np.uint8).data
     element = 0  # of the slot, in which whole rows (or parts of one row) are contiguous

@@ -227,13 +227,13 @@ def test_parse():
 
 
 @pytest.mark.parametrize("text", ["tp=999999999999", "dp_shard=1024,dp_replicate=1024", "pp=" + "9" * 5000])
-def test_a_mesh_that_nobody_has_is_refused_at_once(text):
+def test_an_implausible_mesh_is_refused_at_once(text):
     with pytest.raises(ConfigError, match="131,072") as error:
         MeshShape.parse(text)
     assert len(error.value.message) < 500
 
 
-def test_a_mesh_that_no_trainer_can_run_is_told_in_full():
+def test_a_mesh_that_no_trainer_can_run_is_reported_in_full():
     args = FLAVORS["debug_gqa"]  # 8 heads, 4 key/value heads, 384 columns, 2,048 tokens, 4 layers
     with pytest.raises(ConfigError) as error:
         check_mesh(MeshShape(pp=9, tp=3), args)

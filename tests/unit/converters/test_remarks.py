@@ -55,7 +55,7 @@ def test_the_documents_of_a_snapshot_in_the_hub_s_cache_are_links_and_go_along(h
     assert (tmp_path / "dcp" / "assets" / "LICENSE").read_text() == "terms"
 
 
-def test_a_readme_without_weights_beside_it_is_not_the_model_s(hf, tmp_path):
+def test_a_readme_without_weights_in_its_folder_is_not_the_model_s(hf, tmp_path):
     (hf / "README.md").write_text("a project")
     assert find_documents(hf).keys() == {"README.md"}
     (hf / "model.safetensors").rename(tmp_path / "model.safetensors")

@@ -136,7 +136,7 @@ def test_cast_leaves_the_optimizer(step, tmp_path):
     assert (dtypes["norm.weight"], dtypes["optimizer.state.norm.weight.exp_avg"]) == ("float16", "float32")
 
 
-def test_what_casts_did_is_told(step, tmp_path):
+def test_what_casts_did_is_reported(step, tmp_path):
     report = reshard(step, tmp_path / "out", optimizer_dtype="bfloat16")
     moved = report.relative_error["optimizer.state.norm.weight.exp_avg"]
     assert 0 < moved <= 2**-8 and not report.relative_error.keys() & SHAPES.keys()
@@ -209,7 +209,7 @@ def test_another_number_of_files(step, tmp_path):
     assert many.num_files > 5
 
 
-def test_an_interrupted_reshard_goes_on_to_the_same_bytes(step, tmp_path):
+def test_an_interrupted_reshard_resumes_to_the_same_bytes(step, tmp_path):
     whole, parted, units = tmp_path / "whole", tmp_path / "parted", iter(range(40))
     reshard(step, whole, mesh=MeshShape(dp_shard=2))
 
