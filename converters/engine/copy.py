@@ -17,9 +17,9 @@ import numpy as np
 
 from converters.catalog import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
+from converters.cover import BoxIndex
 from converters.crc import join_crc32
 from converters.dtypes import itemsize
-from converters.engine.box_index import BoxIndex
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest
 from converters.engine.journal import Journal
