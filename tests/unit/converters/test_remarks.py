@@ -146,7 +146,7 @@ def test_a_tokenizer_that_cannot_be_read_goes_along_with_a_remark(tmp_path):
     for to, name in (("dcp", "assets/tokenizer.json"), ("meta", "tokenizer.json"), ("hf", "tokenizer.json")):
         report = convert(tmp_path / "plain", tmp_path / to, to=to)
         assert name in report.other_files
-        assert any("tokenizer.json is carried along unread" in remark for remark in report.remarks)
+        assert any("tokenizer.json is copied unread" in remark for remark in report.remarks)
 
 
 def test_the_tokenizer_is_parsed_once(hf, tmp_path, monkeypatch):

@@ -203,7 +203,7 @@ def test_another_number_of_files(step, tmp_path):
     loaded = blanked(training_state())
     dcp.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert_equal(loaded, training_state())
-    with pytest.raises(ConfigError, match="--num-files and --shard-size each settle"):
+    with pytest.raises(ConfigError, match="--num-files and --shard-size cannot be combined"):
         reshard(step, tmp_path / "more", num_files=3, shard_bytes=1000)
     many = reshard(step, tmp_path / "many", shard_bytes=10_000)
     assert many.num_files > 5
