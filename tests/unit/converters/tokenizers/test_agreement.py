@@ -200,4 +200,4 @@ def test_a_vocabulary_of_llama_3_s_size_takes_a_second(tmp_path):
     assert time.process_time() - started < 2.0
     started = time.process_time()
     assert compare_tokenizers(tmp_path / "tokenizer.json", tmp_path / "tokenizer.model").problems == ()
-    assert time.process_time() - started < 0.01
+    assert time.process_time() - started < 0.1
