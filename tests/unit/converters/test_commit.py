@@ -131,11 +131,11 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path, kernel):
 def test_overwrite_does_not_replace_somebodys_work(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="holds something else"):
+    with pytest.raises(CheckpointError, match="is not what would be written"):
         fill(tmp_path / "home", "x", overwrite=True)
     (tmp_path / "project").mkdir()
     (tmp_path / "project/config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds something else"):
+    with pytest.raises(CheckpointError, match="is not what would be written"):
         fill(tmp_path / "project", "x", overwrite=True)
     (tmp_path / "project/model.safetensors").touch()
     (tmp_path / "project/.git").mkdir()
@@ -254,5 +254,5 @@ def test_room_is_reported_in_fitting_units(tmp_path, monkeypatch):
 
 def test_a_file_holds_no_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file is no folder"):
+    with pytest.raises(CheckpointError, match="file is not a folder"):
         require_space(tmp_path / "file" / "out", 1)

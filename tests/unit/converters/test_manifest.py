@@ -50,7 +50,7 @@ def test_known_sums_are_not_read_again(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     manifest = write_manifest(tmp_path, tensors={}, files={"a": FileSum(3, 12345)})
     assert manifest.files["a"].crc32 == 12345
-    with pytest.raises(CheckpointError, match=r"not there:\n  b"):
+    with pytest.raises(CheckpointError, match=r"missing:\n  b"):
         write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
 
 

@@ -157,7 +157,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["verify", "meta-llama/Llama-3.2-1B"], "try: titan download meta-llama/Llama-3.2-1B"),
         (["convert", "hf-to-dcp", "hf", "out.safetensors"], "this is the name of a file"),
         (["convert", "auto", "hf", "out.PT", "--to", "torch"], "try: out.pt\n"),
-        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", ""], "it is empty"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", ""], "no axis is given"),
         (["convert", "meta-to-dcp", "hf", "out"], "not an original Meta release"),
         (["convert", "hf-to-dcp", "hf", "other"], "exists already"),
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "dpshard=2"], "did you mean dp_shard?"),
@@ -209,7 +209,7 @@ def test_one_of_something_is_reported_as_one(titan, tmp_path):
 @pytest.mark.parametrize(
     ("dst", "message"),
     [
-        ("data", "holds something else"),
+        ("data", "is not what would be written"),
         ("hf", "is the source itself"),
         ("hf/inside", "one is inside the other"),
         ("/proc/x", "/proc is not writable"),

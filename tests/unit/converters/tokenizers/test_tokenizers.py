@@ -133,7 +133,7 @@ CHANGES = {
     "unk_token": lambda c: c | {"model": c["model"] | {"unk_token": "!"}},
     "<|eot_id|>": lambda c: c | {"added_tokens": moved(c["added_tokens"], "<|eot_id|>", "<|python_tag|>")},
     "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
-    "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
+    "not bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
     "consecutive from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
     "do not result in a token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
     "order of their tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
