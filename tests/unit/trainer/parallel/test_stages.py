@@ -15,7 +15,13 @@ from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, T
 from trainer.job import layout_problems
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
-from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, schedule_machine_problems, split_model, stage_problems
+from trainer.parallel.stages import (
+    LOOPED_SCHEDULES,
+    V_SCHEDULES,
+    schedule_machine_problems,
+    split_model,
+    stage_problems,
+)
 
 
 def test_one_stage_per_rank_or_two_for_looped_schedules():

@@ -17,7 +17,7 @@ from trainer.data.datasets import open_dataset, register_dataset
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SEQ_LEN = 4
 
 
