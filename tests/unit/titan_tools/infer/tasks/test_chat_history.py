@@ -1,8 +1,8 @@
 """What a conversation remembers where nothing comes of a message."""
 
 import pytest
-from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 
+from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 from titan_tools.infer.tasks.chat import ChatHistory
 from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 
 import pytest
+
 from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 
 pytestmark = pytest.mark.slow
