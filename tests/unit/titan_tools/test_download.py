@@ -17,9 +17,9 @@ from huggingface_hub import constants, snapshot_download
 from converters.errors import CheckpointError
 from converters.open import open_checkpoint
 from tests.unit.titan_tools.fake_hub import SHA, Hub
+from titan_tools import api
 from titan_tools.hub import download as module
 from titan_tools.hub import fetch
-from titan_tools import api
 from titan_tools.hub.download import FileSelection, download, select_default
 
 NAME = "meta-llama/Tiny"

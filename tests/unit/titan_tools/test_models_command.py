@@ -8,8 +8,8 @@ from converters.errors import UnsupportedError
 from converters.families.registry import all_families, get_family
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
-from titan_tools.catalog_of_models import list_models
 from titan_tools.commands.models import models
+from titan_tools.model_list import list_models
 from trainer.models.registry import get_trainer_family
 
 
