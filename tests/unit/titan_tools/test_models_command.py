@@ -1,4 +1,4 @@
-"""titan models: every family with its flavors, what each is taken by, and nothing that would then be refused."""
+"""`titan models`: every family with its flavors, and only formats and commands that work."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_every_flavor_is_listed(capsys):
 
 
 @pytest.mark.parametrize("listed", list_models(), ids=lambda listed: listed["family"])
-def test_what_is_listed_is_what_is_done(listed):
+def test_listed_formats_and_commands_work(listed):
     family = get_family(listed["family"])
     assert "convert" in listed["commands"] and {"dcp", "hf", "torch"} <= set(listed["formats"])
     for name, output in FORMATS.items():
