@@ -69,7 +69,7 @@ def run(tmp_path, monkeypatch):
 
 def _wait_for_ranks(tmp_path, what="ready"):
     files = [tmp_path / f"{what}-{rank}" for rank in (0, 1)]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all(f.exists() for f in files):
         assert time.monotonic() < deadline, f"ranks are not {what}"
         time.sleep(0.05)
