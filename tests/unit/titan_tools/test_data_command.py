@@ -39,7 +39,7 @@ def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere.txt"], "no such file or folder"),
         (["bad.jsonl"], "bad.jsonl:2: not JSON"),
@@ -49,12 +49,12 @@ def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
         (["fine.txt", "--tokenizer", "nowhere"], "is not a folder"),
         (["fine.txt", "--vocab-size", "9000"], "too small or too uniform"),
         (["fine.txt", "--out", "fine.txt"], "is not a folder"),
-        (["fine.txt", "--out", "/proc/data"], "cannot be made"),
+        (["fine.txt", "--out", "/proc/data"], "cannot be created"),
         (["--vocab-size", "many"], "Invalid value for '--vocab-size'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_an_error_and_leaves_nothing(titan, tmp_path, arguments, told):
+def test_bad_input_is_an_error_and_leaves_nothing(titan, tmp_path, arguments, message):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text\n')
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "empty.txt").write_text("")
@@ -62,7 +62,7 @@ def test_bad_input_is_an_error_and_leaves_nothing(titan, tmp_path, arguments, to
     before = sorted(tmp_path.iterdir())
     done = titan("data", "prepare", *arguments)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
