@@ -19,7 +19,7 @@ from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
-from trainer.stages import StageSplit, split_model, stage_problems
+from trainer.parallel.stages import StageSplit, split_model, stage_problems
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,11 +121,11 @@ def measure(case: Case) -> dict[str, float]:
 
     from trainer.build import build
     from trainer.data.batch import Batch
-    from trainer.fake_ranks import fake_ranks
     from trainer.job import Job
     from trainer.mesh import make_meshes
-    from trainer.optim import build_optimizer
+    from trainer.optim.optimizer import build_optimizer
     from trainer.parallel.attention_backend import attention_backends
+    from trainer.process_group import fake_ranks
     from trainer.step import TrainStep
 
     config, dims, device = case.config, case.dims, torch.device("cuda", 0)

@@ -22,7 +22,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("family", "place", "mutation"), every(CASES, num=20))
+@pytest.mark.parametrize(("family", "place", "mutation"), every(CASES, num=12))
 def test_mutation(family, place, mutation, tmp_path, count):
     problem = (_saved_from_object if place == "object" else _changed_on_disk)(tmp_path / "src", family, mutation)
     if problem:

@@ -46,14 +46,10 @@ CASES = [
     *zip(MAIN, (GQA, TIED, GQA, TIED), strict=True),
     # each axis; replicas alone are DDP
     (Layout("replicas 2", 2, {REPLICAS: 2}), TIED),
-    (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),
-    # each pair of axes; TP in a pipeline is InterleavedZeroBubble's below, FSDP in one is what always reshards
+    # pairs of axes; TP in a pipeline is InterleavedZeroBubble's below, FSDP in one is what always reshards
     (Layout("hsdp 2x2", 4, {REPLICAS: 2}), GQA),
-    (Layout("replicas 2 tp 2", 4, {REPLICAS: 2, TP: 2}), TIED),
-    (Layout("replicas 2 cp 2", 4, {REPLICAS: 2, CP: 2}), GQA),
     (_pipe("replicas 2 pp 2", 4, **{REPLICAS: 2}), TIED),
     (Layout("fsdp 2 tp 2", 4, {TP: 2}), TIED),
-    (Layout("fsdp 2 cp 2", 4, {CP: 2}), TIED),
     (Layout("tp 2 cp 2", 4, {TP: 2, CP: 2}), TIED),
     (_pipe("cp 2 pp 2", 4, **{CP: 2}), GQA),
     # three
@@ -61,23 +57,16 @@ CASES = [
     # each schedule; 1F1B is every other pipeline's
     (_pipe("GPipe, microbatches of 4", **{SCHEDULE: "GPipe", MICROBATCH: 4}), GQA),
     (_pipe("Interleaved1F1B fsdp 2", 4, **{SCHEDULE: "Interleaved1F1B"}), TIED),
-    (_pipe("LoopedBFS, a layer per stage", **{SCHEDULE: "LoopedBFS", LAYERS_PER_STAGE: 1} | EVEN), GQA),
     (_pipe("InterleavedZeroBubble tp 2", 4, **{SCHEDULE: "InterleavedZeroBubble", TP: 2, MICROBATCH: 4}), TIED),
     (_pipe("ZBVZeroBubble", **{SCHEDULE: "ZBVZeroBubble", MICROBATCH: 1}), TIED),
-    # stages written out
-    (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
     # each way to recompute
     (Layout("full recomputation", 2, sections={"activation_checkpoint": FULL}), TIED),
-    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), GQA),
-    (_pipe("every 2nd layer, pp 2", sections={"activation_checkpoint": EVERY_2ND}), TIED),
     # batch and loss
     (Layout("accumulation 4", 2, training={"local_batch_size": 1}), TIED),
     # when FSDP frees what it has gathered
     (_pipe("fsdp 2 pp 2, always resharded", 4, fsdp_reshard_after_forward="always"), GQA),
-    (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
     # compiled
     (Layout("compiled, fsdp 2", 2, sections={"compile": AOT_EAGER}), TIED),
-    (Layout("compiled, memory budget", 2, sections=BUDGET), TIED),
     # Qwen 3: norms of q and k, whole on every tensor-parallel rank
     (_pipe("pp 2"), QWEN_TIED),
     (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), QWEN_GQA),
@@ -86,6 +75,16 @@ CASES = [
 ]
 # More ranks, or one more of a kind that CASES has
 SLOW_CASES = [
+    (Layout("pp 4", 4, {PP: 4, MICROBATCH: 2} | EVEN), TIED),
+    (Layout("replicas 2 tp 2", 4, {REPLICAS: 2, TP: 2}), TIED),
+    (Layout("replicas 2 cp 2", 4, {REPLICAS: 2, CP: 2}), GQA),
+    (Layout("fsdp 2 cp 2", 4, {CP: 2}), TIED),
+    (_pipe("LoopedBFS, a layer per stage", **{SCHEDULE: "LoopedBFS", LAYERS_PER_STAGE: 1} | EVEN), GQA),
+    (_pipe("explicit stages", module_fqns_per_model_part=EXPLICIT), GQA),
+    (Layout("operations kept, tp 2", 2, {TP: 2}, sections={"activation_checkpoint": OP}), GQA),
+    (_pipe("every 2nd layer, pp 2", sections={"activation_checkpoint": EVERY_2ND}), TIED),
+    (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), TIED),
+    (Layout("compiled, memory budget", 2, sections=BUDGET), TIED),
     *zip(MAIN, (TIED, GQA, TIED, GQA), strict=True),
     (Layout("fsdp 4", 4), TIED),
     (Layout("fsdp 2 tp 2 cp 2", 8, {TP: 2, CP: 2}), GQA),

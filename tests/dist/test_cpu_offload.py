@@ -22,7 +22,7 @@ DEGREES = {
 }
 
 
-SLOW = {"fsdp 2", "pp 2", "one rank"}
+SLOW = {"fsdp 2", "pp 2", "one rank", "tp 2"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in DEGREES])

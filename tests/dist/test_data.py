@@ -119,6 +119,7 @@ def test_validation_tells_each_source_and_their_mean_by_weight(pools, data, kind
         assert told["validation_loss"] == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], abs=5e-6)
 
 
+@pytest.mark.slow
 def test_validation_of_c4s_own_files_is_that_of_the_same_text(pools, data, kinds, tmp_path):
     """An index under the dump folder, of all documents in the order of their files."""
     told = {}

@@ -45,6 +45,7 @@ def test_numbers_are_torchs_hsdp_over_one_shard(pools, name):
     assert ours[0] == ours[1]
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_differ_by_the_rounding_of_one_gradient(pools):
     layout = Layout("ddp", 2, DDP, {"mixed_precision_param": "bfloat16"})
     ours, torchs = (pools[2].run(case, layout, "debug_gqa", 2)[0] for case in (train, train_as_hsdp))
@@ -75,7 +76,7 @@ def gradients_and_sums(layout: Layout, sizes: tuple[int, ...]) -> tuple[dict, Co
     return gradients, Counter(parameter.numel() for parameter in parameters.values()), summed
 
 
-@pytest.mark.parametrize("sizes", [(4,), (1, 1, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (1, 1, 2)])
 def test_accumulated_batches_are_summed_over_ranks_once(pools, sizes):
     ((expected, _, _),) = pools[1].run(gradients_and_sums, Layout("one rank"), (8,))
     for gradients, parameters, summed in pools[2].run(gradients_and_sums, LAYOUTS["fp32"], sizes):

@@ -12,7 +12,7 @@ from converters.open import open_checkpoint
 from tests.dist import runs
 from tests.dist.training import Layout, args_of, build_model, global_batch, make_step, own_batch, train
 from trainer.config.sections import Config
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 STEPS = 2
@@ -93,6 +93,7 @@ def test_float8_all_gather_halves_the_bytes_of_what_is_converted(pools):
     assert in_float8 == in_bf16 - converted
 
 
+@pytest.mark.slow
 def test_precomputed_scales_are_those_computed_when_gathering(pools):
     def losses(**settings) -> list[dict]:
         return pools[2].run(train_and_follow, Layout("", 2, {}, BF16, float8(**GATHERED | settings)))

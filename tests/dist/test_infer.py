@@ -31,7 +31,7 @@ def say(folder, tp):
     "tp, numbers",
     [
         pytest.param(2, {}, id="tp 2", marks=pytest.mark.slow),
-        pytest.param(2, {"tie_word_embeddings": True}, id="tp 2 tied"),
+        pytest.param(2, {"tie_word_embeddings": True}, id="tp 2 tied", marks=pytest.mark.slow),
         pytest.param(4, {}, id="tp 4: kv heads copied, vocabulary and feed-forward cut unevenly"),
         pytest.param(4, {"num_key_value_heads": 1, "vocab_size": 259}, id="tp 4: one kv head", marks=pytest.mark.slow),
     ],

@@ -76,6 +76,7 @@ def test_gradients_in_pieces_are_those_of_whole_logits(pools, layout, flavor):
     assert_alike(pools[layout.world_size].run(losses_and_gradients, layouts, flavor), bound=1e-6)
 
 
+@pytest.mark.slow
 def test_in_bf16_they_differ_by_its_rounding(pools):
     layout = Layout("fsdp tp", 4, {TP: 2}, BF16)
     layouts = [with_loss(layout, loss="plain"), with_loss(layout, loss_chunks=5)]

@@ -130,7 +130,7 @@ PLACES = (
     "hf_single scheduler.pt", "hf_single rng_state.pth", "hf_single tokenizer.pkl", "hf_single array",
     "hf_single runs/events.pkl",
 )  # fmt: skip
-SPELLED = ("torch zip", "dcp metadata", "dcp tensor item", "hf_single instead")  # here in every spelling there is
+SPELLED = ("torch zip", "dcp metadata")  # here in every spelling there is
 
 
 def run(tmp_path: Path, folders: dict[str, Path], sources: Path) -> dict[str, list[dict]]:

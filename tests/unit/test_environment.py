@@ -23,12 +23,9 @@ LOG_RANK=7 NGPU=99 CONFIG_FILE=/nonexistent TRAIN_FILE=my.train COMM_MODE=local_
 RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 SLURM_LOCALID=5 MASTER_ADDR=10.255.255.1 MASTER_PORT=1
 GLOO_SOCKET_IFNAME=none0 TITAN_IMPORT=/nonexistent TITAN_LAUNCH=1 TIKTOKEN_CACHE_DIR=/nonexistent
 """
-FEW = (
-    "titan_tools/test_config_command.py",
-    "titan_tools/test_download.py::test_into_a_plain_folder",
-    "titan_tools/test_console.py",
-)
+FEW = ("titan_tools/test_download.py::test_into_a_plain_folder", "titan_tools/test_console.py")
 MORE = (
+    "titan_tools/test_config_command.py",
     *("titan_tools/test_cli.py", "titan_tools/test_download.py", "titan_tools/test_data_command.py"),
     *("titan_tools/test_launch.py", "titan_tools/test_train_devices.py", "titan_tools/test_dry_run_command.py"),
     *(

@@ -30,8 +30,7 @@ BELOW = {
 # What each package of inference may import of the others and of the modules beside them
 INFER_BELOW = {
     "text": set(),
-    "ranks": set(),
-    "model": {"ranks"},
+    "model": {"ranks", "process_group"},
     "decoding": {"text", "model"},
     "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
 }

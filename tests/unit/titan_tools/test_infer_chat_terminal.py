@@ -27,7 +27,7 @@ class Terminal:
     def type(self, data):
         os.write(self.keys, data)
 
-    def read_until(self, what, *, secs=60):
+    def read_until(self, what, *, secs=120):
         seen, end = b"", time.monotonic() + secs
         while what not in seen:
             ready, _, _ = select.select([self.keys], [], [], max(0, end - time.monotonic()))

@@ -77,7 +77,19 @@ def one_pass(reference, tokens):
         return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("how", ["dynamic", "one by one", "copied heads", "static", "split", "compiled"])
+HOWS = ("dynamic", "one by one", "copied heads", "static", "split", "compiled")
+QUICK = {("qwen3_tied", "one by one"), ("qwen3_tied", "copied heads"), *(("llama3", how) for how in HOWS)}
+
+
+@pytest.mark.parametrize(
+    ("pair", "how"),
+    [
+        pytest.param(name, how, marks=[pytest.mark.slow] * ((name, how) not in QUICK))
+        for name in ("llama3", "qwen3_tied")
+        for how in HOWS
+    ],
+    indirect=["pair"],
+)
 def test_any_order_of_steps_over_ragged_rows_equals_one_pass(pair, short_shapes, how, request, monkeypatch):
     """Rows begin, alone or several in one pass, go on, are taken up behind what they hold, copied and cut."""
     reference, model = pair

@@ -110,8 +110,17 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+QUICK = {("greedy", False), ("penalised", True), ("seeded and penalised", False), ("seeded", True)}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "static"),
+    [
+        pytest.param(sampling, static, marks=[pytest.mark.slow] * ((name, static) not in QUICK), id=f"{name}-{static}")
+        for name, sampling in SAMPLINGS.items()
+        for static in (False, True)
+    ],
+)
 def test_a_sequence_is_the_same_alone_and_among_others(llama, sampling, static):
     """More prompts than rows, of all lengths, that end at different times, so that rows are taken up and moved."""
     prompts, stop_ids = ragged(20, 40), frozenset(range(0, 301, 23))

@@ -104,7 +104,7 @@ def one_by_one():
     return [*pairs, *((m, "hf") for m in MODELS if (m, "hf") not in pairs)]
 
 
-@pytest.mark.parametrize("rows", [1, 8], ids=["rows 1", "rows 8"])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["rows 1", "rows 8"])
 @pytest.mark.parametrize("known", ["llama 3.1", "qwen3"], indirect=True)
 def test_64_prompts(known, rows, memory_full_of_nan, tell):
     known.assert_says(load(known.folder), rows=rows, num_new=FEW, tell=tell)
@@ -164,7 +164,7 @@ def test_the_padded_reference_says_what_it_says_of_each_prompt_alone(known):
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 2051}
 
 
-@pytest.mark.parametrize("called", ["llama 3.2, tied", "qwen3"])
+@pytest.mark.parametrize("called", ["llama 3.2, tied", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_weights_large_enough_to_be_packed(called, tmp_path, tell):
     """Those above lie as they came: a CPU's kernels gain nothing where a weight fits a core's cache."""
     name, numbers = MODELS[called]

@@ -30,7 +30,7 @@ from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
-from trainer.runner import WholeModel
+from trainer.train_model import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = replace(GPUS["h200"], cublas_mib=0)
@@ -153,8 +153,16 @@ SMALL = ModelArgs(64, 4, 4, 2, 16, 192, vocab_size=256)
 QWEN = Qwen3Args(64, 4, 8, 4, 16, 192, vocab_size=256)  # heads wider, together, than the stream
 
 
-@pytest.mark.parametrize("args", [SMALL, QWEN], ids=family_of)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("args", "dtype"),
+    [
+        (SMALL, torch.bfloat16),
+        (QWEN, torch.float32),
+        pytest.param(SMALL, torch.float32, marks=pytest.mark.slow),
+        pytest.param(QWEN, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=["llama3, bf16", "qwen3, fp32", "llama3, fp32", "qwen3, bf16"],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_blocks_keep_is_what_torch_keeps(args, mode, dtype, monkeypatch):
     run = shape(args, mode, compute_bytes=dtype.itemsize)

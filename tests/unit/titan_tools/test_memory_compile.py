@@ -193,6 +193,7 @@ call = runner.call
     assert (view.shape, view.stride(), view.dtype, constant) == ((3, 2), (1, 3), torch.bfloat16, 7)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(monkeypatch):
     layout = _layout(
         "", 4, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B", **TP}, "aot_eager"

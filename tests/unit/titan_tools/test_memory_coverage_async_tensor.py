@@ -26,9 +26,9 @@ from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.fake_ranks import fake_ranks
 from trainer.gpus import GPUS
 from trainer.job import Job, resolve
+from trainer.process_group import fake_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -27,9 +27,9 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 QUICK = [
     ("llama3_8b", 8, OP),
     ("llama3_8b", 8, f"{REPLICAS}=8 {DDP} {NONE} {PLAIN}"),
-    ("llama3_8b", 16, f"{TP}=2 {CP}=2 {FULL}"),
 ]
 THOROUGH = [
+    ("llama3_8b", 16, f"{TP}=2 {CP}=2 {FULL}"),
     ("llama3_70b", 256, f"{TP}=8 {OP}"),
     ("llama3_1b", 8, FULL),
     ("llama3_8b", 1, OP),

@@ -14,9 +14,9 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegment
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
-from trainer import moments
 from trainer.config.sections import Config
 from trainer.job import Job, resolve
+from trainer.optim import moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,13 +92,10 @@ CASES = {
         1,
     ),
 }
-# Each axis and way to recompute; the slow set has all of them, deeper and for two steps
+# The slow set has all of them, deeper and for two steps
 QUICK = (
     "FSDP, every 2nd layer",
-    "FSDP, full, gathered for good",
-    "HSDP, op, never left gathered",
     "TP",
-    "CP, for-loop",
     "accumulation, plain loss",
     "tied",
     "DDP",

@@ -13,7 +13,7 @@ from trainer.build import build
 from trainer.config.load import load_config
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 
 LAYOUTS = {
     "one rank": {},

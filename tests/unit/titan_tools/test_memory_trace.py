@@ -38,18 +38,18 @@ OP, EVERY_2ND = _kept("selective", selective_ac_option="op"), _kept("selective",
 INTERLEAVED = PIPE | {SCHEDULE: "Interleaved1F1B"}
 # layout, flavor, rank
 CASES = [
-    (Layout("one rank"), GQA, 0),
-    (Layout("FSDP 2, accumulated, bf16", 2, {}, ACCUMULATED | BF16), TIED, 0),
     (Layout("FSDP 3, uneven", 3), TIED, 2),
-    (Layout("HSDP 2 x 2", 4, {REPLICAS: 2}), GQA, 0),
     (Layout("DDP 2, accumulated", 2, {REPLICAS: 2}, ACCUMULATED), TIED, 0),
     (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
-    (Layout("FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, {}, _kept("full")), TIED, 3),
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
-    (Layout("1F1B, last, bf16", 2, PIPE, BF16), TIED, 1),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
 ]
 MORE_CASES = [
+    (Layout("one rank"), GQA, 0),
+    (Layout("HSDP 2 x 2", 4, {REPLICAS: 2}), GQA, 0),
+    (Layout("FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, {}, _kept("full")), TIED, 3),
+    (Layout("1F1B, last, bf16", 2, PIPE, BF16), TIED, 1),
+    (Layout("FSDP 2, accumulated, bf16", 2, {}, ACCUMULATED | BF16), TIED, 0),
     (Layout("moments in bf16", 2, {}, {}, _optimizer(state_dtype="bfloat16")), GQA, 0),
     (Layout("TP 2", 2, {TP: 2}), GQA, 0),
     (Layout("TP 2, whole logits", 2, {TP: 2, "disable_loss_parallel": True}, PLAIN), GQA, 0),

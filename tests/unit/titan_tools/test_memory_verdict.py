@@ -62,8 +62,8 @@ def test_symmetric_memory_counts():
 @pytest.mark.parametrize(
     ("degrees", "wanted"),
     [
-        ({}, 1),  # FSDP's alone
-        ({"context_parallel": 2}, 2),
+        pytest.param({}, 1, marks=pytest.mark.slow),  # FSDP's alone
+        pytest.param({"context_parallel": 2}, 2, marks=pytest.mark.slow),
         ({"tensor_parallel": 2, "data_parallel_replicate": 2}, 3),
     ],
 )

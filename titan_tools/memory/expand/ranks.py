@@ -19,7 +19,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import NO_LAYER, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.job import Job
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES, V_SCHEDULES
 
 
 def trace_rank(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Trace:

@@ -26,10 +26,10 @@ from titan_tools.memory.trace.tracking import track_modules, track_points
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.fake_ranks import fake_ranks
 from trainer.job import Job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
+from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 

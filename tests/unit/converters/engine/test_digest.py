@@ -48,7 +48,7 @@ def test_long_rows_in_parts():
 
 def test_parts_of_rows_out_of_order_are_refused():
     total = TensorDigest("float32", (2, 4))
-    with pytest.raises(ValueError, match="digest whole rows"):
+    with pytest.raises(ValueError, match="add whole rows"):
         total.update(Box((0, 2), (2, 2)), np.zeros((2, 2), "float32"))
 
 
@@ -122,6 +122,9 @@ def test_many_short_rows_have_the_digest_of_their_definition(dtype, shape):
 
 def test_a_long_vector_takes_no_call_per_element():
     array = np.zeros(4_000_000, "float32")  # 0.8 s one by one
-    started = process_time()
-    digest(array)
-    assert process_time() - started < 0.5
+    secs = []
+    for _ in range(3):
+        started = process_time()
+        digest(array)
+        secs.append(process_time() - started)
+    assert min(secs) < 0.5

@@ -165,6 +165,7 @@ def test_a_smaller_budget_keeps_less(tmp_path, budget_afterwards):
     assert not list(tmp_path.rglob("*.svg"))
 
 
+@pytest.mark.slow
 def test_the_trade_of_time_for_memory_is_drawn_if_asked(tmp_path, budget_afterwards):
     kept_bytes(0.5, tmp_path, visualize_memory_budget_pareto=True)
     (drawing,) = tmp_path.rglob("*.svg")
