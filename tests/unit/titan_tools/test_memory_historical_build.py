@@ -91,14 +91,14 @@ def test_norms_compute_what_torch_does(rms_norm):
 def test_the_loss_computes_what_ours_does_and_keeps_the_logits_of_a_step(chunks, num_kept):
     torch.manual_seed(0)
     row = row_of(PIPELINED)
-    then = replace(build_of(row), loss_chunks=chunks, num_logits_kept=num_kept)
+    build = replace(build_of(row), loss_chunks=chunks, num_logits_kept=num_kept)
     made = []
 
     def forward(x, positions):
         made.append(torch.randn(2, 8, 16))
         return made[-1]
 
-    loss = rebuilt.LossOfLogits(forward, None, then)
+    loss = rebuilt.LossOfLogits(forward, None, build)
     targets = torch.randint(16, (2, 8))
     for _ in range(3):
         for _ in range(max(num_kept, 1)):
