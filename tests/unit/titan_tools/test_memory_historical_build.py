@@ -127,7 +127,7 @@ def test_the_output_layer_of_a_float8_run_stays_in_bf16():
     assert (float8.recipe_name, float8.enable_fsdp_float8_all_gather) == (None, True)
 
 
-def test_asynchronous_tensor_parallelism_is_told_from_a_row_s_words():
+def test_asynchronous_tensor_parallelism_is_found_in_a_row_s_words():
     for words, has_it in (("3D + AsyncTP", True), ("async TP", True), ("no async TP", False), ("", False)):
         preset, *overrides = settings_of(row_of(PIPELINED, notes=words))
         assert load_config(preset, overrides).parallelism.enable_async_tensor_parallel is has_it
