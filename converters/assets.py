@@ -106,14 +106,14 @@ def read_token_ids(
     that `generate` has none, comes from the tokenizer before config.json. And 1 and 2 in a config.json may be the
     defaults of its class: the tokenizer takes precedence.
     """
-    told = _ids_in(config or {})
+    stated = _ids_in(config or {})
     if HF_GENERATION_CONFIG in assets:
         sure = _ids_in(read_json(assets[HF_GENERATION_CONFIG]))
     else:
-        sure = {key: id for key, id in told.items() if id != CLASS_DEFAULTS.get(key)}
+        sure = {key: id for key, id in stated.items() if id != CLASS_DEFAULTS.get(key)}
     # Reading a tokenizer is slow, too slow for a pad id alone
     named = {} if CLASS_DEFAULTS.keys() <= sure.keys() else _ids_named_by_tokenizer(assets, vocab_size)
-    return told | named | sure
+    return stated | named | sure
 
 
 def read_carried_ids(assets: Mapping[str, Path], token_ids: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def cover_problem(entry: TensorEntry) -> str | None:
         if len(box.sizes) != len(entry.shape) or len(box.offsets) != len(entry.shape):
             return f"has {len(entry.shape)} dims, but a chunk with {len(box.sizes)}"
         if any(o + n > size for o, n, size in zip(box.offsets, box.sizes, entry.shape, strict=True)):
-            return f"the chunk at {box.offsets} of sizes {box.sizes} lies outside the shape {entry.shape}"
+            return f"the chunk at {box.offsets} of sizes {box.sizes} is outside the shape {entry.shape}"
     covered, total = sum(box.num_elements for box in boxes), prod(entry.shape)
     if len(boxes) > 1 and overlap(boxes):
         return "chunks overlap"

@@ -165,11 +165,11 @@ def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[D
     if a is None or b is None:
         return [], []
     ours, theirs = {"family": a.family, **all_numbers(a.args)}, {"family": b.family, **all_numbers(b.args)}
-    told = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
+    changed = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
     notes = [
-        f"{key}: {told[key]} (a limit, which does not change the computation)" for key in _NO_DIFFERENCE if key in told
+        f"{key}: {changed[key]} (a limit without effect on the computation)" for key in _NO_DIFFERENCE if key in changed
     ]
-    return [Difference(key, "model", text) for key, text in told.items() if key not in _NO_DIFFERENCE], notes
+    return [Difference(key, "model", text) for key, text in changed.items() if key not in _NO_DIFFERENCE], notes
 
 
 def _common_bytes(a: TensorSource, b: TensorSource) -> int:
@@ -207,12 +207,12 @@ def _describe(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info:
     total = Box.whole(x.shape).num_elements
     dtypes = [f"{x.dtype} in A, {y.dtype} in B"] if x.dtype != y.dtype else []
     if not gap.num_different:
-        told = "values are equal" if dtypes else "bits differ (-0.0 or NaN), values are equal"
-        return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+        found = "values are equal" if dtypes else "bits differ (-0.0 or NaN), values are equal"
+        return Difference(name, "dtype", "; ".join([*dtypes, found]), gap.max_abs, gap.relative)
     if gap.rounded:
         other, dtype = ("B", x.dtype) if gap.rounded == "A" else ("A", y.dtype)
-        told = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
-        return Difference(name, "dtype", "; ".join([*dtypes, told]), gap.max_abs, gap.relative)
+        found = f"{gap.rounded} is {other}, cast to {dtype}: {gap.num_different:,} of {total:,} values were rounded"
+        return Difference(name, "dtype", "; ".join([*dtypes, found]), gap.max_abs, gap.relative)
     assert gap.first is not None
     details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
     if reason := _explained(a, b, name, info):

@@ -129,7 +129,7 @@ def _open_folder(path: Path) -> Catalog:
         # else transformers' order decides
         raise CheckpointError(
             f"{path}: holds more than one checkpoint:{list_offenders(list(found.values()))}",
-            hint="nothing says which one is meant; keep each in a folder of its own",
+            hint="keep each in its own folder",
         )
     catalog = CONTAINERS[next(iter(found))].open_folder(files)
     catalog.file = "" if files.entry else catalog.file  # errors need not add a usual name to the folder's

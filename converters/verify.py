@@ -170,6 +170,6 @@ def _check_values(
         detail = f"all {total:,} tensors can be read, but there is no {MANIFEST} to compare them with"
         return Check("values", "not possible", detail)
     if without:  # only the CRC32 of their files can be compared
-        told = f"{len(without):,} of {total:,} tensors have no digest: written with --no-digest"
-        return Check("values", "not possible" if len(without) == total else "warning", told)
+        detail = f"{len(without):,} of {total:,} tensors have no digest: written with --no-digest"
+        return Check("values", "not possible" if len(without) == total else "warning", detail)
     return Check("values", "ok", f"{total:,} tensors against their digests")

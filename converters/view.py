@@ -15,13 +15,12 @@ from converters.catalog import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
 from converters.rules import Op, RopeHalves, Rule
 
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 TIED_REASON = "tied: equal to the embedding, bit for bit"
 
 
@@ -276,8 +275,8 @@ def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, 
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    told = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
+    listed = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
     return CheckpointError(
-        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(told),
+        f"{_prefix(where)}the tensors do not match the model, {found}:" + list_offenders(listed),
         hint="; ".join(hints),
     )

@@ -22,7 +22,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links between the repository root and docs/ at the pages of the site."""
+    """Point links between the repository root and docs/ at the pages of the site; show the titles of code blocks."""
+    markdown = re.sub(r'^```(\w+) title="([^"]+)"$', r"`\2`:\n\n```\1", markdown, flags=re.M)
     markdown = re.sub(_REPOSITORY_FILES, r"\1", markdown).replace("](docs/", "](")
     for source, page in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({page}").replace(f"]({source}", f"]({page}")

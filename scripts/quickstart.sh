@@ -60,7 +60,7 @@ cat <<SUMMARY
 
 made in $out
   data/                      token index and tokenizer
-  seed/                      seed checkpoint, cut for the first mesh
+  seed/                      seed checkpoint, sharded for the first mesh
   outputs/debug/             the run: checkpoints, metrics.jsonl, TensorBoard
   hf/                        the trained model for transformers
   loss.png                   the loss curve

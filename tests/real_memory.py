@@ -23,10 +23,10 @@ from titan_tools.memory.trace.events import Trace
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.fake_ranks import fake_ranks
 from trainer.job import Job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
+from trainer.process_group import fake_ranks
 from trainer.step import TrainStep
 
 # Operator, and what it calls, → what its CPU kernel makes room for, and gives back before it returns

@@ -1,18 +1,62 @@
-"""Public Python API of the tools: estimate GPU memory, load a model for inference, download, list models.
+"""Public Python API of the tools: load a model for inference, estimate GPU memory, download, list models.
 
 Importing it does not import torch.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from titan_tools.hub.download import DownloadReport
+    from titan_tools.infer.generator import Generator
     from titan_tools.memory.estimate import Estimate
     from titan_tools.memory.replay.allocator import AllocatorName
 
-__all__ = ["download", "estimate", "list_models"]
+__all__ = ["download", "estimate", "list_models", "load_for_inference"]
+
+
+def load_for_inference(
+    checkpoint: Path | str,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    device: Literal["cpu", "cuda"] | None = None,
+    quantize: Literal["int8", "float8"] | None = None,
+    compile: bool = False,
+    context: int | None = None,
+    model_from: Path | str | None = None,
+) -> "Generator":
+    """Load a checkpoint of any format for generation in this process.
+
+    Args:
+        checkpoint: as for `titan infer`; of a run folder the newest complete step.
+        dtype: of the computation; default: the checkpoint's own.
+        device: default: the GPU if there is one, else the CPU.
+        quantize: round the weights of linear layers to 8 bits.
+        compile: compile the decode step.
+        context: length of the longest sequence; default: the model's context, at most 8192.
+        model_from: folder with the model's config and tokenizer, for a checkpoint that does not have them.
+
+    The result has `generate`, `score`, `encode` and `decode`.
+
+    >>> model = load_for_inference("my-model")
+    >>> completion = model.generate("def main(", max_new_tokens=4)
+    >>> len(completion.tokens), completion.finish_reason
+    (4, 'length')
+    >>> model.generate(model.encode("def main("), max_new_tokens=4).text == completion.text
+    True
+    """
+    from titan_tools.infer.generator import load_for_inference as _load
+
+    return _load(
+        checkpoint,
+        dtype=dtype,
+        device=device,
+        quantize=quantize,
+        compile=compile,
+        context=context,
+        model_from=model_from,
+    )
 
 
 def estimate(
@@ -39,19 +83,18 @@ def estimate(
     """
     from converters.errors import UnsupportedError, list_offenders
     from titan_tools.memory.allocator_settings import allocator_of_environment
+    from titan_tools.memory.command import find_gpu
     from titan_tools.memory.estimate import estimate as _estimate
-    from titan_tools.memory.gpus import find_gpu
-    from titan_tools.memory.layout import resolved_layout
     from titan_tools.memory.trace.coverage import trace_gaps
     from trainer.config.load import load_config
+    from trainer.job import resolve_job
 
     settings = load_config(config, overrides)
-    dims = resolved_layout(settings, world_size=world_size)
-    if gaps := trace_gaps(settings, dims):
+    job = resolve_job(settings, world_size)
+    if gaps := trace_gaps(settings, job.dims):
         raise UnsupportedError("not covered by the estimate:" + list_offenders([gap.reason for gap in gaps], most=50))
     return _estimate(
-        settings,
-        dims,
+        job,
         gpu=None if gpu is None else find_gpu(gpu),
         allocator=allocator or allocator_of_environment(),
     )

@@ -1,4 +1,4 @@
-"""What `titan convert` and `titan reshard` print of their reports."""
+"""Print the reports of `titan convert` and `titan reshard`."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ def print_conversion(report: ConvertReport) -> None:
     if report.needs:
         _print_needs(report.needs)
     if report.resumed_bytes:
-        _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are still good")
+        _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     if report.num_cast:
         _line("cast", f"{count(report.num_cast, 'tensor')}{_describe_rounding(report.relative_error)}")
     if report.kept_float32:
@@ -40,13 +40,13 @@ def print_conversion(report: ConvertReport) -> None:
         kept = "; `titan reshard` keeps it" if report.source_format.startswith("dcp") else ""
         _line("left out", f"{sections} ({entries}): only weights are converted{kept}")
     for name in report.missing:
-        _line("missing", f"{name}: not in the source, and so not in the output")
+        _line("missing", f"{name}: not in the source, nor in the output")
     for name in report.extra:
         _line("extra", f"{name}: the model has no such tensor; not in the output")
     for remark in report.remarks:
         _line("note", remark)
     for name, number in report.non_finite.items():
-        _line("beware", non_finite(name, number))
+        _line("warning", non_finite(name, number))
 
 
 def print_resharding(report: ReshardReport) -> None:
@@ -74,9 +74,9 @@ def print_resharding(report: ReshardReport) -> None:
     for remark in report.remarks:
         _line("note", remark)
     if report.resumed_bytes:
-        _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are still good")
+        _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     for name, number in report.non_finite.items():
-        _line("beware", non_finite(name, number))
+        _line("warning", non_finite(name, number))
 
 
 def _line(label: str, text: str) -> None:
@@ -98,7 +98,7 @@ def _print_needs(needs: Needs) -> None:
     free = f"{format_bytes(needs.disk_bytes)}, {format_bytes(needs.free_bytes)} are free"
     _line("disk", free if needs.fits else f"does not fit: {free}")
     _line(
-        "time", f"about {_format_secs(needs.secs)} at {needs.bytes_per_sec / 1e9:.1f} GB/s; a slower disk sets the pace"
+        "time", f"about {_format_secs(needs.secs)} at {needs.bytes_per_sec / 1e9:.1f} GB/s; longer with a slower disk"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `titan train --dry-run` prints: layout, parameters, bytes and collectives of one rank of a job of any size."""
+"""Print the page of `titan train --dry-run`: layout, parameters, bytes and collectives of one rank."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: int, as_json: bool) -> None:
-    """Check, build and trace one rank, and print what was found. Raises ConfigError with everything that is wrong."""
+    """Check, build and trace one rank, and print what was found. Raises ConfigError with every problem."""
     job = resolve_job(config, world_size)
     if rank >= job.dims.world_size:
         raise ConfigError(f"--rank {rank}: the job has ranks 0 to {job.dims.world_size - 1}")
     for line in unread(config):
         note(f"not read: {line}")
-    from trainer.dry_run import dry_run  # torch, which errors above need not wait for
+    from trainer.dry_run import dry_run  # imports torch, which the errors above do not need
 
     found = dry_run(job, rank=rank)
     if as_json:
@@ -83,4 +83,4 @@ def _print(config: Config, found: "DryRun") -> None:
     )
     for line in found.left_out:
         note(f"left out: {line}")
-    note("activations are not counted: titan estimate-memory tells the peak")
+    note("activations are not counted: titan estimate-memory estimates the peak")

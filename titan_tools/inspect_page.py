@@ -1,4 +1,4 @@
-"""The page that `titan inspect` prints: what it is, then the weights as a tree, then what lies beside them."""
+"""Print the page of `titan inspect`: the model, the weights as a tree, then the other sections and values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
     """Print an inspection. `every`: tensors under their full names, one line each."""
     manifest = "with a manifest of titan's" if found.has_manifest else "no manifest"
     print(f"{found.path}: {CONTAINERS[found.container].title}, {found.naming} names, {manifest}")
-    for line in _tell_model(found):
+    for line in _describe_model(found):
         print(line)
     for text in found.notes:
         print(f"note:  {text}")
@@ -37,7 +37,7 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
         table(("value", ""), [(name, _shown(value)) for name, value in values.items()])
 
 
-def _tell_model(found: Inspection) -> list[str]:
+def _describe_model(found: Inspection) -> list[str]:
     lines = []
     if found.model:
         m = dict(found.model)
@@ -61,15 +61,15 @@ def _tell_model(found: Inspection) -> list[str]:
         )
     elif not found.model_problem:
         lines.append(
-            "model: nothing here says what it is (titan_model.json, config.json or params.json would, or --model-from)"
+            "model: unknown; no titan_model.json, config.json or params.json describes it (--model-from gives one)"
         )
     if found.model_problem:
-        lines.append(f"model: beware, {found.model_problem}")
+        lines.append(f"model: warning: {found.model_problem}")
     return lines
 
 
 def _family(model: Mapping[str, Any]) -> str:
-    """A Llama of another vocabulary than Llama 2's is only spelled like one in Meta's files."""
+    """The family; a Llama with another vocabulary than Llama 2's only has its form of Meta's files."""
     is_release = model["family"] != "llama2" or model["vocab_size"] in SENTENCEPIECE_VOCABULARIES
     return model["family"] if is_release else "llama (in Llama 2's form)"
 
@@ -91,13 +91,13 @@ def _cells(name: str, line: TensorLine | None, tensors: int, chunks: int, size: 
 
 
 def _moment(line: TensorLine) -> str:
-    """`exp_avg` of `optimizer.state.<parameter>.exp_avg`, "" of what is no optimizer's state."""
+    """`exp_avg` of `optimizer.state.<parameter>.exp_avg`, "" for other names."""
     head, _, rest = line.name.partition(".state.")
     return rest.rpartition(".")[2] if rest and "." in rest and "." not in head.replace("optimizer", "") else ""
 
 
 def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple[Any, ...]]:
-    """An optimizer's state has its parameter's layout: one row for each kind of it; --every lists all."""
+    """One row for each kind of optimizer state, which has its parameter's layout; --every lists all."""
     groups: dict[tuple[str, str, bool], list[TensorLine]] = {}
     for line in lines:
         groups.setdefault((_moment(line), line.dtype, bool(line.shape)), []).append(line)
@@ -115,6 +115,6 @@ def _fold_moments(lines: Sequence[TensorLine]) -> list[tuple[Any, ...]]:
 
 
 def _shown(value: Any) -> str:
-    """A value on one line, nothing in it that a terminal would obey."""
+    """A value on one line, without control characters."""
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     return text if len(text) <= _MOST_VALUE else text[:_MOST_VALUE] + f"… ({len(text):,} characters)"

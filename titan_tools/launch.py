@@ -21,7 +21,7 @@ from typing import Any
 from converters.errors import TitanError
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
-from trainer.parent import die_with_parent
+from trainer.signals import die_with_parent
 
 _PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
 _AGENT_GRACE_SECS = 25  # a little less than the agent waits between SIGTERM and SIGKILL

@@ -1,4 +1,4 @@
-"""Public Python API for training: load a config, train, write a seed checkpoint; register models, data and losses.
+"""Public Python API for training: load a config, train, write seeds; register models, data, losses and metric sinks.
 
 Importing it does not import torch: modules that register extensions are also imported by commands that need none.
 """
@@ -15,6 +15,8 @@ from trainer.job import resolve_job
 from trainer.loss.registry import register_loss as _register_loss
 from trainer.models.registry import TrainerFamily
 from trainer.models.registry import register as _register_model
+from trainer.observability.sinks import LoggedRun, MetricSink
+from trainer.observability.sinks import register_metric_sink as _register_metric_sink
 from trainer.seed import SeedReport
 from trainer.seed import seed as _seed
 
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from trainer.models.llama3.model import Attention, FeedForward, Transformer
 
 __all__ = [
-    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss",
-    "Config", "SeedReport", "TokenSource", "TrainerFamily",
+    "load_config", "train", "seed", "register_model", "register_dataset", "register_loss", "register_metric_sink",
+    "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
     "Attention", "FeedForward", "Transformer", "IGNORED",
 ]  # fmt: skip
 
@@ -115,3 +117,19 @@ def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns
     >>> register_loss("my_loss", lambda logits, targets: ...)
     """
     _register_loss(name, loss_sum, takes_columns=takes_columns)
+
+
+def register_metric_sink(name: str, open_sink: Callable[[LoggedRun], MetricSink]) -> None:
+    """Send the metrics of every run to a sink of your own, on rank 0, in addition to the console and metrics.jsonl.
+
+    `open_sink(run)` is called before the first step; `run` has the dump folder, the config and the number of steps that
+    a resumed run has done. It returns an object with `log(step, metrics)` and `close()`.
+
+    >>> class PrintLoss:
+    ...     def log(self, step, metrics):
+    ...         print(step, metrics.get("loss"))
+    ...     def close(self):
+    ...         pass
+    >>> register_metric_sink("print_loss", lambda run: PrintLoss())
+    """
+    _register_metric_sink(name, open_sink)

@@ -33,10 +33,9 @@ from trainer.parallel.ddp import Replicated, compute_in, is_ddp
 from trainer.parallel.float8 import apply_float8, float8_machine_problems, float8_styles, is_float8, scale_weights
 from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
+from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
-from trainer.runner import Runner, WholeModel
-from trainer.stages import schedule_machine_problems
-from trainer.train_model import TrainModel
+from trainer.train_model import Runner, TrainModel, WholeModel
 
 
 def build(

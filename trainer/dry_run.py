@@ -4,6 +4,7 @@ The process group is fake, so any world size fits on one machine; the model is t
 Features that only change speed (compile, and what needs it) are disabled for the step and reported.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,23 +12,115 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.utils._pytree import tree_leaves
 
 from converters.collector import collector_paused
 from converters.layout import MeshShape
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.fake_ranks import fake_ranks
 from trainer.job import Job
 from trainer.mesh import Meshes, local_part, make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.float8 import is_float8
+from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
-from trainer.traced_step import CollectiveCount, TracedTensors, Traffic
 from trainer.train_model import TrainModel
 
 _AXES = ("pp", "dp_replicate", "fsdp", "tp", "cp", "batch", "loss")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+_KINDS = {  # by the beginning of an operation's name in torch's two libraries of collectives
+    "_allgather_base_": "all-gather",
+    "allgather_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "alltoall_": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv_": "receive",
+}
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Calls of one kind over one group, and the bytes of their larger side: gathered output or scattered input."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class CollectiveCount:
+    """Traffic by (kind, name of the group). Each call counts `times` times."""
+
+    def __init__(self) -> None:
+        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self.times = 1
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Count each call inside as so many."""
+        before, self.times = self.times, times
+        try:
+            yield
+        finally:
+            self.times = before
+
+    def see(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count an operation if it is a collective."""
+        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+            return
+        name = func._opname
+        kind = next((kind for beginning, kind in _KINDS.items() if name.startswith(beginning)), None)
+        if kind is None:
+            return  # a wait, or a barrier
+        found = self.traffic[kind, _group_of(args)]
+        found.calls += self.times
+        found.bytes += self.times * _payload_bytes(args)
+
+
+def _group_of(args: tuple[Any, ...]) -> str:
+    """Functional collectives have their group's name as the last argument, the others the group itself."""
+    held = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+    if held is not None:
+        return dist.ProcessGroup.unbox(held).group_name
+    return next(arg for arg in reversed(args) if isinstance(arg, str))
+
+
+def _payload_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes of the larger side. Functional all-gathers have the smaller one and the factor by which it grows."""
+    first = tree_leaves(args[0])
+    sides = [sum(t.nbytes for t in first)]
+    if len(args) > 1:
+        second = [t for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)]
+        sides.append(sum(t.nbytes for t in second))
+    grows = args[1] if len(args) == 3 and isinstance(args[1], int) else 1
+    return max(sides) * grows
+
+
+class TracedTensors(FakeTensorMode):
+    """Fake tensors whose collectives are counted. Shapes and dtypes go through the operations that training runs.
+
+    Reading a number from a fake tensor gives 1.
+    """
+
+    def __init__(self, count: CollectiveCount):
+        super().__init__(allow_non_fake_inputs=True)
+        self.count = count
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if all(kind in _PLAIN for kind in types):  # a DTensor's operations are dispatched again on its local tensors
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            self.count.see(func, args)
+        return super().dispatch(func, types, args, kwargs or {})
 
 
 @dataclass(frozen=True, slots=True)

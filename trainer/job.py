@@ -19,7 +19,7 @@ from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
-from trainer.stages import StageSplit, split_model, stage_problems
+from trainer.parallel.stages import StageSplit, split_model, stage_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         raise ConfigError(
             f"{world_size} ranks do not divide: the degrees other than dp_shard multiply to {fixed}",
             hint=f"nearest world sizes that divide: {', '.join(map(str, near))}",
+            tries=[f"{option} {n}" for n in near],
         )
     product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
     hint = ""

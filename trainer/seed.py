@@ -20,8 +20,8 @@ from converters.layout import boxes_for_mesh
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
 from trainer.chosen_model import chosen_model
-from trainer.init import InitialWeights
 from trainer.job import Job
+from trainer.models.initial_weights import InitialWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes
-from trainer.optim import GradientClip
+from trainer.optim.clip import GradientClip
 from trainer.train_model import TrainModel
 
 Phase = Literal["forward_backward", "clip", "update"]

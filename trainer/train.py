@@ -2,9 +2,11 @@
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
+from converters.errors import NumericalFault, Preempted, TitanError
 from converters.tokenizers.config_tokens import tokenizer_notes
 from trainer.agree import on_first
 from trainer.build import build
@@ -18,22 +20,20 @@ from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config
 from trainer.data.training_data import text_preparation, train_loader
-from trainer.determinism import set_determinism
 from trainer.dump_folder import make_dump_folder, save_config
-from trainer.endings import leave_out_update, preempted
-from trainer.garbage import GarbageCollection
 from trainer.job import Job, resolve_job
-from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
-from trainer.observability.flight_recorder import FlightRecorder, failures_told
+from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note
 from trainer.observability.profiling import profiled
 from trainer.observability.report import Report
-from trainer.optim import build_optimizer
+from trainer.optim.lr_schedule import LRSchedule, lr_curve
+from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
-from trainer.ranks import Ranks, join_ranks, leave_ranks, set_train_timeout
+from trainer.process_group import Ranks, join_ranks, leave_ranks, set_train_timeout
+from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
-from trainer.step import TrainStep
+from trainer.step import StepResult, TrainStep
 from trainer.validate import Validator
 
 
@@ -62,7 +62,7 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     on_first(ranks.agreement, lambda: save_config(config))
     progress = Progress()
     recorder = FlightRecorder.of(config.comm, dump_folder)
-    with failures_told(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
+    with collective_failures(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
         if is_saving(settings):
             on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
         held.enter_context(attention_backends(ranks.device))
@@ -176,3 +176,44 @@ def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:
     """Whether a checkpoint is due after this step. `is_final`: the run ends with it."""
     is_due = is_final or step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint)
     return is_saving(settings) and is_due
+
+
+def leave_out_update(
+    progress: Progress, result: StepResult, checkpoints: Checkpoints, *, on_nonfinite: Literal["stop", "skip"]
+) -> None:
+    """Count the next step as one without an update, and say so; or, under `stop`, raise NumericalFault."""
+    what = (
+        f"step {progress.step + 1}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was not made"
+    )
+    if on_nonfinite == "stop":
+        raise _numerical_fault(what, checkpoints)
+    progress.skipped_steps += 1
+    note(f"WARNING: {what}")
+
+
+def _numerical_fault(what: str, checkpoints: Checkpoints) -> NumericalFault:
+    """The error, with the step to go back to, after whatever is being saved."""
+    try:
+        checkpoints.finish()  # the save under way counts, if it comes to anything
+    except TitanError as error:
+        note(f"WARNING: {error.message}")
+    good = checkpoints.last_good_step
+    return NumericalFault(
+        what,
+        hint=f"the last good checkpoint is step {good}" if good is not None else "there is no checkpoint to go back to",
+        tries=[
+            "--optimizer.lr LOWER",
+            "--lr_scheduler.warmup_steps MORE",
+            "--training.on_nonfinite skip, to leave such updates out",
+        ],
+    )
+
+
+def preempted(step: int, checkpoints: Checkpoints) -> Preempted:
+    """The end on request, after whatever is being saved."""
+    checkpoints.finish()
+    if checkpoints.last_good_step != step:
+        return Preempted(
+            f"stopped on request after step {step}; nothing was saved: checkpoint.enable or load_only forbids saving"
+        )
+    return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to go on"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,36 @@ from converters.families.registry import get_family
 from converters.layout import local_box
 from converters.model_info import ModelInfo
 from trainer.data.batch import Batch
-from trainer.init import InitialWeights
 from trainer.mesh import Meshes, local_part
+from trainer.models.initial_weights import InitialWeights
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
-from trainer.runner import Runner
+
+
+class Runner(Protocol):
+    """What the loop does with this rank's parts, settled at build: one piece, or stages of a pipeline."""
+
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float
+    ) -> Tensor: ...
+
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor: ...
+
+
+class WholeModel:
+    """The runner where a rank holds all layers."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+        loss = self.model(tokens, positions, targets) / num_valid_tokens
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+        return self.model(tokens, positions, targets)
 
 
 class TrainModel:

@@ -1,7 +1,7 @@
-"""DCP saved without rank coordination (`use_collectives=False`): one `__N.metadata` a rank, joined into one list.
+"""DCP saved without rank coordination (`use_collectives=False`): one `__N.metadata` per rank, joined.
 
-Nothing was deduplicated then: what ranks hold alike (norms under HSDP, counters) stands in every rank's file. Copies
-are dropped only where their CRC32s say that they are copies.
+Such checkpoints are not deduplicated: what several ranks hold (norms under HSDP, counters) is in every rank's file.
+Copies are dropped only where their CRC32s agree.
 """
 
 import os
@@ -28,18 +28,18 @@ def rank_metadata_files(names: Iterable[str]) -> list[str]:
 
 
 def check_ranks(folder: Path, names: Sequence[str]) -> None:
-    """Raise CheckpointError where a rank's metadata is missing: between others, or beside that rank's data."""
+    """Raise CheckpointError where a rank's metadata is missing: between others, or for a rank with data."""
     found = {int(match[1]) for name in names if (match := _METADATA.fullmatch(name))}
     with_data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
     if missing := sorted((with_data | set(range(max(found)))) - found):
         raise CheckpointError(
             f"{folder}: metadata of ranks is missing:" + list_offenders([f"__{rank}.metadata" for rank in missing]),
-            hint="the save was cut off before its end, or the files were not copied",
+            hint="the save was interrupted, or the files were not copied",
         )
 
 
 def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
-    """One list of what all ranks hold, by rank. Raises where ranks hold different things under one name."""
+    """Join the lists of all ranks. Raises CheckpointError where ranks hold different data under one name."""
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, BlobEntry] = {}
     planner_data: dict[str, tuple[Any, ...]] = {}
@@ -62,7 +62,7 @@ def join_ranks(folder: Path, ranks: Sequence[DcpEntries]) -> DcpEntries:
                 problems.append(f"{fqn}: another value in {blob.file} than in {blobs[fqn].file}")
     if problems:
         raise UnsupportedError(
-            f"{folder}: saved without rank coordination, and ranks hold different things under one name:"
+            f"{folder}: saved without rank coordination, and ranks hold different data under one name:"
             + list_offenders(problems),
             hint="load it in a job of as many ranks and save it again without use_collectives=False",
         )
@@ -74,7 +74,7 @@ def _chunks_differ(folder: Path, fqn: str, one: Chunk, other: Chunk) -> str:
     if (a.dtype, a.shape, a.strides) != (b.dtype, b.shape, b.strides) or a.record[1] != b.record[1]:
         return f"not laid out as in {one.file}"
     if a.crc32 is None or b.crc32 is None:
-        return f"may be a copy of that in {one.file}, but there is no CRC32 to tell by"
+        return f"may be a copy of that in {one.file}, but there is no CRC32 to compare"
     return "" if a.crc32 == b.crc32 else f"other values than in {one.file}"
 
 
@@ -99,7 +99,7 @@ def _same_blob(folder: Path, one: BlobEntry, other: BlobEntry) -> bool:
     left, right = _blob(folder, one), _blob(folder, other)
     if left == right:
         return True
-    with suppress(CheckpointError):  # two spellings of one plain value
+    with suppress(CheckpointError):  # two encodings of one plain value
         a, b = read_blob_item(left), read_blob_item(right)
         return type(a) is type(b) and a == b
     return False

@@ -50,7 +50,7 @@ def plan_dcp(
     blobs = dict(blobs or {})
     if blobs:
         assert BLOB_FILE not in file_bytes, f"{BLOB_FILE} is taken"
-        assert blobs.keys().isdisjoint(tensors), "a name is a tensor's and a plain value's"
+        assert blobs.keys().isdisjoint(tensors), "a name of both a tensor and a plain value"
         file_bytes[BLOB_FILE] = sum(map(len, blobs.values()))
         starts = accumulate(map(len, blobs.values()), initial=0)
         places |= {
@@ -62,7 +62,7 @@ def plan_dcp(
     def finish(folder: Path, crcs: Sequence[int]) -> dict[str, FileSum]:
         sums = {}
         filled = iter(zip(slots, crcs, strict=True))
-        for file, boxes in files.items():  # one after the other: the shells of 470,000 items are a third of a gigabyte
+        for file, boxes in files.items():  # file by file: heads and tails of 470,000 items have a third of a gigabyte
             pieces: list[tuple[int, bytes]] = []
             segments: list[ChecksummedRange] = []
             for slot, crc in islice(filled, len(boxes)):
@@ -79,7 +79,7 @@ def plan_dcp(
             sums[file] = joined(segments)
         if blobs:
             sums[BLOB_FILE] = write_file(folder / BLOB_FILE, b"".join(blobs.values()))
-        # Last: stock DCP takes a folder without it for no checkpoint at all.
+        # Last: for stock DCP a folder without it is not a checkpoint.
         sums[DCP_METADATA] = write_file(folder / DCP_METADATA, metadata)
         return sums
 
@@ -87,7 +87,7 @@ def plan_dcp(
 
 
 def _check(tensors: Mapping[str, TensorInfo], places: Mapping[str, Sequence[StorageLocation]]) -> None:
-    checked: dict[tuple[int, ...], list[str]] = {}  # layers share their boxes: what was found for one holds for all
+    checked: dict[tuple[int, ...], list[str]] = {}  # layers share their boxes: the result for one is that of all
     problems = []
     for fqn, info in tensors.items():
         boxes = [place.box for place in places[fqn] if place.box is not None]

@@ -17,7 +17,7 @@ _SHARED_SUM = re.compile("[0-9a-f]{64}")
 
 
 def snapshot_of(path: Path) -> Path:
-    """`path`, or, where it is a repository's folder of the cache, the snapshot that its branch `main` names.
+    """`path` or, for a repository's folder in the cache, the snapshot of its branch `main`.
 
     Raises CheckpointError where there are several and no `main` among them.
     """
@@ -41,7 +41,7 @@ def snapshot_of(path: Path) -> Path:
 
 
 def is_blob_of(target: Path, folder: Path) -> bool:
-    """Whether `target` is a blob of the repository whose snapshot `folder` is, or lies in. Both are resolved paths."""
+    """Whether `target` is a blob of the repository whose snapshot contains `folder`. Both are resolved paths."""
     repository = next((p.parent for p in (folder, *folder.parents) if p.parent.name == _SNAPSHOTS), None)
     if repository is None:
         return False

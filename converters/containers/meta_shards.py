@@ -1,8 +1,8 @@
-"""Open an original Meta release as a catalog: `consolidated.NN.pth`, one file of each model-parallel rank, joined.
+"""Open an original Meta release as a catalog: `consolidated.NN.pth`, one file per model-parallel rank, joined.
 
 Column-parallel weights are cut along dim 0, row-parallel ones along dim 1, norms are in every file; Llama 3 cuts the
-embedding along dim 0, Llama 1 and 2 along dim 1. Nothing in the files says which: the shapes do, held against
-params.json. The order is that of the numbers in the names.
+embedding along dim 0, Llama 1 and 2 along dim 1. The cuts follow from comparing the shapes with params.json, the order
+of the shards from the numbers in their names.
 """
 
 import re
@@ -17,26 +17,26 @@ from converters.containers import torch_file
 from converters.containers.base import Container, FolderFiles, name_some
 from converters.containers.sniff import refuse_strange_files
 from converters.errors import CheckpointError, TitanError, list_offenders
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Parameter, Role
 from converters.families.registry import read_meta_params
 from converters.json_file import read_json
 from converters.names import META_PARAMS, META_SHARD
 
-_EMBEDDING = "tok_embeddings.weight"
-_VOCABULARY = {_EMBEDDING, "output.weight"}  # params.json of Llama 1 and 2 does not say how large it is
-_KEY_VALUE = (".attention.wk.weight", ".attention.wv.weight")
-_ROOT = re.compile(r"consolidated\.(\d+)")  # what torch.save calls the folder in the zip of consolidated.01.pth
+_VOCABULARY = {EMBEDDING, OUTPUT}  # params.json of Llama 1 and 2 does not have its size
+_ROOT = re.compile(r"consolidated\.(\d+)")  # the folder in the zip of consolidated.01.pth, as torch.save names it
 
 
 def read_catalog(path: Path) -> Catalog:
-    """The catalog of a folder of shards, a tensor's chunks lying in all of them.
+    """The catalog of a folder of shards; the chunks of a tensor are in all of them.
 
     Raises CheckpointError with all offenders: missing or misnamed files, shards that differ in names, shapes or
     dtypes, and shapes that params.json does not explain. Copies are listed in `Catalog.copies`, not compared.
     """
     files = _shard_files(path)
     if not (path / META_PARAMS).exists():
-        raise CheckpointError(f"{path}: {META_PARAMS} is missing", hint="an original release has it beside the weights")
+        raise CheckpointError(
+            f"{path}: {META_PARAMS} is missing", hint="an original release has it next to the weights"
+        )
     shards = _open_all(path, files)
     _require_own_names(path, files)
     if len(files) == 1:
@@ -48,12 +48,12 @@ def read_catalog(path: Path) -> Catalog:
 
 
 def _shard_files(path: Path) -> list[str]:
-    """consolidated.00.pth, 01, 02 … without a hole."""
+    """The names consolidated.00.pth, 01, 02 …; none may be missing."""
     found = sorted(p.name for p in path.glob("consolidated.*.pth"))
     numbers = [int(m.group(1)) for name in found if (m := re.fullmatch(r"consolidated\.(\d{2,3})\.pth", name))]
     wanted = [META_SHARD.format(index=index) for index in range(max(numbers, default=0) + 1)]
     problems = [f"{name}: missing" for name in wanted if name not in found]
-    problems += [f"{name}: not a name that a shard has" for name in found if name not in wanted]
+    problems += [f"{name}: not the name of a shard" for name in found if name not in wanted]
     if problems:
         raise CheckpointError(
             f"{path}: the shards are not {META_SHARD.format(index=0)}, {META_SHARD.format(index=1)} and so on:"
@@ -81,7 +81,7 @@ def _open_all(path: Path, files: Sequence[str]) -> list[Catalog]:
 
 
 def _require_own_names(path: Path, files: Sequence[str]) -> None:
-    """torch.save writes a file's name into it, so that shards which changed places can be told. Other writers don't."""
+    """Raise CheckpointError for renamed shards: torch.save writes a file's name into it (other writers do not)."""
     renamed = []
     for number, file in enumerate(files):
         with (path / file).open("rb") as opened:
@@ -91,28 +91,28 @@ def _require_own_names(path: Path, files: Sequence[str]) -> None:
             renamed.append(f"{file}: was written as {root}.pth")
     if renamed:
         raise CheckpointError(
-            f"{path}: shards that do not have their own names:" + list_offenders(renamed),
-            hint="in another order they are another model; give them their names back",
+            f"{path}: renamed shards:" + list_offenders(renamed),
+            hint="in another order they are another model; restore their names",
         )
 
 
 def _require_alike(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> None:
-    """Every shard must hold the same names with the same shapes and dtypes; the odd ones out are told."""
+    """Raise CheckpointError unless all shards have the same names, shapes and dtypes."""
     problems = []
     for fqn in dict.fromkeys(fqn for shard in shards for fqn in (*shard.tensors, *shard.values)):
-        told = [_tell(shard, fqn) for shard in shards]
-        usual = Counter(told).most_common(1)[0][0]
+        found = [_describe(shard, fqn) for shard in shards]
+        usual = Counter(found).most_common(1)[0][0]
         problems += [
-            f"{fqn}: {one} in {file}, {usual} in others" for file, one in zip(files, told, strict=True) if one != usual
+            f"{fqn}: {one} in {file}, {usual} in others" for file, one in zip(files, found, strict=True) if one != usual
         ]
     if problems:
         raise CheckpointError(
-            f"{path}: the shards differ in what they hold:" + list_offenders(problems),
+            f"{path}: the shards have different contents:" + list_offenders(problems),
             hint="shards of one model hold the same names, shapes and dtypes",
         )
 
 
-def _tell(shard: Catalog, fqn: str) -> str:
+def _describe(shard: Catalog, fqn: str) -> str:
     entry = shard.tensors.get(fqn)
     if entry is not None:
         return f"{entry.dtype} {list(entry.shape)}"
@@ -130,7 +130,7 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalo
         if fqn in dropped or (parameter and parameter.tp_dim is None and parameter.shape == entry.shape):
             catalog.tensors[fqn] = entry
             catalog.copies[fqn] = tuple(chunks[1:])
-        elif parameter is None:  # nobody knows how it was cut: each part for itself, for the ledger to refuse
+        elif parameter is None:  # unknown, so the parts cannot be joined: the ledger will refuse each
             for file, shard in zip(files, shards, strict=True):
                 catalog.tensors[f"{fqn} in {file}"] = replace(shard.tensors[fqn], fqn=f"{fqn} in {file}")
         elif (dim := _cut_dim(parameter, entry.shape, count)) is not None:
@@ -145,34 +145,32 @@ def _join(path: Path, files: Sequence[str], shards: Sequence[Catalog]) -> Catalo
             problems.append(f"{fqn}: {list(entry.shape)} in each shard, {list(parameter.shape)} in all")
             asked.add(_shards_asked(parameter, entry.shape))
     if problems:
-        if _VOCABULARY.issuperset(cut):  # no other weight fits
+        if _VOCABULARY.issuperset(cut):  # no other weight matches
             _require_count(path, files, asked)
         raise CheckpointError(
             f"{path}: {count} shards do not make the model of {META_PARAMS}:" + list_offenders(problems),
-            hint="they are of another model, or one of them is too many",
+            hint="they are of another model, or there is one too many",
         )
     _require_no_doubles(path, files, shards, cut)
     return catalog
 
 
 def _model(path: Path, shard: Catalog, count: int) -> tuple[ModelArgs, Mapping[str, Parameter], set[str]]:
-    """Numbers and full shapes as params.json has them, the vocabulary's size where it says none; and what is dropped.
+    """Numbers and full shapes of params.json (the vocabulary's size may be that of the weights), and dropped names.
 
-    Nothing else is taken from the weights: half of the shards would make half a model, which fits itself.
+    Nothing else is taken from the weights: half of the shards would make a consistent half of a model.
     """
     params = read_json(path / META_PARAMS)
     shapes = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in _VOCABULARY}
-    embedding = shapes.get(_EMBEDDING, ())
+    embedding = shapes.get(EMBEDDING, ())
     if len(embedding) == 2 and embedding[1] == params.get("dim"):
-        shapes[_EMBEDDING] = (embedding[0] * count, embedding[1])
+        shapes[EMBEDDING] = (embedding[0] * count, embedding[1])
     try:
         family, args = read_meta_params(params, shapes)
     except TitanError as error:
         raise type(error)(f"{path}: {error.message}", hint=error.hint, tries=error.tries) from None
-    if args.num_layers > len(shard.tensors):  # told before a name is made for each of billions of layers
-        raise CheckpointError(
-            f"{path}: {len(shard.tensors)} tensors cannot be the {args.num_layers:,} layers asked for"
-        )
+    if args.num_layers > len(shard.tensors):  # checked before names are made for billions of layers
+        raise CheckpointError(f"{path}: {len(shard.tensors)} tensors are too few for {args.num_layers:,} layers")
     parameters = family.parameters(replace(args, tied=False))  # Meta writes a tied model's output, too
     return args, {p.fqn: p for p in parameters}, {drop.pattern for drop in family.namings["meta"].drops}
 
@@ -182,7 +180,7 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
 
     The embedding's other side is never cut, so no shape fits both of its dims.
     """
-    dims = (0, 1) if parameter.fqn == _EMBEDDING else (parameter.tp_dim,)
+    dims = (0, 1) if parameter.role is Role.EMBEDDING else (parameter.tp_dim,)
     for dim in dims:
         if dim is not None and dim < len(shape):
             whole = (*shape[:dim], shape[dim] * count, *shape[dim + 1 :])
@@ -192,17 +190,17 @@ def _cut_dim(parameter: Parameter, shape: tuple[int, ...], count: int) -> int | 
 
 
 def _repeats(parameter: Parameter, shape: tuple[int, ...], count: int, args: ModelArgs) -> int:
-    """How many shards in a row hold the same key/value head, where there are fewer heads than shards; 0 where not so.
+    """How many shards in a row hold the same key/value head, where there are fewer heads than shards; else 0.
 
     A shard has the queries of num_heads / count heads in a row, so the head that it needs is shard · heads // count.
     """
     repeats, rest = divmod(count, args.num_kv_heads)
     one_head = (args.head_dim, *parameter.shape[1:])
-    return repeats if parameter.fqn.endswith(_KEY_VALUE) and shape == one_head and repeats > 1 and not rest else 0
+    return repeats if parameter.role is Role.KV_COLUMN and shape == one_head and repeats > 1 and not rest else 0
 
 
 def _placed(chunks: Sequence[Chunk], dim: int) -> tuple[Chunk, ...]:
-    """Chunks of equal size one behind the other along `dim`."""
+    """Chunks of equal size, consecutive along `dim`."""
     placed = []
     for number, chunk in enumerate(chunks):
         offsets = [0] * len(chunk.box.sizes)
@@ -222,7 +220,7 @@ def _shards_asked(parameter: Parameter, shape: tuple[int, ...]) -> int:
 
 
 def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> None:
-    """Raise CheckpointError where all shapes ask for one number of shards, and it is not that of the files."""
+    """Raise CheckpointError where all shapes match one number of shards, which is not that of the files."""
     counts = {*asked} - {0}
     if len(counts) == 1 and (count := counts.pop()) != len(files):
         wanted = [META_SHARD.format(index=index) for index in range(count)]
@@ -230,24 +228,24 @@ def _require_count(path: Path, files: Sequence[str], asked: Iterable[int]) -> No
         odd += [f"{file}: too many" for file in files if file not in wanted]
         raise CheckpointError(
             f"{path}: the weights are cut into {count} shards, and there are {len(files)}:" + list_offenders(odd),
-            hint=f"so say their shapes beside {META_PARAMS}",
+            hint=f"their shapes and {META_PARAMS} imply that",
         )
 
 
 def _require_whole(path: Path, files: Sequence[str], shard: Catalog) -> None:
-    """A single file may be the first of several. Its shapes are else compared with the model when it is opened."""
+    """Raise CheckpointError where a single file is one of several shards, by its shapes."""
     try:
         _, parameters, _ = _model(path, shard, 1)
     except TitanError:
-        return  # told there, too
+        return  # reported when the model is read
     matrices = {fqn: entry.shape for fqn, entry in shard.tensors.items() if fqn in parameters and len(entry.shape) == 2}
     _require_count(path, files, {_shards_asked(parameters[n], s) for n, s in matrices.items() if n not in _VOCABULARY})
 
 
 def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catalog], cut: Sequence[str]) -> None:
-    """A shard that is another one's copy, by the CRC32s that torch.save leaves in the file; silent where it left none.
+    """Raise CheckpointError for copies of a shard under another name, by the CRC32s in the files, if they have them.
 
-    Weights that are all alike (zeros of a test) are alike in every shard, too, and no double.
+    Constant weights (zeros of a test) are equal in every shard, and not copies.
     """
     marks: dict[tuple[Any, ...], str] = {}
     doubles = []
@@ -257,9 +255,9 @@ def _require_no_doubles(path: Path, files: Sequence[str], shards: Sequence[Catal
         if any(c.crc32 is None for c in chunks) or len(set(mark)) == len({c.box.sizes for c in chunks}):
             continue
         if (other := marks.setdefault(mark, file)) != file:
-            doubles.append(f"{file}: holds what {other} holds")
+            doubles.append(f"{file}: the same content as {other}")
     if doubles:
-        raise CheckpointError(f"{path}: a shard is there twice:" + list_offenders(doubles))
+        raise CheckpointError(f"{path}: a shard is repeated:" + list_offenders(doubles))
 
 
 def _open_folder(files: FolderFiles) -> Catalog:

@@ -8,6 +8,8 @@ from typing import Any
 
 from converters.rules import Drop, Rule
 
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"  # FQNs; a tied output is the embedding
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from converters.families.base import ModelArgs, Naming, Parameter, Role
+from converters.families.base import EMBEDDING, OUTPUT, ModelArgs, Naming, Parameter, Role
 from converters.rules import Drop, RopeHalves, Rule
 
 
@@ -13,12 +13,12 @@ def parameters(args: ModelArgs) -> list[Parameter]:
 
 def list_parameters(args: ModelArgs, layer_parameters: Callable[[str, ModelArgs], list[Parameter]]) -> list[Parameter]:
     """Embedding, layers, last norm and output (unless tied); `layer_parameters` lists those of the layer FQN given."""
-    listed = [Parameter("tok_embeddings.weight", (args.vocab_size, args.dim), Role.EMBEDDING, tp_dim=0)]
+    listed = [Parameter(EMBEDDING, (args.vocab_size, args.dim), Role.EMBEDDING, tp_dim=0)]
     for n in range(args.num_layers):
         listed += layer_parameters(f"layers.{n}", args)
     listed.append(Parameter("norm.weight", (args.dim,), Role.NORM))
     if not args.tied:
-        listed.append(Parameter("output.weight", (args.vocab_size, args.dim), Role.OUTPUT, tp_dim=0))
+        listed.append(Parameter(OUTPUT, (args.vocab_size, args.dim), Role.OUTPUT, tp_dim=0))
     return listed
 
 

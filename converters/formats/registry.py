@@ -1,6 +1,4 @@
-"""The formats that `titan convert` reads and writes. A new one is listed here."""
-
-from collections.abc import Mapping
+"""The formats that `titan convert` reads and writes. A new one is listed here, a user's own is added by `register`."""
 
 from converters.errors import UnsupportedError
 from converters.formats.base import Format
@@ -10,7 +8,12 @@ from converters.formats.meta import META
 from converters.formats.torch import TORCH
 from converters.formats.torchtune import TORCHTUNE
 
-FORMATS: Mapping[str, Format] = {format.name: format for format in (DCP, HF, META, TORCH, TORCHTUNE)}
+FORMATS: dict[str, Format] = {format.name: format for format in (DCP, HF, META, TORCH, TORCHTUNE)}
+
+
+def register(format: Format) -> None:
+    """Add a format under its name, for `converters.convert.convert`; the commands are made from the built-in ones."""
+    FORMATS[format.name] = format
 
 
 def get_format(name: str) -> Format:

@@ -17,9 +17,9 @@ from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import Parameter
+from converters.families.base import EMBEDDING, OUTPUT, Parameter
 from converters.names import OPTIMIZER
-from converters.view import EMBEDDING, OUTPUT, TIED_REASON
+from converters.view import TIED_REASON
 
 STATE, GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 # States of torch's optimizers, and of Muon, that have their parameter's shape
@@ -88,11 +88,11 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
     for target, name in second:
         problems += _plan_second(plan, reader, target, name)
     if any(kinds_of.values()):
-        lacking = {fqn: told for fqn, kinds in kinds_of.items() if (told := _lacking(kinds, kinds_of.values()))}
+        lacking = {fqn: found for fqn, kinds in kinds_of.items() if (found := _lacking(kinds, kinds_of.values()))}
         if allow_missing:
             plan.without_state += lacking
         else:
-            problems += [f"missing     {STATE}{fqn}.{kind}" for fqn, told in lacking.items() for kind in told]
+            problems += [f"missing     {STATE}{fqn}.{kind}" for fqn, found in lacking.items() for kind in found]
     problems += _plan_groups(plan, reader, names, [name for name in entries if name.startswith(GROUPS)])
     if problems:
         raise _misfit(problems, numbered=any(n.removeprefix(STATE)[:1].isdecimal() for n in entries))

@@ -9,11 +9,12 @@ import numpy as np
 from converters.catalog import Box, Catalog, TensorInfo
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
+from converters.families.base import OUTPUT
 from converters.families.registry import get_family
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
 from converters.training.optimizer_state import STATE, ParameterNames
-from converters.view import OUTPUT, TIED_REASON, View, detect_naming, native_view
+from converters.view import TIED_REASON, View, detect_naming, native_view
 from converters.weights import model_part, native_weights
 
 

@@ -20,10 +20,11 @@ from pathlib import Path
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import MeshShape
-from titan_tools.memory.constants import GIB, GPUS
-from titan_tools.memory.layout import resolved_layout
+from converters.sizes import GIB
 from trainer.config.load import load_config
 from trainer.config.sections import Config
+from trainer.gpus import GPUS
+from trainer.job import Job, resolve_job
 
 MOST = {"allocated": 0.03, "allocated, compiled": 0.05, "reserved": 0.05}
 
@@ -47,7 +48,7 @@ class Case:
 
     @property
     def dims(self) -> MeshShape:
-        return resolved_layout(self.config, world_size=self.world_size)
+        return resolve_job(self.config, world_size=self.world_size)
 
     @property
     def is_compiled(self) -> bool:
@@ -109,7 +110,7 @@ def predict(case: Case, gpu: str) -> dict[str, float]:
     from titan_tools.memory.trace.kernels import gpu_kernels
 
     print(case.name, file=sys.stderr, flush=True)
-    trace = trace_rank(case.config, case.args, case.dims, rank=0, kernels=gpu_kernels(GPUS[gpu]))
+    trace = trace_rank(Job.of(case.config, case.args, case.dims), rank=0, kernels=gpu_kernels(GPUS[gpu]))
     peak = replay(trace, allocator=case.allocator).steady
     return {"allocated": peak.allocated_bytes / GIB, "reserved": peak.reserved_bytes / GIB}
 
@@ -120,11 +121,11 @@ def measure(case: Case) -> dict[str, float]:
 
     from trainer.build import build
     from trainer.data.batch import Batch
-    from trainer.fake_ranks import fake_ranks
     from trainer.job import Job
     from trainer.mesh import make_meshes
-    from trainer.optim import build_optimizer
+    from trainer.optim.optimizer import build_optimizer
     from trainer.parallel.attention_backend import attention_backends
+    from trainer.process_group import fake_ranks
     from trainer.step import TrainStep
 
     config, dims, device = case.config, case.dims, torch.device("cuda", 0)

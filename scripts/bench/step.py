@@ -62,7 +62,7 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
     from trainer import train as loop
     from trainer.config.load import load_config
     from trainer.data.prepare import prepare
-    from trainer.ranks import Ranks, join_ranks
+    from trainer.process_group import Ranks, join_ranks
     from trainer.signals import StopRequest
 
     prepare([ROOT / "converters", ROOT / "README.md"], Path("data"), vocab_size=2048, held_out=0.01)

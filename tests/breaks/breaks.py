@@ -3,10 +3,10 @@
 An entry of a TOML file of this folder:
 
     [[break]]
-    name = "tensor-parallel-degree-in-the-divisor"
-    in = "trainer"                # a folder that is searched; the text must occur there exactly once
-    old = 'total / num_tokens'    # one short expression, without comments and messages
+    name = "divisor-off-by-one"
+    old = 'total / num_tokens'    # one short expression that occurs once in all packages; no comment, no message
     new = 'total / (num_tokens + 1)'
+    in = "trainer"                # only where it occurs elsewhere too: the folder that is searched
     tests = ["loss_divisor"]      # names of test functions or parts of them, wherever they are; `[ID]` may follow
     unseen_because = "…"          # only where no test of the normal suite sees it
 
@@ -20,33 +20,44 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+PACKAGES = ("converters", "trainer", "titan_tools")
 
 
 @dataclass(frozen=True)
 class Break:
     name: str
-    package: str
     old: str
     new: str
     tests: tuple[str, ...]
+    folders: tuple[str, ...] = PACKAGES
     unseen_because: str = ""
 
 
 def load_breaks() -> list[Break]:
     """All entries, in the order of the files' names."""
-    entries = [each for file in sorted(FOLDER.glob("*.toml")) for each in tomllib.loads(file.read_text())["break"]]
-    return [Break(package=each.pop("in"), tests=tuple(each.pop("tests")), **each) for each in entries]
+    return [
+        Break(
+            each["name"],
+            each["old"],
+            each["new"],
+            tuple(each["tests"]),
+            (each["in"],) if "in" in each else PACKAGES,
+            each.get("unseen_because", ""),
+        )
+        for file in sorted(FOLDER.glob("*.toml"))
+        for each in tomllib.loads(file.read_text())["break"]
+    ]
 
 
 def locate(each: Break, tree: Path) -> Path:
-    """The one file of its package that has the text. LookupError where it does not occur exactly once."""
-    files = sorted((tree / each.package).rglob("*.py"))
+    """The one file that has the text. LookupError where it does not occur exactly once."""
+    files = [file for folder in each.folders for file in sorted((tree / folder).rglob("*.py"))]
     found = [file for file in files for _ in range(_text(file).count(each.old))]
     if len(found) != 1:
-        where = "".join(f"\n  {file.relative_to(tree)}" for file in found)
+        where = "".join(f"\n  in {file.relative_to(tree)}" for file in found)
         raise LookupError(
-            f"break {each.name}: its old text occurs {len(found)} times in {each.package}, it must occur once{where}\n"
-            f"  {each.old}\nhint: the code was changed; change the entry in {FOLDER.name}/*.toml with it"
+            f"break {each.name}: its text must occur once in {', '.join(each.folders)}; it occurs {len(found)} times"
+            f"{where}\n  {each.old}\nhint: the code was changed; change the entry in {FOLDER.name}/*.toml with it"
         )
     return found[0]
 

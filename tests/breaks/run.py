@@ -33,6 +33,7 @@ PRELOADED = ("numpy", "torch", "torch.distributed.tensor", "torch.distributed.ch
 @dataclass(frozen=True)
 class Result:
     name: str
+    package: str
     outcome: str
     secs: float
 
@@ -99,6 +100,7 @@ class Applied:
 
     def __init__(self, each: Break, tree: Path, number: int):
         self._file = locate(each, tree)
+        self.package = self._file.relative_to(tree).parent.as_posix()
         self._before, self._stat = self._file.read_bytes(), self._file.stat()
         self._file.write_text(self._before.decode().replace(each.old, each.new))
         # Cached bytecode is recognized by the whole second and the size; no two breaks share a second
@@ -129,7 +131,7 @@ def run_breaks(breaks: list[Break], trees: list[Path], logs: Path) -> list[Resul
                 del running[each]
                 secs = time.monotonic() - run.started
                 outcome = {PASSED: "not seen", FAILED: "seen"}.get(code, f"error: pytest exited with {code}")
-                results.append(Result(each.name, outcome, secs))
+                results.append(Result(each.name, applied.package, outcome, secs))
                 print(f"[{len(results)}/{len(breaks)}] {secs:6.1f} s  {each.name}: {outcome}", flush=True)
             time.sleep(0.05)
     finally:
@@ -162,13 +164,14 @@ def run_unbroken(breaks: list[Break], trees: list[Path], logs: Path) -> bool:
 
 def table(breaks: list[Break], results: list[Result]) -> str:
     """One line per break, then the score."""
-    outcomes = {result.name: result.outcome for result in results}
+    by_name = {result.name: result for result in results}
     lines = []
     for each in breaks:
-        outcome = outcomes[each.name]
+        result = by_name[each.name]
+        outcome = result.outcome
         if each.unseen_because:
             outcome += f" (expected: {each.unseen_because})" if outcome == "not seen" else " (listed as not seen)"
-        lines.append(f"{each.package:22}  {each.name:44}  {outcome}")
+        lines.append(f"{result.package:30}  {each.name:44}  {outcome}")
     num_seen = sum(result.outcome == "seen" for result in results)
     return "\n".join([*lines, f"{num_seen} of {len(results)} breaks are seen"])
 

@@ -46,11 +46,12 @@ from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 from trainer.data.training_data import text_preparation, train_loader
 from trainer.job import resolve_job
-from trainer.lr_schedule import LRSchedule, lr_curve
 from trainer.mesh import make_meshes
 from trainer.models.registry import get_trainer_family
-from trainer.optim import GradientClip, build_optimizer
-from trainer.ranks import Ranks
+from trainer.optim.clip import GradientClip
+from trainer.optim.lr_schedule import LRSchedule, lr_curve
+from trainer.optim.optimizer import build_optimizer
+from trainer.process_group import Ranks
 from trainer.signals import StopRequest
 from trainer.step import TrainStep
 from trainer.train import train

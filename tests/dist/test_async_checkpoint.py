@@ -41,9 +41,9 @@ def test_the_files_are_those_of_a_save_that_is_waited_for(pools, data, whole, tm
     assert runs.read_losses(tmp_path) == runs.read_losses(whole)
     assert len(re.findall(r"copied to [\d.]+ MiB of host memory", talk)) == 1
     # step 4 was taken while step 2 was being written, and waited for it; the end waited for step 4
-    assert "waiting for step 2, which is still being written" in talk
-    assert re.search(r"waited \d+\.\d s for step 2 to be written\n.*waited \d+\.\d s for step 4", talk, re.S)
-    assert talk.index("for step 2 to be written") < talk.index("step-4")
+    assert "waiting for the save of step 2" in talk
+    assert re.search(r"waited \d+\.\d s for the save of step 2\n.*waited \d+\.\d s for the save of step 4", talk, re.S)
+    assert talk.index("s for the save of step 2") < talk.index("step-4")
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("async_with_pinned_mem", marks=pytest.mark.slow)])

@@ -9,12 +9,11 @@ from converters.families.registry import get_family
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.data.batch import Batch
-from trainer.dry_run import _by_axis, _group_names, dry_run
+from trainer.dry_run import CollectiveCount, _by_axis, _group_names, dry_run
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 from trainer.step import TrainStep
-from trainer.traced_step import CollectiveCount
 
 WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
 

@@ -103,7 +103,7 @@ def test_the_fields_of_the_initial_config_are_in_checkpoints_and_exports(pools, 
     for steps in (1, 2):
         heard = pools[2].run(runs.run_and_hear, _config(data, dump, steps=steps, **settings))
         assert [error for error, _ in heard] == ["", ""]
-        told = f"not carried from {start} into this run's checkpoints: LICENSE, generation_config.json (" in heard[0][1]
+        told = f"not copied from {start} into this run's checkpoints: LICENSE, generation_config.json (" in heard[0][1]
         assert told == ("bos_token_id = 5 (the run: " in heard[0][1]) == (steps == 1), heard[0][1]
         del fields["bos_token_id"]  # of the run's own tokenizer
         info = read_model_info(dump / "checkpoint" / f"step-{steps}")
@@ -119,7 +119,7 @@ def test_an_export_is_replaced_only_where_it_is_ours_and_the_run_went_on(pools, 
     before = read_manifest(dump / "export-hf")
 
     heard = pools[2].run(runs.run_and_hear, _config(data, dump))  # the run is done: nothing is made anew
-    assert [error for error, _ in heard] == ["", ""] and "export-hf is there already" in heard[0][1]
+    assert [error for error, _ in heard] == ["", ""] and "export-hf exists already" in heard[0][1]
     assert read_manifest(dump / "export-hf") == before
 
     shutil.rmtree(dump / "export-hf")  # as if killed while it was made

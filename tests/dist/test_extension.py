@@ -95,6 +95,7 @@ def test_the_commands_of_the_page_run(folder):
     assert "equal; " in done.stdout and "back: all checks passed" in done.stdout and "command_r" in done.stdout
     losses = runs.read_losses(folder / "outputs")
     assert losses.keys() == set(range(1, 7)) and losses[6] < losses[1] - 0.03
+    assert (folder / "outputs" / "losses.csv").read_text().splitlines()[5].startswith("6,")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from converters.open import open_checkpoint
 from tests.dist import runs
 from tests.dist.training import Layout, args_of, build_model, global_batch, make_step, own_batch, train
 from trainer.config.sections import Config
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 STEPS = 2

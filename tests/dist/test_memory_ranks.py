@@ -10,7 +10,7 @@ from tests.real_memory import Held, held_by_step, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.sections import Config
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +44,7 @@ def test_trace_of_a_rank_is_what_that_rank_asks_for(pools, layout):
     for rank, real in enumerate(pools[layout.world_size].run(measured, config, args, layout.world_size)):
         # The ranks of a stage are alike, but that context parallelism gives each other keys to attend to.
         if dims.cp > 1 or rank % (layout.world_size // dims.pp) == 0:
-            fake = held_by_trace(capture(config, args, dims, rank=rank, kernels=Kernels()))
+            fake = held_by_trace(capture(Job.of(config, args, dims), rank=rank, kernels=Kernels()))
         assert real.before == fake.before
         # A tensor that gloo lets go of last is freed by its thread, where the profiler sees nothing.
         unseen = real.unseen_frees()

@@ -30,7 +30,7 @@ def test_going_back_keeps_what_it_saves_and_tells_of_newer_steps(pools, data, wh
     checkpoint = {"load_step": 2, "keep_latest_k": 2}
     heard = pools[2].run(runs.run_and_hear, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
     assert [error for error, _ in heard] == ["", ""]
-    assert "come first at the next start: [8, 4]" in heard[0][1] and "saved " in heard[0][1] and heard[1][1] == ""
+    assert "are used at the next start: [8, 4]" in heard[0][1] and "saved " in heard[0][1] and heard[1][1] == ""
     assert _names(tmp_path / "checkpoint") == [RUN_LOCK, "step-2", "step-4", "step-8"]
     assert runs.differences(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
@@ -82,4 +82,4 @@ def test_random_numbers_go_on_on_as_many_ranks_and_begin_anew_on_others(pools, d
     assert drawn[0] != drawn[1]
     assert pools[2].run(runs.load_and_draw, config) == [(drawn[0], ""), (drawn[1], "")]
     ((alone, talk),) = pools[1].run(runs.load_and_draw, runs.make_config(data, tmp_path))
-    assert "random number states of 2 ranks do not fit 1 ranks: seeded anew" in talk and alone not in drawn
+    assert "random number states of 2 ranks do not fit 1 ranks: they are seeded again" in talk and alone not in drawn

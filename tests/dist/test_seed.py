@@ -11,10 +11,10 @@ from converters.catalog import Box
 from converters.engine.read import CatalogReader
 from converters.open import open_checkpoint
 from tests.dist.training import SEED, Layout, build_model
-from trainer import init
 from trainer.checkpoints.arrays import as_array, dtype_name
 from trainer.config.sections import Debug
 from trainer.job import resolve_job
+from trainer.models import initial_weights
 from trainer.seed import seed
 
 SMALL_BLOCKS = 3000  # so that tensors of these models have many, which end within shards
@@ -29,11 +29,11 @@ CASES = [
 
 def differences(layout: Layout, flavor: str, folder: Path) -> tuple[list[str], set[str]]:
     """Case: tensors of this rank that are not those of the seed checkpoint, and all that were looked at."""
-    usual, init.BLOCK_ELEMENTS = init.BLOCK_ELEMENTS, SMALL_BLOCKS
+    usual, initial_weights.BLOCK_ELEMENTS = initial_weights.BLOCK_ELEMENTS, SMALL_BLOCKS
     try:
         model = build_model(layout, flavor)
     finally:
-        init.BLOCK_ELEMENTS = usual
+        initial_weights.BLOCK_ELEMENTS = usual
     differing = []
     with CatalogReader(open_checkpoint(folder)) as reader:
         for fqn, tensor in model.state_dict().items():
@@ -47,7 +47,7 @@ def differences(layout: Layout, flavor: str, folder: Path) -> tuple[list[str], s
 
 @pytest.mark.parametrize(("layout", "flavor"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_the_trainer_begins_with_what_the_seed_holds(layout, flavor, pools, tmp_path, monkeypatch):
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCKS)
+    monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", SMALL_BLOCKS)
     config = replace(layout.config(flavor), debug=Debug(seed=SEED))
     seed(resolve_job(config), tmp_path / "seed")
     told = pools[layout.world_size].run(differences, layout, flavor, tmp_path / "seed")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import trainer.train
 from tests.dist import runs
 from trainer.config.sections import Comm, Config, LRScheduler, Training
-from trainer.lr_schedule import Curve, lr_curve
+from trainer.optim.lr_schedule import Curve, lr_curve
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 

@@ -21,7 +21,7 @@ from tests.dist.training import Layout
 from trainer.build import build
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer, optimizer_state
+from trainer.optim.optimizer import build_optimizer, optimizer_state
 
 # Large tensors and few: torch looks around in each item's zip, 34 kB a time, which is nothing beside a real model's
 ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)

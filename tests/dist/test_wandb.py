@@ -61,7 +61,7 @@ def test_a_resumed_run_continues_its_run(pools, tmp_path):
 
     assert "resumed from" in run(4, **metrics)
     assert logged_ids(tmp_path / "run") == [run_id, run_id] and saved_id(steps[1]) == run_id
-    assert "no such thing" not in run(6)  # without wandb the id is kept for a later run
+    assert "unknown to titan" not in run(6)  # without wandb the id is kept for a later run
     assert logged_ids(tmp_path / "run") == [run_id, run_id] and saved_id(steps[2]) == run_id
     assert verify(steps[2]).ok
     reshard(steps[2], tmp_path / "resharded")

@@ -16,14 +16,14 @@ from converters.model_info import ModelInfo
 from trainer.build import build
 from trainer.config.sections import ActivationCheckpoint, Config, Model, Optimizer, Parallelism, Training
 from trainer.data.batch import IGNORED, Batch
-from trainer.init import InitialWeights
 from trainer.job import resolve, resolve_job
-from trainer.lr_schedule import Curve, LRSchedule
 from trainer.mesh import make_meshes
 from trainer.models import registry as trained_families
+from trainer.models.initial_weights import InitialWeights
 from trainer.models.initialization import Normal
 from trainer.models.registry import get_trainer_family
-from trainer.optim import build_optimizer
+from trainer.optim.lr_schedule import Curve, LRSchedule
+from trainer.optim.optimizer import build_optimizer
 from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
     assert error == "" and heard.count("WARNING: a checkpoint was NOT saved:") == 2
     assert len(re.findall(r"File too large", heard)) >= 2
     assert len(re.findall(r"a checkpoint needs [\d.]+ MiB, [\d.]+ \w+ are free on that disk; ", heard)) == 2
-    assert "step 1 is whole" in heard if 1 not in saves else "there is no checkpoint yet" in heard
+    assert "step 1 is complete" in heard if 1 not in saves else "there is no checkpoint yet" in heard
     assert _names(tmp_path / "checkpoint") == [f"step-{step}" for step in range(1, 5) if step not in saves]
     _assert_ends_like(whole, tmp_path, steps=(1, 2, 3, 4))
 
@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
     [
         (1, (2, 3), ["step-1"], "failed saves in a row: 2; a checkpoint needs"),
         (0, (3,), ["step-1", "step-2"], "failed saves in a row: 1; a checkpoint needs"),
-        (9, (4,), ["step-1", "step-2", "step-3"], "the run's end is not saved; a checkpoint needs"),
+        (9, (4,), ["step-1", "step-2", "step-3"], "the end of the run was not saved; a checkpoint needs"),
     ],
 )
 def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
@@ -201,7 +201,7 @@ def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
 ):
     with _full_in(saves):
         error = runs.run(_config(data, tmp_path, async_mode=mode, max_failed_saves=at_most))
-    assert "File too large" in error and told in error and f"step {left[-1][-1]} is whole" in error, error
+    assert "File too large" in error and told in error and f"step {left[-1][-1]} is complete" in error, error
     folder = tmp_path / "checkpoint"
     assert _names(folder) == left and all(check_files(folder / name) == [] for name in left)
 
@@ -234,7 +234,7 @@ def test_a_folder_that_vanishes_is_made_anew_and_locked(group, data, whole, tmp_
 
     monkeypatch.setattr(Checkpoints, "require_room", require_room)
     error, heard = runs.run_and_hear(_config(data, tmp_path))
-    assert error == "" and heard.count(f"WARNING: {folder} is GONE") == 1
+    assert error == "" and heard.count(f"WARNING: {folder} was REMOVED") == 1
     assert _names(folder) == (["step-4"] if when == "in a save" else ["step-3", "step-4"])
     assert len(locked) == 5 and all(locked)
     _assert_ends_like(whole, tmp_path, steps=(1, 2, 3, 4))

@@ -100,7 +100,7 @@ def test_a_save_that_one_rank_cannot_write_is_let_pass_by_all(pool, data, whole,
     config = runs.make_config(data, tmp_path, **KEYS | {"checkpoint": KEYS["checkpoint"] | {"async_mode": mode}})
     ((error, talk), (other, _)) = pool.run(run_where_the_second_save_fails_on_one_rank, config)
     assert error == other == "" and "rank 1: OSError: [Errno 28] No space left on device" in talk
-    assert "step 1 is whole; failed saves in a row: 1; the training goes on" in talk
+    assert "step 1 is complete; failed saves in a row: 1; training continues" in talk
     assert _names(folder) == {"step-3", "step-4"} and runs.read_losses(tmp_path) == runs.read_losses(whole)
     for step in ("step-3", "step-4"):
         assert runs.differences(folder / step, whole / "checkpoint" / step) == []

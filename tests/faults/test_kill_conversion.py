@@ -267,7 +267,7 @@ def test_what_an_interrupt_ends_is_kept_with_resume_and_told(tmp_path, number, c
     process.send_signal(signal.SIGCONT)
     _, said = process.communicate()
     assert process.returncode == code, said
-    assert "run again with --resume to go on" in said
+    assert "run again with --resume to continue" in said
     assert not (tmp_path / "out").exists()
     again = _start(tmp_path / "src", tmp_path / "out", "--resume", "--json")
     output, said = again.communicate()

@@ -10,7 +10,7 @@ from converters.families.llama3 import FLAVORS
 from tests.gpu.running import read_losses, titan, write_job
 from tests.tiny_llama import write_llama
 from trainer.models.llama3.model import Transformer
-from trainer.optim import _square_sums
+from trainer.optim.clip import _square_sums
 from trainer.parallel.context import attend_to_prefix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

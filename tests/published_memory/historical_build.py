@@ -55,7 +55,7 @@ def historical_build(then: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
             (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),
             (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
-            (titan_tools.memory.trace.capture, "_tell_owners", _label_after_steps),
+            (titan_tools.memory.trace.capture, "_label_parameters", _label_after_steps),
         ):
             patches.enter_context(patch.object(owner, name, value))
         patches.enter_context(warnings.catch_warnings())

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from converters.errors import ConfigError, TitanError, UnsupportedError
 from tests.published_memory import cells
-from titan_tools.memory.constants import Gpu
 from titan_tools.memory.replay.allocator import AllocatorName
+from trainer.gpus import Gpu
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from converters.families import registry as families
 from trainer.data import datasets, kinds
 from trainer.loss import registry as losses
 from trainer.models import registry as models
+from trainer.observability import sinks
 
 ROOT = Path(__file__).resolve().parents[2]
 APIS = ("converters.api", "trainer.api", "titan_tools.api")
@@ -40,6 +41,7 @@ def registries(monkeypatch):
         (models, "_FAMILIES"),
         (datasets, "_OPENERS"),
         (losses, "_REGISTERED"),
+        (sinks, "_REGISTERED"),
     ):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
     before = list(kinds.known_kinds)

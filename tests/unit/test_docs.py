@@ -113,6 +113,27 @@ def test_toml_of_the_training_page_loads(text, tmp_path):
     assert load_config(path).origins
 
 
+def test_the_architecture_page_is_current():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert 120 <= len(text.splitlines()) <= 180
+    paths = set(re.findall(r"`((?:converters|trainer|titan_tools|tests)/[\w./]+)`", text))
+    assert len(paths) > 40 and {path for path in paths if not (ROOT / path).exists()} == set()
+
+
+def test_the_format_of_the_architecture_page_converts(hf, tmp_path, monkeypatch):
+    from converters.api import convert, diff, open_checkpoint
+    from converters.formats.registry import FORMATS
+
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    monkeypatch.setitem(FORMATS, "native", names["NATIVE"])
+    convert(hf, tmp_path / "native", to="native")
+    assert diff(hf, tmp_path / "native").equal
+    with open_checkpoint(tmp_path / "native") as weights:
+        assert weights.naming == "native"
+
+
 def test_scripts_named_in_pages_exist():
     for page in PAGES:
         for path in re.findall(r"(?<![\w/])scripts/[\w./]+\w", page.read_text()):

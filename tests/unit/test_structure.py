@@ -30,8 +30,7 @@ BELOW = {
 # What each package of inference may import of the others and of the modules beside them
 INFER_BELOW = {
     "text": set(),
-    "ranks": set(),
-    "model": {"ranks"},
+    "model": {"ranks", "process_group"},
     "decoding": {"text", "model"},
     "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
 }
@@ -46,10 +45,10 @@ MEMORY_BELOW = {
 MEMORY_WITHOUT_TORCH = ("formula.closed_form", "expand.layers", "replay.replay")
 
 
-def imported_names(file: Path) -> set[str]:
-    """Dotted names of all that a file imports, also inside functions."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+def imported_names(file: Path, *, at_import: bool = False) -> set[str]:
+    """Dotted names of all that a file imports; `at_import`: only when it is imported itself."""
+    names, tree = set(), ast.parse(file.read_text())
+    for node in tree.body if at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -69,6 +68,28 @@ def test_imports_point_one_way(package):
         for file in (ROOT / package).rglob("*.py")
     }
     assert {file: roots for file, roots in wrong.items() if roots} == {}
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_through_others():
+    files = {module_name(file): file for package in OURS for file in (ROOT / package).rglob("*.py")}
+
+    def module_of(name: str) -> str | None:
+        return next((each for each in (name, name.rpartition(".")[0]) if each in files), None)
+
+    imports = {
+        module: {module_of(name) for name in imported_names(file, at_import=True)} - {None}
+        for module, file in files.items()
+    }
+    while without := {module for module, used in imports.items() if not used & imports.keys()}:
+        imports = {module: used for module, used in imports.items() if module not in without}
+    in_circles = {module: sorted(used & imports.keys()) for module, used in imports.items()}
+    while unused := in_circles.keys() - {name for used in in_circles.values() for name in used}:
+        in_circles = {module: used for module, used in in_circles.items() if module not in unused}
+    assert in_circles == {}
 
 
 def test_packages_in_converters_point_one_way():

@@ -122,8 +122,8 @@ def upgrade(
     if out is not None:
         write_upgraded(found, out, replace=in_place)
     if as_json:
-        told = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
-        print_json(told | ({"written": None, "text": found.text} if out is None else {"written": str(out)}))
+        report = {"changes": found.changes, "notes": found.notes, "refused_by_titan": found.refused}
+        print_json(report | ({"written": None, "text": found.text} if out is None else {"written": str(out)}))
     else:
         for line in found.changes or [f"{old}: nothing to change"]:
             note(line)

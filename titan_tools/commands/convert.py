@@ -53,7 +53,7 @@ _AUTO = CommandHelp(
 )
 
 
-_FormatName = StrEnum("_FormatName", {name: name for name in FORMATS})
+_FormatName = StrEnum("_FormatName", {name: name for name in FORMATS})  # type: ignore[misc]  # known at run time
 
 
 def _common_options(

@@ -1,4 +1,4 @@
-"""The options that `titan convert` and its neighbours share: their types and their help, each once."""
+"""The options that `titan convert` and other commands share: their types and help."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,4 +63,4 @@ DryRun = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace DST once the new one is complete.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-DEFAULT_WORKERS = 2  # converters.engine.copy's, which `titan --help` must not load; a test holds them equal
+DEFAULT_WORKERS = 2  # converters.engine.copy's, which `titan --help` must not import; a test compares them

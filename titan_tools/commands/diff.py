@@ -1,4 +1,4 @@
-"""titan diff: are these two checkpoints the same?"""
+"""titan diff: compare two checkpoints."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +24,10 @@ def diff(
     every: Annotated[bool, typer.Option("--every", help="List all differences, however many.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Compare two checkpoints tensor by tensor, whatever their formats. Exits with 1 where they differ.
+    """Compare two checkpoints tensor by tensor, of any formats. Exits with 1 if they differ.
 
-    Names, shapes, dtypes and values are compared, in model order, and the numbers of the model; of training checkpoints
-    also the other sections. A known mix-up is called by its name: a missing RoPE permutation, a transpose, a cast.
+    Compares names, shapes, dtypes and values in model order, and the numbers of the model; of training checkpoints also
+    the other sections. Detects common mistakes: a missing RoPE permutation, a transpose, a cast.
 
     \b
     Examples:
@@ -52,7 +52,7 @@ def diff(
             print(f"… and {len(report.differences) - len(shown):,} more (--every lists them)")
         for where in dict.fromkeys(report.not_compared.values()):
             sections = (section for section, place in report.not_compared.items() if place == where)
-            print(f"not compared, being {where}: {', '.join(sections)}")
+            print(f"not compared ({where}): {', '.join(sections)}")
         for text in report.notes:
             print(f"not counted: {text}")
         for text in report.remarks:

@@ -1,4 +1,4 @@
-"""titan inspect: what is in this checkpoint?"""
+"""titan inspect: describe a checkpoint or a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ def inspect(
       titan inspect Llama-3.2-1B --every --json
       titan inspect outputs --loss-curve loss.png
 
-    Of a checkpoint headers and small values are read, never a weight. A run's folder is what job.dump_folder names.
+    Reads headers and small values, never weights. A run's folder is its job.dump_folder.
     """
     from titan_tools.run_folder import is_run_folder
 
@@ -35,7 +35,7 @@ def inspect(
         _inspect_run(checkpoint, loss_curve, as_json=as_json)
         return
     if loss_curve:
-        raise CheckpointError(f"{checkpoint} is no run's folder: it has no {METRICS_FILE}, so no curve to draw")
+        raise CheckpointError(f"{checkpoint} is not the folder of a run: it has no {METRICS_FILE}")
     from converters.inspect import inspect_checkpoint, summarize_values
     from titan_tools.console import print_json
     from titan_tools.inspect_page import print_page

@@ -1,4 +1,4 @@
-"""titan reshard: the same DCP checkpoint, cut for another mesh."""
+"""titan reshard: the same DCP checkpoint, sharded for another mesh."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,7 @@ def reshard(
     num_files: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, max=100_000, help="Cut into N data files of about one size.", show_default=False
+            metavar="N", min=1, max=100_000, help="Write N data files of about the same size.", show_default=False
         ),
     ] = None,
     shard_size: ShardSize = None,
@@ -44,12 +44,12 @@ def reshard(
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="DTYPE", help="Cast the weights, not the optimizer. Default: as they are.", show_default=False
+            metavar="DTYPE", help="Cast the weights, not the optimizer. Default: unchanged.", show_default=False
         ),
     ] = None,
     optimizer_dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="Cast the optimizer's moments. Default: as they are.", show_default=False),
+        typer.Option(metavar="DTYPE", help="Cast the optimizer's moments. Default: unchanged.", show_default=False),
     ] = None,
     model_from: ModelFrom = None,
     workers: Workers = DEFAULT_WORKERS,
@@ -65,11 +65,11 @@ def reshard(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Cut a DCP checkpoint for another mesh or file count: weights, optimizer, and everything else in it.
+    """Shard a DCP checkpoint for another mesh or file count: weights, optimizer, and everything else in it.
 
-    Stock DCP reads whole chunks, so ranks start faster, and from less memory, where each chunk is exactly one rank's.
-    A checkpoint that spells its parameters another way (torchtitan's other layouts, Hugging Face names) comes out as
-    `titan train` writes it, the moments permuted as their weights are.
+    Stock DCP reads whole chunks, so ranks start faster, and with less memory, if each chunk is exactly one rank's.
+    A checkpoint with other names of parameters (torchtitan's other layouts, Hugging Face) is written with the names of
+    `titan train`, and the moments are permuted like their weights.
 
     \b
     Examples:

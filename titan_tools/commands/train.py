@@ -61,7 +61,7 @@ def train(
     if world_size is not None or rank or as_json:
         raise ConfigError("--world-size, --rank and --json belong to --dry-run", tries=["--dry-run", "--nproc N"])
     if inside_launch():
-        with rank_errors(less_memory=[f"titan estimate-memory {config}, which tells what takes it"]):
+        with rank_errors(less_memory=[f"titan estimate-memory {config} shows what takes the memory"]):
             from trainer.train import main
 
             main(settings)

@@ -1,4 +1,4 @@
-"""titan verify: is this checkpoint whole and undamaged?"""
+"""titan verify: check that a checkpoint is complete and undamaged."""
 
 from typing import Annotated
 
@@ -22,15 +22,15 @@ def verify(
     model_from: ModelFrom = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Check structure, names, shapes, checksums and digests of a checkpoint. Exits with 1 where a check fails.
+    """Check structure, names, shapes, checksums and digests of a checkpoint. Exits with 1 if a check fails.
 
-    A checkpoint of titan's is checked bit for bit against its manifest; of stock DCP and torch files, the CRC32 that
-    every item carries (torch itself never looks at it). What cannot be checked is listed. Of a run's folder the newest
-    step is checked.
+    A checkpoint that titan wrote is checked bit for bit against its manifest; for stock DCP and torch files, the CRC32
+    of every item is checked (torch itself never does). Lists what cannot be checked. For the folder of a run,
+    checks the newest step.
 
     --accept is for a folder that was changed after titan wrote it (save_pretrained into it, an edited config.json).
-    What is damaged in itself is refused: cut files, wrong CRC32s, missing tensors, a config of another model. Changed
-    values are listed by tensor; whether they were meant only you can know.
+    Damage is refused: truncated files, wrong CRC32s, missing tensors, a config of another model. Changed values are
+    listed by tensor, so that you can check that they were intended.
 
     \b
     Examples:
@@ -64,7 +64,7 @@ def verify(
         print(f"{report.path}: {report.verdict}" + (f" ({size})" if report.container else ""))
     if not report.ok:
         if accept:
-            note("titan_manifest.json was left as it is")
+            note("titan_manifest.json was not changed")
         elif any(check.name == "files" and check.outcome == "failed" for check in report.checks):
             note(f"hint: files that were changed on purpose are accepted by: titan verify {checkpoint} --accept")
         raise typer.Exit(1)

@@ -88,7 +88,7 @@ def _small_file_problem(step: Path) -> str:
     """The problem of a step's files without tensors, which are read before the check for damage."""
     manifest = read_manifest(step)
     small = [name for name in manifest.files if not name.endswith(_DATA)] if manifest else []
-    return "; ".join(check_files(step, small))
+    return "; ".join(check_files(step, small, manifest=manifest))
 
 
 def _folder_of_steps(path: Path) -> Path | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from converters.assets import find_assets
 from converters.catalog import Box
 from converters.errors import ConfigError, list_offenders
-from converters.manifest import read_manifest
+from converters.manifest import manifest_of
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.view import View
 from converters.weights import NativeWeights
@@ -37,7 +37,7 @@ def _weights_identity(weights: NativeWeights) -> str:
 
     Both use native names and values, so they do not depend on the format.
     """
-    manifest, used, stored = read_manifest(weights.catalog.root), weights.source.ledger.used, weights.catalog.tensors
+    manifest, used, stored = manifest_of(weights.catalog), weights.source.ledger.used, weights.catalog.tensors
     files = {chunk.file for name in used.values() for chunk in stored[name].chunks}
     if manifest is not None and files <= manifest.files.keys():  # else the manifest describes other files
         digests = {fqn: manifest.tensors[name].digest for fqn, name in used.items() if name in manifest.tensors}

@@ -126,7 +126,6 @@ def _explained(when: str, tries: Iterable[str]) -> Iterator[None]:
 _M_MXFAST, _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = 1, -1, -2, -4  # of mallopt(3), the same since glibc 2.0
 _KEPT_BYTES = (1 << 31) - 1  # the most that mallopt takes
 _GROWTH_BYTES = 64 << 20
-_REST_SIZES, _KEPT_OF_A_SIZE = range(8, 128, 16), 7  # bytes; glibc's for each thread
 
 
 def keep_freed_memory() -> bool:
@@ -137,15 +136,8 @@ def keep_freed_memory() -> bool:
     back.
     """
     try:
-        libc = ctypes.CDLL(None)
-        mallopt, malloc, free = libc.mallopt, libc.malloc, libc.free
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # musl and macOS have no mallopt; Windows has no CDLL(None)
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_TOP_PAD, _GROWTH_BYTES), (_M_MXFAST, 0))
-    is_kept = all(mallopt(name, value) for name, value in settings)
-    # Aligning a block leaves a rest of some bytes behind it. glibc keeps up to 7 freed rests of a size for reuse, and a
-    # block next to one of them cannot be merged when it is freed: fill these lists first
-    malloc.restype, free.argtypes, free.restype = ctypes.c_void_p, [ctypes.c_void_p], None
-    for rest in [malloc(ctypes.c_size_t(size)) for size in _REST_SIZES for _ in range(_KEPT_OF_A_SIZE)]:
-        free(rest)
-    return is_kept
+    return all(mallopt(name, value) for name, value in settings)

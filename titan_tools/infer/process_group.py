@@ -11,12 +11,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from converters.errors import TitanError
 from titan_tools.infer.ranks import TPRanks, machine_identity, own_device
 from titan_tools.launch import started_by_titan
-from trainer.gloo import use_one_worker
+from trainer.process_group import PEER_ENDED, TIMED_OUT, set_timeout, use_one_worker
 
 # A rank that ended closes its connections, which shows at once; a machine that lost power does not. On a single machine
 # there is no timeout: a rank may be stopped by Ctrl-Z, or its output may wait for a reader.
@@ -25,12 +24,6 @@ _NO_TIMEOUT = timedelta(days=30)
 _SETUP_TIMEOUT = timedelta(hours=2)
 _POLL_MS = 200
 _GRACE_SECS = 1  # for this rank to fail by itself, with a better message, of what ended the other
-# Messages of gloo, NCCL and the store when a peer has ended, and when it hangs
-_PEER_ENDED = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "Connection refused",
-    "Connection was likely closed", "remote process exited", "Failed to recv",
-)  # fmt: skip
-_PEER_HANGS = ("Timed out", "timed out")
 
 
 class LostRank(TitanError):
@@ -57,7 +50,7 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
         )
         rank, control_group = dist.get_rank(), dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
         machines = _ranks_by_machine(control_group)
-        _set_timeout(_NO_TIMEOUT if len(machines) == 1 else COLLECTIVE_TIMEOUT)
+        set_timeout(_NO_TIMEOUT if len(machines) == 1 else COLLECTIVE_TIMEOUT)
         machine_group = _machine_group(machines, control_group)
         others = _other_processes(machine_group) if on_gpu else {}  # gloo notices ended ranks itself
         with exit_with_lost_ranks(others, rank=rank, exit_code=LostRank.exit_code):
@@ -67,12 +60,12 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
             gc.collect()  # NCCL's teardown waits for every CUDA graph that still exists
     except RuntimeError as error:
         message, own = str(error), f"rank {os.environ['RANK']}"
-        if any(sign in message for sign in _PEER_ENDED):
+        if any(sign in message for sign in PEER_ENDED):
             raise LostRank(
                 f"{own} has lost another rank, which ended or cannot be reached",
                 hint=f"that rank reports the reason: {message.splitlines()[0]:.200}",
             ) from error
-        if any(sign in message for sign in _PEER_HANGS):
+        if any(sign in message for sign in TIMED_OUT):
             raise LostRank(
                 f"{own} timed out while waiting for another rank",
                 hint=f"it hangs, was stopped, or its machine is down: {message.splitlines()[0]:.200}",
@@ -150,8 +143,3 @@ def _machine_group(machines: list[list[int]], control_group: dist.ProcessGroup) 
         group = dist.new_group(ranks, timeout=_NO_TIMEOUT, backend="gloo")  # every rank must create all groups
         own = group if dist.get_rank() in ranks else own
     return own
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    # public from torch 2.15 on, which warns of the other; missing up to 2.13
-    (dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout)(timeout, None)

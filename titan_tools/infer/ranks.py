@@ -13,7 +13,7 @@ from converters.errors import ConfigError, TitanError
 from converters.manifest import in_threads
 from titan_tools.launch import inside_launch
 from trainer.agree import on_each, on_first
-from trainer.own_gpu import own_gpu
+from trainer.process_group import own_gpu
 
 T = TypeVar("T")
 

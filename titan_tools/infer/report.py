@@ -20,6 +20,7 @@ from titan_tools.infer.decoding.generate import Completion, Timings
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
+from trainer.gpus import data_sheet
 
 
 def result_of(completion: Completion, *, samples: int = 1) -> dict[str, Any]:
@@ -87,36 +88,11 @@ def describe(stats: dict[str, Any], *, num: int = 1) -> str:
     return ", ".join(parts)
 
 
-# Memory bandwidth in GB/s from the data sheets of NVIDIA and AMD, by the driver's name of the GPU. The first name that
-# is contained counts, so longer ones come first
-_PEAK_BANDWIDTH = (
-    ("H100 NVL", 3938),
-    ("H100 PCIe", 2039),
-    ("H100", 3352),
-    ("GH200 144G", 4900),
-    ("GH200", 4000),
-    ("H200", 4800),
-    ("B200", 8000),
-    ("A100-SXM4-40GB", 1555),
-    ("A100-PCIE-40GB", 1555),
-    ("A100 80GB PCIe", 1935),
-    ("A100", 2039),
-    ("A10G", 600),
-    ("L40S", 864),
-    ("L40", 864),
-    ("L4", 300),
-    ("V100", 900),
-    ("MI325X", 6000),
-    ("MI300X", 5300),
-)
-
-
 def peak_gb_per_sec(device: torch.device) -> float | None:
     """The device's peak memory bandwidth, None where it is unknown, as on a CPU."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((float(peak) for known, peak in _PEAK_BANDWIDTH if known in name), None)
+    return data_sheet(torch.cuda.get_device_name(device)).gb_per_sec
 
 
 def _peak_bytes(ranks: TPRanks) -> int:

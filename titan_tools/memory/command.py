@@ -1,22 +1,21 @@
-"""What `titan estimate-memory` does: check everything, estimate, print, draw, and give the exit code."""
+"""`titan estimate-memory`: check flags and config, estimate, write files, print, and return the exit code."""
 
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.replace_file import replacing
 from titan_tools.console import count, note, print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
-from titan_tools.memory.constants import Gpu
-from titan_tools.memory.gpus import find_gpu
-from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.replay.allocator import AllocatorName
-from titan_tools.memory.torch_library import map_torch_library
 from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
 from trainer.config.load import load_config
 from trainer.config.sections import Config
+from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
+from trainer.job import Job, resolve_job
 from trainer.parallel.float8 import capability_needed, is_float8
 
 ALLOCATORS: tuple[AllocatorName, ...] = ("classic", "expandable")
@@ -34,40 +33,40 @@ def estimate_from_command_line(
     timeline: Path | None = None,
     snapshot: Path | None = None,
 ) -> int:
-    """Print the estimate of a config; 0, or with a GPU type its verdict as exit code.
+    """Print the estimate of a config. Returns 0, or with a GPU type its verdict as exit code.
 
-    Raises ConfigError with everything wrong in flags and layout, UnsupportedError with everything not covered.
+    Raises ConfigError with every problem of flags and layout, UnsupportedError with everything that is not covered.
     """
     gpu, problems = _gpu(gpu_text)
     problems += _output_problems(timeline, snapshot)
-    if allocator not in (None, *ALLOCATORS):
-        problems.append(f"--allocator {allocator!r} is none; possible: {', '.join(ALLOCATORS)}")
+    chosen = next((name for name in ALLOCATORS if name == allocator), None)
+    if allocator is not None and chosen is None:
+        problems.append(f"--allocator {allocator!r} is not one of {', '.join(ALLOCATORS)}")
     settings = load_config(config, overrides)
     problems += _gpu_problems(settings, gpu)
-    dims = resolved_layout(settings, world_size=world_size, problems=problems)
+    job = _resolve(settings, world_size, problems)
     if world_size is None and settings.parallelism.data_parallel_shard_degree == -1:
         note(
-            f"estimated for {count(dims.world_size, 'rank')}: parallelism.data_parallel_shard_degree = -1 takes all"
-            " the ranks there are; --world-size N says how many"
+            f"estimated for {count(job.dims.world_size, 'rank')}: parallelism.data_parallel_shard_degree = -1 uses all"
+            " ranks, and --world-size N sets how many there are"
         )
     flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
     flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
-    if gaps := trace_gaps(settings, dims):
+    if gaps := trace_gaps(settings, job.dims):
         nearest = {gap.keys[0]: gap.nearest for gap in gaps}
         raise UnsupportedError(
-            "no estimate is given for what is not covered:" + list_offenders([gap.reason for gap in gaps], most=50),
-            hint="a guess would be worse than none",
+            "estimate-memory does not cover this config:" + list_offenders([gap.reason for gap in gaps], most=50),
+            hint="no estimate is given, since it would be a guess",
             tries=[same_command(config, overrides, flags=flags, changed=nearest)],
         )
 
-    map_torch_library()
     from titan_tools.memory import report
     from titan_tools.memory.estimate import estimate
     from titan_tools.memory.replay.snapshot import write_snapshot
     from titan_tools.memory.verdict import EXIT_CODES
 
     try:
-        found = estimate(settings, dims, gpu=gpu, allocator=allocator or allocator_of_environment())
+        found = estimate(job, gpu=gpu, allocator=chosen or allocator_of_environment())
     except NotTraceable as error:
         error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
         raise
@@ -82,6 +81,32 @@ def estimate_from_command_line(
     return EXIT_CODES[found.verdicts[0].verdict] if gpu else 0
 
 
+def find_gpu(text: str) -> Gpu:
+    """The GPU type of that name, or one of that many usable GiB (kernels as on the default one). Raises ConfigError."""
+    name = text.strip().lower()
+    alike = [gpu for gpu in GPUS if name.removesuffix("gb") in (gpu, gpu.split("-")[0])]
+    if len(alike) == 1:
+        return GPUS[alike[0]]
+    if alike:
+        raise ConfigError(
+            f"--gpu {text!r} is the name of several types",
+            hint=f"types: {', '.join(alike)}",
+            tries=[f"--gpu {gpu}" for gpu in alike],
+        )
+    try:
+        usable = float(name.removesuffix("gib"))
+    except ValueError:
+        usable = 0.0
+    if not 0 < usable < 10_000:
+        closest = next(iter(get_close_matches(name, GPUS, 1, cutoff=0.3)), DEFAULT_GPU.name)
+        raise ConfigError(
+            f"--gpu {text!r} is neither a GPU type nor a number of GiB",
+            hint=f"types: {', '.join(GPUS)}",
+            tries=[f"--gpu {closest}", "--gpu 47.5"],
+        )
+    return Gpu(f"{usable:g} GiB", usable, DEFAULT_GPU.sm, DEFAULT_GPU.cublas_mib)
+
+
 def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
     if text is None:
         return None, []
@@ -91,17 +116,22 @@ def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
         return None, [f"{error.message}; {error.hint}; nearest: {' or '.join(error.tries)}"]
 
 
-def _write(path: Path, write: Callable[[Path], None]) -> None:
-    """Write beside it and put it there whole: a full disk must not cost a file that is there. Raises ConfigError."""
+def _resolve(config: Config, world_size: int | None, problems: list[str]) -> Job:
+    """The job. Raises ConfigError with `problems` and those of the layout."""
     try:
-        with replacing(path) as temporary:
-            write(temporary)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
+        job = resolve_job(config, world_size)
+    except ConfigError as error:
+        if not problems:
+            raise
+        found = [*problems, error.message + (f" ({error.hint})" if error.hint else "")]
+        raise ConfigError("invalid arguments:" + list_offenders(found, most=50), tries=error.tries) from None
+    if problems:
+        raise ConfigError("invalid arguments:" + list_offenders(problems, most=50))
+    return job
 
 
 def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
-    """What a GPU type has no kernels for."""
+    """What the GPU type has no kernels for."""
     if gpu is None or not is_float8(config.model) or config.float8.emulate:
         return []
     major, minor = capability_needed(config.float8)
@@ -111,28 +141,41 @@ def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
 
 
 def _output_problems(timeline: Path | None, snapshot: Path | None) -> list[str]:
-    """Files that cannot be written, told before the work."""
+    """Why files could not be written, found before the estimate is made."""
     problems = []
     if timeline and not timeline.is_dir() and timeline.suffix.lower() not in PICTURES:
-        problems.append(f"--timeline {timeline}: a picture's name ends in {' or '.join(PICTURES)}")
+        problems.append(f"--timeline {timeline}: the file name must end in {' or '.join(PICTURES)}")
     if timeline and snapshot and timeline.absolute() == snapshot.absolute():
         problems.append(f"--timeline and --snapshot name the same file, {timeline}")
     for path in filter(None, (timeline, snapshot)):
+        folder = path.absolute().parent
         if path.is_dir():
-            problems.append(f"{path} is a folder, and a file is to be written there")
-        elif path.exists() and not path.is_file():  # it would be replaced by a file, where one may do that
-            problems.append(f"{path} is a device or a pipe, and a file is to be written there")
-        elif not path.absolute().parent.is_dir():
-            problems.append(f"{path.absolute().parent} is no folder, so {path.name} cannot be written there")
-        elif not os.access(path.absolute().parent, os.W_OK):
-            problems.append(f"{path.absolute().parent} is not yours to write to, so {path.name} cannot be put there")
+            problems.append(f"{path} is a folder; give the name of a file")
+        elif path.exists() and not path.is_file():  # it would be replaced by a file
+            problems.append(f"{path} is a device or a pipe; give the name of a file")
+        elif not folder.is_dir():
+            problems.append(f"{folder} is not a folder; create it, or write {path.name} elsewhere")
+        elif not os.access(folder, os.W_OK):
+            problems.append(f"{folder} is not writable; write {path.name} elsewhere")
     return problems
+
+
+def _write(path: Path, write: Callable[[Path], None]) -> None:
+    """Replace the file at once, so that a full disk does not cost an existing file. Raises ConfigError."""
+    try:
+        with replacing(path) as temporary:
+            write(temporary)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def same_command(
     config: str, overrides: Sequence[str], *, flags: Mapping[str, object], changed: Mapping[str, str]
 ) -> str:
-    """A line for the shell. `flags`: the command's own, left out where None or False; `changed`: keys → values."""
+    """The command as it was typed, with some keys of the config changed, for a refusal's `try:`.
+
+    `flags`: the command's own, left out where None or False; `changed`: keys → values.
+    """
     words = ["titan", "estimate-memory", config]
     for flag, value in flags.items():
         if value is True:
@@ -144,7 +187,7 @@ def same_command(
 
 
 def _without(overrides: Sequence[str], keys: Mapping[str, str]) -> list[str]:
-    """The overrides that are about other keys."""
+    """The overrides of other keys."""
     kept: list[str] = []
     is_kept = True
     for word in overrides:

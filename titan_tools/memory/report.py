@@ -1,12 +1,12 @@
-"""An estimate in words: tables of the pipeline ranks, the peak's parts and the verdicts; or as one JSON object."""
+"""Print an estimate: tables of the pipeline ranks, the peak's parts and the verdicts; or one JSON object."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.sizes import format_bytes
+from converters.sizes import GIB, format_bytes
 from titan_tools.console import count, table
-from titan_tools.memory.constants import ENGINES_AGREE, GIB, PARTS
+from titan_tools.memory.constants import ENGINES_AGREE, PARTS
 from titan_tools.memory.estimate import Estimate, RankEstimate
 from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
@@ -15,11 +15,11 @@ from titan_tools.memory.verdict import Verdict
 
 _PHASES = {
     "build": "when the model is built",
-    "states": "when optimizer states are made",
+    "states": "when optimizer states are created",
     "reduce": "when a pipeline step's gradients are reduced",
     "clip": "when gradients are clipped",
     "optimizer": "in the optimizer's update",
-    "zero_grad": "when gradients are let go",
+    "zero_grad": "when gradients are freed",
     "validation": "in validation",
 }
 _MODULES = {
@@ -32,14 +32,14 @@ _MODULES = {
 
 
 def in_words(point: StepPoint) -> str:
-    """Such as `backward of layers.31, microbatch 2 of stage 1`; counted from 0."""
+    """A point of the step in words, such as `backward of layers.31, microbatch 2 of stage 1`; counted from 0."""
     if point.phase in _PHASES:
         return _PHASES[point.phase]
     what = {"weight": "weights' gradients"}.get(point.phase, point.phase)
-    said = f"{what} of {_MODULES.get(point.module, point.module)}"
+    text = f"{what} of {_MODULES.get(point.module, point.module)}"
     if point.microbatch > 0 or point.stage > 0:
-        said += f", microbatch {point.microbatch}"
-    return f"{said} of stage {point.stage}" if point.stage > 0 else said
+        text += f", microbatch {point.microbatch}"
+    return f"{text} of stage {point.stage}" if point.stage > 0 else text
 
 
 LABELS = {
@@ -47,28 +47,28 @@ LABELS = {
     "gradients": "gradients",
     "optimizer": "optimizer states",
     "activations": "activations kept",
-    "recompute": "backward's own tensors",
+    "recompute": "tensors of backward",
     "logits_and_loss": "logits and loss",
     "all_gather": "gathered parameters",
     "reduce_scatter": "reduce-scatter",
     "pipeline_buffers": "pipeline buffers",
-    "workspaces": "kernels' workspaces",
+    "workspaces": "kernel workspaces",
     "other": "other",
 }
-_WORTH_SAYING = 0.01  # share of reserved memory that the other allocator saves
+_LEAST_SHARE = 0.01  # of reserved memory, that the other allocator must save to be suggested
 
 
 def show(found: Estimate) -> None:
-    """Print it all."""
+    """Print the whole page."""
     print(f"{headline(found)}\n\nPeaks per pipeline rank, GiB, under the {found.allocator} allocator")
     table(
-        ("pp rank", "allocated", "active", "reserved", "nvidia-smi", "step 1 allocated", "step 1 reserved", "peak at"),
+        ("pp rank", "allocated", "reserved", "nvidia-smi", "step 1 allocated", "step 1 reserved", "peak at"),
         _rank_rows(found.ranks),
     )
     worst, peak = found.worst_rank, found.worst_rank.worst
-    print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.allocated_at.point)}")
-    beside = found.fullest.trace.symmetric_bytes
-    table(("what", "GiB", "share of allocated", "closed form"), _breakdown_rows(worst, peak, beside=beside))
+    print(f"\nThe peak, pp rank {worst.pp_rank}: {in_words(peak.point)}")
+    rows = _breakdown_rows(worst, peak, symmetric_bytes=found.fullest.trace.symmetric_bytes)
+    table(("what", "GiB", "share of allocated", "closed form"), rows)
     if peak.activations_by_module:
         print("\nActivations by module")
         table(("module", "GiB each", "GiB"), _module_rows(peak.activations_by_module))
@@ -78,8 +78,8 @@ def show(found: Estimate) -> None:
         [_verdict_row(verdict) for verdict in found.verdicts],
     )
     for title, lines in (
-        ("Two engines", engine_lines(found)),
-        ("What would take less, each alone", advice_lines(found)),
+        ("The two engines", engine_lines(found)),
+        ("Changes that save memory, each alone", advice_lines(found)),
         ("Assumptions", found.assumptions),
     ):
         if lines:
@@ -89,13 +89,13 @@ def show(found: Estimate) -> None:
 
 
 def draw(found: Estimate, picture: Path) -> None:
-    """A step of the fullest rank, with the limit of the GPU type where one was named."""
+    """Draw a step of the fullest rank, with the limit of the GPU type if one was given."""
     rank = found.fullest_rank
     gpu = found.verdicts[0].gpu if len(found.verdicts) == 1 else None
     draw_timeline(
         found.fullest,
         picture,
-        title=f"{found.run.family.name} on {found.run.mesh}, pp rank {rank.pp_rank}",
+        title=f"{found.job.family.name} on {found.job.dims}, pp rank {rank.pp_rank}",
         limit=(gpu.name, round(gpu.usable_gib * GIB)) if gpu else None,
         labels=LABELS,
     )
@@ -103,56 +103,54 @@ def draw(found: Estimate, picture: Path) -> None:
 
 def headline(found: Estimate) -> str:
     """What was estimated, in a line."""
-    run = found.run
-    size = run.family.num_parameters(run.args)
+    job = found.job
     return (
-        f"{run.family.name}, {size:,} parameters, on {count(run.mesh.world_size, 'rank')} ({run.mesh});"
-        f" sequence {run.seq_len}, a step of {count(run.num_microbatches * run.num_accumulated, 'forward')},"
-        f" {count(run.microbatch_size, 'sample')} each"
+        f"{job.family.name}, {job.num_parameters:,} parameters, on {count(job.dims.world_size, 'rank')} ({job.dims});"
+        f" sequence {job.config.training.seq_len}, a step of"
+        f" {count(job.num_microbatches * job.num_accumulated, 'forward')}, {count(job.microbatch_size, 'sample')} each"
     )
 
 
 def engine_lines(found: Estimate) -> list[str]:
-    """How far apart the trace and the closed form are, in allocated memory of a steady step."""
+    """How far the trace and the closed form differ, in allocated memory of a steady step."""
     if found.formula_gaps:
-        return [f"traced only; the closed form does not describe {reason}" for reason in found.formula_gaps]
+        return [f"trace only; the closed form does not describe {reason}" for reason in found.formula_gaps]
     far = found.disagreeing
     if not far:
         most = max(abs(rank.engines_differ_by) for rank in found.ranks)
         return [f"the traced train step and the closed form agree to {max(most, 0.001):.1%} of what is allocated"]
     return [
-        f"pp rank {rank.pp_rank}: WARNING, the closed form allocates {_gib(rank.formula.total_bytes)} GiB,"
-        f" {rank.engines_differ_by:+.1%} of what was traced (limit {ENGINES_AGREE:.0%}), most of it in"
+        f"pp rank {rank.pp_rank}: WARNING: the closed form gives {_gib(rank.formula.total_bytes)} GiB allocated,"
+        f" {rank.engines_differ_by:+.1%} relative to the trace (limit {ENGINES_AGREE:.0%}), most of it in"
         f" {LABELS[_farthest_part(rank)]}; one of them is wrong: please report this config"
         for rank in far
     ]
 
 
 def advice_lines(found: Estimate) -> list[str]:
-    """What would take less: the other allocator, as replayed, and changes of the config, by the closed form."""
+    """What would save memory: the other allocator, as replayed, and changes of the config, by the closed form."""
     rank = found.fullest_rank
     saved = rank.reserved_bytes - found.other_reserved_bytes
-    said = [str(change) for change in found.changes]
-    if found.allocator == "classic" and saved >= _WORTH_SAYING * rank.reserved_bytes:
-        said.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(saved)} less reserved")
-    return said
+    lines = [str(change) for change in found.changes]
+    if found.allocator == "classic" and saved >= _LEAST_SHARE * rank.reserved_bytes:
+        lines.insert(0, f"PYTORCH_ALLOC_CONF=expandable_segments:True: {format_bytes(saved)} less reserved")
+    return lines
 
 
 def as_json(found: Estimate) -> dict[str, Any]:
     """The object of `--json`."""
     worst = found.worst_rank
-    communicating = {rank.pp_rank: rank.nvidia_smi_gib for rank in found.ranks}
     per_rank = [_view(rank, rank.worst) for rank in found.ranks]
     return {
-        "world_size": found.run.mesh.world_size,
-        "mesh": {axis: getattr(found.run.mesh, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        "world_size": found.job.dims.world_size,
+        "mesh": {axis: getattr(found.job.dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
         "allocator": found.allocator,
         "per_rank": per_rank,
         "peak": {
             **{name: max(view[name] for view in per_rank) for name in ("allocated_gib", "active_gib", "reserved_gib")},
-            "nvidia_smi_gib": _rounded(max(communicating.values())),
+            "nvidia_smi_gib": _rounded(max(rank.nvidia_smi_gib for rank in found.ranks)),
             "pp_rank": worst.pp_rank,
-            "peak_at": in_words(worst.worst.allocated_at.point),
+            "peak_at": in_words(worst.worst.point),
             "breakdown_gib": _breakdown(worst.worst),
         },
         "step1": [_view(rank, rank.step1) for rank in found.ranks],
@@ -180,17 +178,17 @@ def _view(rank: RankEstimate, peak: Peak) -> dict[str, Any]:
     return {
         "pp_rank": rank.pp_rank,
         "allocated_gib": gib(peak.allocated_bytes),
-        "active_gib": gib(peak.active_bytes),
+        "active_gib": gib(peak.allocated_bytes),  # with NCCL, since torch 2.8, no freed block waits for another stream
         "reserved_gib": gib(peak.reserved_bytes),
         "nvidia_smi_gib": _rounded(rank.nvidia_smi_gib),
-        "peak_at": in_words(peak.allocated_at.point),
+        "peak_at": in_words(peak.point),
         "breakdown_gib": _breakdown(peak),
         "activations_by_module_gib": {name: gib(size) for name, size in peak.activations_by_module.items()},
     }
 
 
 def _breakdown(peak: Peak) -> dict[str, float]:
-    """All parts; those but the last two add up to what is allocated, and with them to what is reserved."""
+    """All parts. Without the last two they add up to what is allocated, with them to what is reserved."""
     parts = {part: gib(peak.by_part.get(part, 0)) for part in PARTS}
     return parts | {"idle_pools": gib(peak.idle_pools_bytes), "fragmentation": gib(peak.fragmentation_bytes)}
 
@@ -217,25 +215,24 @@ def _rank_rows(ranks: Sequence[RankEstimate]) -> list[tuple[Any, ...]]:
         (
             rank.pp_rank,
             _gib(rank.steady.allocated_bytes, digits),
-            _gib(rank.steady.active_bytes, digits),
             _gib(rank.steady.reserved_bytes, digits),
             "{:.1f} … {:.1f}".format(*rank.nvidia_smi_gib),
             _gib(rank.step1.allocated_bytes, digits),
             _gib(rank.step1.reserved_bytes, digits),
-            in_words(rank.worst.allocated_at.point),
+            in_words(rank.worst.point),
         )
         for rank in ranks
     ]
 
 
-def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tuple[str, str, str, str]]:
-    """A row per part of the peak, largest first, then what is reserved, and what lies beside the allocator."""
+def _breakdown_rows(rank: RankEstimate, peak: Peak, *, symmetric_bytes: int) -> list[tuple[str, str, str, str]]:
+    """A row per part of the peak, largest first; then the sums, and what is outside of the allocator."""
     digits = _digits(peak.reserved_bytes)
-    said = rank.formula.parts if rank.formula else {}
+    closed_form = rank.formula.parts if rank.formula else {}
     rows = [
-        (label, size, f"{size / peak.allocated_bytes:.0%}", said.get(part))
+        (label, size, f"{size / peak.allocated_bytes:.0%}", closed_form.get(part))
         for part, label in LABELS.items()
-        if (size := peak.by_part.get(part, 0)) >= peak.allocated_bytes / 2000 or part in said
+        if (size := peak.by_part.get(part, 0)) >= peak.allocated_bytes / 2000 or part in closed_form
     ]
     rows.sort(key=lambda row: -row[1])
     rows += [
@@ -244,8 +241,8 @@ def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tupl
         ("fragmentation", peak.fragmentation_bytes, "", None),
         ("= reserved", peak.reserved_bytes, "", None),
     ]
-    if beside:
-        rows.append(("symmetric memory, beside it", beside, "", None))
+    if symmetric_bytes:
+        rows.append(("symmetric memory, in addition", symmetric_bytes, "", None))
     return [
         (what, _gib(size, digits), share, "" if formula is None else _gib(formula, digits))
         for what, size, share, formula in rows
@@ -253,7 +250,7 @@ def _breakdown_rows(rank: RankEstimate, peak: Peak, *, beside: int) -> list[tupl
 
 
 def _module_rows(by_module: dict[str, int]) -> list[tuple[str, str, str]]:
-    """A row per run of neighbouring modules that keep the same, as far as it is shown."""
+    """A row per run of consecutive layers whose shown numbers are equal."""
     digits = _digits(sum(by_module.values()))
     rows: list[tuple[str, str, int, int]] = []  # first and last, bytes of all, number
     for fqn, size in by_module.items():
@@ -281,12 +278,12 @@ def _verdict_row(verdict: Verdict) -> tuple[str, str, str, str, str]:
 
 
 def _farthest_part(rank: RankEstimate) -> str:
-    traced, said = rank.steady.by_part, rank.formula.parts
-    return max(PARTS, key=lambda part: abs(traced.get(part, 0) - said.get(part, 0)))
+    traced, formula = rank.steady.by_part, rank.formula.parts if rank.formula else {}
+    return max(PARTS, key=lambda part: abs(traced.get(part, 0) - formula.get(part, 0)))
 
 
 def _digits(num_bytes: int) -> int:
-    """Behind the point, of GiB in a table whose largest entry this is."""
+    """Decimal places for GiB in a table whose largest entry this is."""
     return 2 if num_bytes >= GIB else 5
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from converters.errors import UnsupportedError
 from converters.layout import stages_of_rank
-from trainer.stages import V_SCHEDULES
+from trainer.parallel.stages import V_SCHEDULES
 
 _MOST_GATHERED = 3  # stages of a rank at once: torch's `max_active_stages`, 2.11 to 2.13
 

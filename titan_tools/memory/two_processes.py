@@ -19,7 +19,7 @@ _SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @contextmanager
-def beside(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
+def run_in_child(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
     """What `work` yields, made in another process: each when the one before was taken, the first one at once.
 
     Where no process can be copied, and where the other one fails for whatever reason, `work` is done here instead, once

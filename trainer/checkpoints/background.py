@@ -1,8 +1,8 @@
-"""Saves at once, or beside the training: in a thread, or in a process of each rank's own. Settled when a run begins.
+"""Synchronous and asynchronous saves: in the training process, in a thread, or in a process per rank.
 
-Beside the training a step is copied (`staging.py`) and written by the same code as at once, all ranks
-together in a group of their own. Stock `dcp.async_save` ends where our commit begins: the sums of files and tensors,
-the manifest, the rename and the retention window are agreed by all ranks after its last byte.
+An asynchronous save copies a step to host memory (`staging.py`) and writes it with the same code as a synchronous one,
+in a process group of its own. Stock `dcp.async_save` cannot be used: checksums, manifest, rename and retention need all
+ranks after the last byte is written.
 """
 
 import os
@@ -22,17 +22,17 @@ import torch.distributed as dist
 from converters.errors import CheckpointError, TitanError
 from converters.sizes import format_bytes
 from trainer.agree import on_first
-from trainer.checkpoints.process import PROGRAM, Place
+from trainer.checkpoints.process import PROGRAM, WriterArguments
 from trainer.checkpoints.staging import HostMemory, SharedMemory, Snapshot, SnapshotPlanner, take_snapshot
 from trainer.checkpoints.write import StepToSave, save_step
 from trainer.observability.log import note
-from trainer.ranks import CHECKPOINT_TIMEOUT
+from trainer.process_group import CHECKPOINT_TIMEOUT
 
-_PATIENCE_SECS = 20  # for a process that has nothing left to do
+_EXIT_SECS = 20  # for an idle writer process to end
 
 
 class Saver(Protocol):
-    """Writes steps, one at a time. Called by all ranks alike."""
+    """Writes steps, one at a time. All ranks make the same calls."""
 
     @property
     def error(self) -> BaseException | None: ...
@@ -43,15 +43,15 @@ class Saver(Protocol):
 
 
 def make_saver(async_mode: str, *, group: dist.ProcessGroup, on_committed: Callable[[int], None]) -> Saver:
-    """`on_committed` hears each step that is written, on every rank; from a thread, where one saves."""
+    """`on_committed(step)` runs on every rank after each complete save, for asynchronous saves in a thread."""
     if async_mode == "disabled":
-        return SaveAtOnce(group, on_committed)
-    where = InThread() if async_mode == "async" else InProcess(group)
-    return SaveBeside(where, group, on_committed)
+        return SynchronousSaver(group, on_committed)
+    writer = ThreadWriter() if async_mode == "async" else ProcessWriter(group)
+    return AsynchronousSaver(writer, group, on_committed)
 
 
-class SaveAtOnce:
-    """The training waits."""
+class SynchronousSaver:
+    """Training waits for the save."""
 
     error = None
 
@@ -72,8 +72,8 @@ class SaveAtOnce:
         pass
 
 
-class Where(Protocol):
-    """Who writes a snapshot, and the memory that he sees."""
+class SnapshotWriter(Protocol):
+    """Writes a snapshot from memory that it can read."""
 
     memory: HostMemory | SharedMemory
 
@@ -82,67 +82,67 @@ class Where(Protocol):
     def close(self, *, at_once: bool) -> None: ...
 
 
-class SaveBeside:
-    """The training goes on once a copy is taken. A thread looks after the one save that may be under way."""
+class AsynchronousSaver:
+    """Training continues once the step is copied. A thread handles the save, at most one at a time."""
 
-    def __init__(self, where: Where, group: dist.ProcessGroup, on_committed: Callable[[int], None]):
-        self._where, self._on_committed = where, on_committed
+    def __init__(self, writer: SnapshotWriter, group: dist.ProcessGroup, on_committed: Callable[[int], None]):
+        self._writer, self._on_committed = writer, on_committed
         self._is_coordinator = group.rank() == 0
         self._is_open = False
         self._thread: threading.Thread | None = None
-        self._step = -1  # that the thread is about
+        self._step = -1  # the step that the thread writes
         self._error: BaseException | None = None
 
     @property
     def error(self) -> BaseException | None:
-        """What has gone wrong, as far as this rank knows by now."""
+        """The error of the current save, as far as this rank knows."""
         return self._error
 
     def open(self) -> None:
         if not self._is_open:
-            self._where.open()
+            self._writer.open()
             self._is_open = True
 
     def save(self, todo: StepToSave, nested: Mapping[str, Any]) -> None:
         assert self._thread is None and self._error is None, "one save at a time"
         self.open()
-        snapshot = take_snapshot(nested, self._where.memory, is_coordinator=self._is_coordinator)
+        snapshot = take_snapshot(nested, self._writer.memory, is_coordinator=self._is_coordinator)
         if self._step == -1:
             size = format_bytes(snapshot.num_bytes)
-            note(f"checkpoints are copied to {size} of host memory on rank 0, which are kept for the next one")
+            note(f"checkpoints are copied to {size} of host memory on rank 0, which stay allocated")
         self._step = todo.step
-        # A daemon: a rank that fails must end, whatever is being written; without its manifest nothing is a step.
+        # A daemon: a rank that fails must end during a save too; a step without a manifest is not used.
         self._thread = threading.Thread(target=self._write, args=(todo, snapshot), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _write(self, todo: StepToSave, snapshot: Snapshot) -> None:
         try:
-            self._where.write(todo, snapshot)
+            self._writer.write(todo, snapshot)
             self._on_committed(todo.step)
-        except BaseException as error:  # all of it is the training's to raise
+        except BaseException as error:  # the training thread raises it
             self._error = error
             note(f"WARNING: the save of step {todo.step} failed: {error}")
 
     def wait(self) -> BaseException | None:
-        """Wait for the save under way; what went wrong with it, told once."""
+        """Wait for the current save; returns its error, once."""
         if self._thread is not None:
             if self._thread.is_alive():
-                note(f"waiting for step {self._step}, which is still being written")
+                note(f"waiting for the save of step {self._step}")
                 started = time.monotonic()
                 self._thread.join()
-                note(f"waited {time.monotonic() - started:.1f} s for step {self._step} to be written")
+                note(f"waited {time.monotonic() - started:.1f} s for the save of step {self._step}")
             self._thread = None
         error, self._error = self._error, None
         return error
 
     def close(self, *, at_once: bool) -> None:
         if self._is_open:
-            self._where.close(at_once=at_once)
+            self._writer.close(at_once=at_once)
             self._is_open = False
 
 
-class InThread:
-    """The thread itself writes, in a gloo group that it has for itself: collectives of two threads would mix."""
+class ThreadWriter:
+    """Writes in the saver's thread, with a gloo group of its own: collectives of two threads would mix."""
 
     def __init__(self) -> None:
         self.memory = HostMemory()
@@ -157,12 +157,12 @@ class InThread:
         save_step(todo, {}, group=self._group, planner=planner)
 
     def close(self, *, at_once: bool) -> None:
-        if not at_once:  # else the thread may be writing still
+        if not at_once:  # otherwise the thread may still be writing
             self.memory.close()
 
 
-class InProcess:
-    """A process of this rank's own writes, together with those of the other ranks; Python's lock is not shared."""
+class ProcessWriter:
+    """Writes in a process of its own per rank, which does not share Python's global lock with training."""
 
     memory: SharedMemory
     _pipe: Connection
@@ -171,14 +171,14 @@ class InProcess:
         self._group = group
 
     def open(self) -> None:
-        """Start it. It joins the others while the training goes on. To be called from the main thread.
+        """Start the process; it joins the others in the background. Only the main thread may call this.
 
-        (The kernel ends it when the *thread* that started it ends.)
+        The kernel ends the process when the *thread* that started it ends.
         """
         host, port = on_first(self._group, self._serve)
         self.memory = SharedMemory()
         self._pipe, theirs = Pipe()
-        place = Place(
+        arguments = WriterArguments(
             os.getpid(),
             host,
             port,
@@ -188,17 +188,17 @@ class InProcess:
             memory=self.memory.descriptor,
         )
         home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (home, *sys.path)))  # where custom_import found a family, too
-        # It has no use for a GPU, and must not take cores from the training
+        path = os.pathsep.join(filter(None, (home, *sys.path)))  # includes the folder that custom_import added
+        # It needs no GPU, and must not take cores from training
         environment = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", *PROGRAM, *place.arguments()]
+        command = [sys.executable, "-P", *PROGRAM, *arguments.words()]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(place.pipe, place.memory), env=environment
+            command, stdin=subprocess.DEVNULL, pass_fds=(arguments.pipe, arguments.memory), env=environment
         )
         theirs.close()
 
     def _serve(self) -> tuple[str, int]:
-        """On rank 0: the store where the processes meet, on a port that the system picks."""
+        """On rank 0: the store by which the processes set up their group, on a free port."""
         host = os.environ.get("MASTER_ADDR", "localhost")
         timeout = timedelta(minutes=5)
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -211,19 +211,19 @@ class InProcess:
         except (EOFError, OSError):
             raise CheckpointError(
                 f"the process that writes checkpoints ended ({self._process.wait()}) while it wrote step {todo.step}",
-                hint="the step was not saved; -9 is what the kernel does when memory runs out",
+                hint="the step was not saved; -9 usually means that the host ran out of memory",
             ) from None
         if isinstance(error, TitanError):
             raise error
         if error is not None:
-            raise CheckpointError(f"step {todo.step} was not saved: {error}", hint="the lines above say where")
+            raise CheckpointError(f"step {todo.step} was not saved: {error}", hint="see the traceback above")
 
     def close(self, *, at_once: bool) -> None:
         if at_once:
             self._process.kill()
-        self._pipe.close()  # the end of its work
+        self._pipe.close()  # ends the process
         try:
-            self._process.wait(_PATIENCE_SECS)
+            self._process.wait(_EXIT_SECS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

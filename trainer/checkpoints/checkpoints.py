@@ -1,8 +1,8 @@
-"""Save, find and load the checkpoints of a run, all ranks together, under stock DCP.
+"""Save, find and load the checkpoints of a run, all ranks together, with stock DCP.
 
-A step is saved into a temporary sibling and renamed when every byte is on disk and the manifest, written last, agrees:
-at once, or beside the training (`background.py`). A step is loaded only after every file's CRC32 was compared and
-all ranks have voted, before a weight is touched.
+A step is written to a temporary sibling folder and renamed once every byte is on disk and the manifest is written,
+synchronously or asynchronously (`background.py`). A step is loaded only after all ranks have compared every file's
+CRC32, before any weight is changed.
 """
 
 from collections.abc import Mapping
@@ -36,24 +36,24 @@ from trainer.train_model import TrainModel
 
 
 class Checkpoints:
-    """The step folders of one run. Every method is called by all ranks alike, and raises the same on all.
+    """The step folders of one run. All ranks make the same calls, and all raise the same errors.
 
-    A context manager: leaving it ends what saves beside the training, and with an error what is not yet saved.
+    A context manager: leaving it stops asynchronous saving; after an error an unfinished save is abandoned.
     """
 
     def __init__(self, folder: Path, settings: CheckpointSection, info: ModelInfo, *, group: dist.ProcessGroup):
-        """`group`: all ranks, over gloo and of its own, so that checkpoint traffic never meets the training's."""
+        """`group` is a gloo group of all ranks, separate from training's groups."""
         self.folder = folder
-        self.last_good_step: int | None = None  # committed, or found whole
+        self.last_good_step: int | None = None  # committed or verified
         self._settings = settings
         self._info = info
         self._group = group
         self._damaged: set[int] = set()
         self._saver = make_saver(settings.async_mode, group=group, on_committed=self._is_committed)
         self._failed = FailedSaves(folder, at_most=settings.max_failed_saves, say=note)
-        self._needed_bytes = 0  # by the save that was begun last
-        self._is_final = False  # that one: the run ends with it
-        self._held = ExitStack()  # the lock of a folder that was made anew
+        self._needed_bytes = 0  # by the latest save
+        self._is_final = False  # whether the run ends with the latest save
+        self._held = ExitStack()  # the lock of a folder that was created again
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -63,15 +63,15 @@ class Checkpoints:
             self._saver.close(at_once=kind is not None)
 
     def find(self) -> Path | None:
-        """The step to resume from: `load_step`, else the newest whole one; None where the run has none yet.
+        """The step to resume from: `load_step`, else the newest intact one; None where the run has no step yet.
 
-        A damaged step is told and passed over. Raises CheckpointError where only damaged ones are left, and where the
-        folder holds something else: never random weights in silence.
+        Damaged steps are reported and skipped. Raises CheckpointError where all steps are damaged, or where the folder
+        holds other files: a run never starts from random weights by mistake.
         """
 
         def look() -> list[int]:
             refuse_foreign(self.folder)
-            if not self._settings.load_only:  # then the folder is somebody else's, who may be saving to it
+            if not self._settings.load_only:  # another run may be saving to a folder that is only loaded from
                 sweep(self.folder)
             return list_steps(self.folder)
 
@@ -87,13 +87,13 @@ class Checkpoints:
             if not problem:
                 self.last_good_step = step
                 if newer := [s for s in steps if s > step and s not in self._damaged]:
-                    note(f"WARNING: newer steps stay in {self.folder} and come first at the next start: {newer}")
+                    note(f"WARNING: newer steps stay in {self.folder} and are used at the next start: {newer}")
                 return path
             self._damaged.add(step)
             problems.append(f"{path.name}: {problem}")
             note(
                 f"WARNING: {path} is damaged and will not be used: {problem}"
-                f" (if it was changed on purpose: titan verify {path} --accept)"
+                f" (if the change is intended: titan verify {path} --accept)"
             )
         if problems:
             raise CheckpointError(
@@ -104,45 +104,45 @@ class Checkpoints:
         return None
 
     def damage(self, path: Path) -> str:
-        """What is wrong with a step's files; empty when each has its CRC32 of the manifest. Ranks share the work."""
+        """What is wrong with a step's files; empty if each has the manifest's CRC32. Ranks share the work."""
         return on_first(self._group, lambda: size_problem(path)) or changed_files(path, self._group)
 
     def load(self, path: Path, state: RunState) -> None:
-        """Take everything from a DCP, but the sections that the config excludes."""
+        """Load everything from a DCP except the sections that the config excludes."""
         excluded = self._settings.exclude_from_loading
         self._keep_fields(load_state(path, state, info=self._info, excluded=excluded, group=self._group))
 
     def load_initial(self, path: Path, state: RunState) -> None:
-        """Begin from a checkpoint of any format: its weights, or, if the config says so, everything in it."""
+        """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
         if self._settings.initial_load_model_only:
             only_hf = self._settings.initial_load_in_hf
             found = load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
             self._keep_fields(found)
-            if told := idle_dropout(found, path):
-                note(told)
-            if left := not_carried(found, self._info):
-                note(f"not carried from {path} into this run's checkpoints: {', '.join(left)}")
+            if text := idle_dropout(found, path):
+                note(text)
+            if left_out := not_carried(found, self._info):
+                note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
         else:
             refuse_damaged(path, info=self._info, group=self._group)
             self.load(path, state)
 
     def _keep_fields(self, found: ModelInfo) -> None:
-        """Have this run's checkpoints carry config.json's other fields, as `found` says them, but for the token ids."""
+        """Copy config.json's other fields from `found` into this run's checkpoints, except the token ids."""
         fields = {key: value for key, value in found.untranslated.items() if key not in TOKEN_IDS}
         self._info = replace(self._info, untranslated=fields)
 
     def get_ready(self, model: TrainModel) -> None:
-        """Raise now what the first save would raise, and start what saves beside the training."""
-        if told := idle_export_dtype(self._settings):
-            note(told)
+        """Raise now what the first save would raise, and start asynchronous saving."""
+        if text := idle_export_dtype(self._settings):
+            note(text)
         self.require_room(model)
         self._saver.open()
 
     def save(self, step: int, state: RunState, *, model_only: bool = False, is_final: bool = False) -> None:
-        """Write a step, whole or not at all, then let go of those beyond keep_latest_k. `is_final`: the run's last.
+        """Write a step completely or not at all, then delete steps beyond keep_latest_k. `is_final`: the run ends then.
 
-        Beside the training it is copied now and written later, once the save before it is done. What went wrong, with
-        either, is told, and raised where it is one failure too many; in a final one, any is.
+        An asynchronous save is copied now and written later; it waits for the save before it. Failures of both are
+        reported, and raised after more than max_failed_saves in a row, or where this save is the final one.
         """
         self.finish()
         self._needed_bytes = self.bytes_of_step(state.model, model_only=model_only)
@@ -159,20 +159,17 @@ class Checkpoints:
 
     @property
     def must_stop(self) -> bool:
-        """Whether a save beside the training has come to nothing that none may, as far as this rank knows.
-
-        The next call raises, on all ranks.
-        """
+        """Whether an asynchronous save has failed fatally, as far as this rank knows; the next call raises on all."""
         error = self._saver.error
         return error is not None and self._failed.is_fatal(error)
 
     def finish(self) -> None:
-        """Wait for the save under way. What went wrong with it is told, or raised, on all ranks."""
+        """Wait for the current save. Its failure is reported or raised, on all ranks."""
         error = self._saver.wait()
         is_common = error is None or isinstance(error, SaveFailed)
-        troubles = [told for told in on_each(self._group, lambda: None if is_common else str(error)) if told]
-        if troubles and is_common:  # this rank's writer has done its part, but another rank has none any more
-            error = CheckpointError(troubles[0])
+        messages = [text for text in on_each(self._group, lambda: None if is_common else str(error)) if text]
+        if messages and is_common:  # this rank's writer succeeded, another rank's is broken
+            error = CheckpointError(messages[0])
         if error is not None:
             self._settle(error)
 
@@ -181,20 +178,20 @@ class Checkpoints:
         self._failed.settle(error, num_bytes=needed, last_good_step=good, is_final=self._is_final)
 
     def _have_folder(self, model: TrainModel, *, model_only: bool) -> None:
-        """Raise SaveFailed where the disk has no room. A folder that was removed meanwhile is made anew, and told.
+        """Raise SaveFailed where the disk has no room. A folder that was removed is created again, with a warning.
 
-        The state in memory may be the only one that is left then, so it is saved rather than lost.
+        The state in memory may be the only copy left, so it is saved rather than lost.
         """
 
-        def make_anew() -> bool:
+        def create_again() -> bool:
             if self.folder.is_dir():
                 return False
-            note(f"WARNING: {self.folder} is GONE, and what it held: it is made anew, and saved to from now on")
+            note(f"WARNING: {self.folder} was REMOVED with its contents: it is created again, and used from now on")
             self._held.enter_context(only_run(self.folder))
             return True
 
         try:
-            if on_first(self._group, make_anew):
+            if on_first(self._group, create_again):
                 self.last_good_step = None
             self.require_room(model, model_only=model_only)
         except CheckpointError as error:
@@ -206,7 +203,7 @@ class Checkpoints:
         on_first(self._group, lambda: require_space(self.folder, num_bytes))
 
     def bytes_of_step(self, model: TrainModel, *, model_only: bool = False) -> int:
-        """What a checkpoint takes, but for what is small: the weights, and two moments of each."""
+        """Approximate size of a checkpoint: the weights and their two moments."""
         width = next(iter(model.named_parameters().values())).itemsize
         num_parameters = get_family(self._info.family).num_parameters(self._info.args)
         return num_parameters * (itemsize(self._settings.export_dtype) if model_only else 3 * width)
@@ -218,14 +215,14 @@ class Checkpoints:
         note(f"saved {step_folder(self.folder, step)}")
 
     def _cast(self, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The weights in `export_dtype`. Raises CheckpointError where a number becomes infinite, on every rank."""
+        """The weights in `export_dtype`. Raises CheckpointError on every rank where a number overflows."""
         dtype = getattr(torch, self._settings.export_dtype)
         narrow = {fqn: tensor.to(dtype) for fqn, tensor in weights.items()}
         overflown = [fqn for fqn, tensor in narrow.items() if _has_more_infinities(tensor, weights[fqn])]
-        if told := sorted({fqn for part in on_each(self._group, lambda: overflown) for fqn in part}):
+        if names := sorted({fqn for part in on_each(self._group, lambda: overflown) for fqn in part}):
             raise CheckpointError(
                 f"numbers too large for checkpoint.export_dtype = {self._settings.export_dtype!r}:"
-                + list_offenders(told),
+                + list_offenders(names),
                 tries=["--checkpoint.export_dtype bfloat16"],
             )
         return narrow

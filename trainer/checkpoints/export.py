@@ -1,4 +1,4 @@
-"""After the last step: its checkpoint as a folder for transformers or torchtune, made as `titan convert` makes it."""
+"""Export the last step's checkpoint for transformers or torchtune, as `titan convert` does."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +20,14 @@ from converters.needs import needed_bytes
 from converters.view import foreign_view
 from trainer.agree import on_first
 from trainer.config.sections import Checkpoint
-from trainer.init import InitialWeights
+from trainer.models.initial_weights import InitialWeights
 from trainer.observability.log import note
 
 EXPORT_FOLDERS: Mapping[str, str] = {"hf": "export-hf", "torchtune": "export-torchtune"}
 
 
 class Exports:
-    """The exports that a config asks for. Every method is called by all ranks alike; rank 0 works, the others wait."""
+    """The exports that a config requests. All ranks make the same calls; rank 0 works, the others wait."""
 
     def __init__(self, dump_folder: Path, settings: Checkpoint, info: ModelInfo, *, group: dist.ProcessGroup):
         wanted = {"hf": settings.last_save_in_hf, "torchtune": settings.last_save_in_torchtune}
@@ -35,9 +35,9 @@ class Exports:
         self._dtype, self._info, self._group = settings.export_dtype, info, group
 
     def get_ready(self, *, beside_bytes: int = 0) -> None:
-        """Raise now what making them would raise after the last step: no tokenizer, no room, a folder in the way.
+        """Raise now what exporting would raise after the last step: no tokenizer, no room, an existing folder.
 
-        `beside_bytes`: what the same disk must hold besides.
+        `beside_bytes` is other space that the same disk must have.
         """
         on_first(self._group, lambda: self._look(beside_bytes))
 
@@ -51,16 +51,16 @@ class Exports:
             require_space(folder, num_bytes)
 
     def make(self, checkpoint: Path, *, is_new: bool) -> None:
-        """Make the exports of a committed checkpoint. Those of a run that was done before stay, where they are there.
+        """Write the exports of a committed checkpoint, each atomically.
 
-        Either a whole export appears or none. `is_new`: this run has trained, so an older export of it is replaced.
+        `is_new` says that this run has trained, so existing exports are replaced; otherwise they stay.
         """
         for kind, folder in self._folders.items():
             on_first(self._group, lambda kind=kind, folder=folder: self._make(checkpoint, folder, kind, is_new=is_new))
 
     def _make(self, checkpoint: Path, folder: Path, kind: str, *, is_new: bool) -> None:
         if folder.exists() and not is_new:
-            note(f"{folder} is there already")
+            note(f"{folder} exists already")
             return
         refuse_others(folder)
         report = convert(checkpoint, folder, to=kind, dtype=self._dtype, overwrite=True)
@@ -70,7 +70,7 @@ class Exports:
 
 
 def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> Target:
-    """What an export will consist of. Raises where the format cannot hold this model, or lacks a file it needs."""
+    """The files of an export. Raises where the format does not support the model, or a needed file is missing."""
     output, options = get_format(kind), OutputOptions()
     family = get_family(info.family)
     naming = output.naming(family, options)
@@ -81,10 +81,10 @@ def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> Targ
 
 
 def refuse_others(folder: Path) -> None:
-    """Raise CheckpointError unless `folder` may be replaced: absent or empty, or an export just as titan left it.
+    """Raise CheckpointError unless `folder` may be replaced: absent, empty, or an unchanged export of titan.
 
-    That is: all that its manifest lists is there, and nothing else, and the files that are meant to be edited are not
-    newer than the manifest, which was written last.
+    Unchanged means that it has exactly the files of its manifest, and that its editable files are not newer than the
+    manifest, which is written last.
     """
     check_destination(folder, overwrite=True)
     if not folder.exists() or not any(folder.iterdir()):
@@ -92,18 +92,18 @@ def refuse_others(folder: Path) -> None:
     problems = _not_titans(folder)
     if problems:
         raise CheckpointError(
-            f"{folder} would be replaced by the export after the last step, and is not as titan left it:"
+            f"{folder} would be replaced by the export after the last step, but was changed since titan wrote it:"
             + list_offenders(problems),
-            hint="nothing was touched",
+            hint="nothing was changed",
             tries=[f"mv {folder} {folder}-kept", "--job.dump_folder OTHER_FOLDER"],
         )
 
 
 def _not_titans(folder: Path) -> list[str]:
-    """Why a folder is not an export as titan left it; [] where it is."""
+    """Why a folder is not an unchanged export of titan; [] where it is."""
     try:
         manifest = check_sizes(folder)
-    except CheckpointError as error:  # without its advice: accepting a change does not make it titan's
+    except CheckpointError as error:  # without its hints, which do not apply here
         return [error.message]
     if manifest is None:
         return [f"it has no {MANIFEST}"]

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model that is to be filled? Told before a weight is touched, every offender at once."""
+"""Compare a checkpoint with the model that it is loaded into, before any weight is changed."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +24,9 @@ def refuse_misfits(
     path: Path,
     may_cast: bool,
 ) -> None:
-    """Raise CheckpointError, on every rank, with all keys that are missing, left over, or of another shape or dtype.
+    """Raise CheckpointError, on every rank, with all keys that are missing, unexpected, or of another shape or dtype.
 
-    Stock DCP copies fp32 into bf16 without a word, and does not see keys that nobody asks for.
+    Stock DCP casts fp32 to bf16 silently, and ignores keys that are not requested.
     """
 
     saved_sections = {section_of(key) for key in (*tensors, *blobs)}
@@ -43,32 +43,35 @@ def refuse_misfits(
     found = on_each(group, look)
     asked_for = set().union(*(keys for keys, _ in found))
     sections = {section_of(key) for key in asked_for}
-    left_over = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
+    unexpected = {k for k in tensors if k not in asked_for and section_of(k) in sections and section_of(k) != RNG}
     problems = sorted(
-        set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in left_over},
-        key=lambda problem: (section_of(problem.partition(":")[0]) != "model", problem),  # moments repeat their weights
+        set().union(*(p for _, p in found)) | {f"{k}: the model has no such tensor" for k in unexpected},
+        key=lambda problem: (
+            section_of(problem.partition(":")[0]) != "model",
+            problem,
+        ),  # weights first: moments repeat their problems
     )
     if problems:
         is_of_moments = any(p.startswith(f"{OPTIMIZER}.") and ": dtype " in p for p in problems)
         raise CheckpointError(
             f"{path} does not fit the config's model ({_counted(problems)}):" + list_offenders(problems),
             hint="nothing was loaded; sections can be left out with checkpoint.exclude_from_loading"
-            + ("; moments are not cast: optimizer.state_dtype says theirs" if is_of_moments else ""),
+            + ("; moments are not cast: set optimizer.state_dtype" if is_of_moments else ""),
         )
 
 
 def _counted(problems: list[str]) -> str:
-    """How many problems there are of each kind: a long list is cut off."""
+    """The number of problems of each kind, since a long list is truncated."""
     kinds = {
         "missing": "missing",
-        "the model has no such tensor": "left over",
+        "the model has no such tensor": "unexpected",
         "shape ": "of another shape",
         "dtype ": "of another dtype",
         "the checkpoint has no such section": "sections missing",
     }
     details = [problem.partition(": ")[2] for problem in problems]
-    counts = {told: sum(detail.startswith(kind) for detail in details) for kind, told in kinds.items()}
-    return ", ".join(f"{count} {told}" for told, count in counts.items() if count)
+    counts = {name: sum(detail.startswith(kind) for detail in details) for kind, name in kinds.items()}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _misfit(value: Any, saved: TensorInfo | None, is_blob: bool, *, may_cast: bool) -> str:

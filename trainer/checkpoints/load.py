@@ -1,4 +1,4 @@
-"""Load a checkpoint into a run, all ranks together: nothing is copied in before all of it was found good."""
+"""Load a checkpoint into a run, all ranks together; nothing is changed before all of it is verified."""
 
 import filecmp
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +38,7 @@ from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, reads_otherwise
 from trainer.observability.log import note
 
-_LATER = ("ntokens_seen", "skipped_steps")  # of train_state: what titan's first, and torchtitan's, do not count
+_LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
 _OPTIONAL = f"{TRAIN_STATE}.wandb_run_id"  # only in checkpoints of runs that log to Weights & Biases
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
 
@@ -46,11 +46,11 @@ _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data
 def load_state(
     path: Path, state: RunState, *, info: ModelInfo, excluded: Collection[str], group: dist.ProcessGroup
 ) -> ModelInfo:
-    """Take everything from a DCP, but the sections that are `excluded`. Returns what the checkpoint says of itself."""
+    """Load everything from a DCP except the `excluded` sections. Returns the checkpoint's model information."""
     catalog = open_checkpoint(path)
     for text in catalog.notes:
         note(f"{path}: {text}")
-    _refuse_what_cannot_be_resumed(catalog, path, info=info, excluded=excluded)
+    _refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
     refuse_other_model(found, info, path)
     wanted = dict(state.model.state_dict())
@@ -61,11 +61,11 @@ def load_state(
         wanted |= {f"{section}.{key}": value for key, value in values.items() if _is_loaded(section, key)}
     if _OPTIONAL in catalog.blobs and TRAIN_STATE not in excluded:
         wanted[_OPTIONAL] = ""
-    strange = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
-    if strange and TRAIN_STATE not in excluded:
-        note(f"not loaded from {path}, because titan has no such thing: {', '.join(sorted(strange))}")
+    unknown = [k for k in (*catalog.blobs, *catalog.tensors) if section_of(k) == TRAIN_STATE and k not in wanted]
+    if unknown and TRAIN_STATE not in excluded:
+        note(f"not loaded from {path}, unknown to titan: {', '.join(sorted(unknown))}")
     has_rng = _has_rng_of_each_rank(catalog.tensors, group.size())
-    # and of a device that was not there then there is no state
+    # a device that the saving run did not have has no saved state
     wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
     with CatalogReader(catalog) as reader:
         counters = _counters(reader, wanted, path)
@@ -81,10 +81,10 @@ def load_state(
 
 
 def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool, group: dist.ProcessGroup) -> ModelInfo:
-    """Take the weights of a checkpoint of any format; with `only_hf` in Hugging Face's names, else it is refused.
+    """Load the weights of a checkpoint of any format; with `only_hf` other names than Hugging Face's are refused.
 
-    Each rank reads only the boxes that it holds. Their dtype may be another floating one; it is cast. Returns what the
-    checkpoint says of itself.
+    Each rank reads only its own boxes, and casts from other floating dtypes. Returns the checkpoint's model
+    information.
     """
     with open_native(path, otherwise=info) as weights:
         if only_hf:
@@ -112,16 +112,16 @@ def changed_files(path: Path, group: dist.ProcessGroup) -> str:
 
     def check_share() -> list[str]:
         manifest = read_manifest(path)
-        return check_files(path, names=sorted(manifest.files)[rank::world]) if manifest else []
+        return check_files(path, sorted(manifest.files)[rank::world], manifest=manifest) if manifest else []
 
     return "; ".join(problem for share in on_each(group, check_share) for problem in share)
 
 
 def _refuse_damaged(catalog: Catalog, group: dist.ProcessGroup) -> None:
-    """By the CRC32s of a manifest, and where none speaks for a file by its items' own.
+    """Check files by the manifest's CRC32s, and files without one by their items' own.
 
-    A pass of its own, although the load reads the bytes again: a rank that met damage while loading would stop with
-    half of its weights copied in, and others with all of theirs. Here all ranks vote before the first copy.
+    This is a separate pass, although loading reads the bytes again: a rank that found damage while loading would stop
+    with half of its weights replaced. Here all ranks agree before the first copy.
     """
     rank, world, path = group.rank(), group.size(), catalog.root
     listed = on_first(group, lambda: _listed_files(path))
@@ -138,23 +138,22 @@ def _refuse_damaged(catalog: Catalog, group: dist.ProcessGroup) -> None:
 
 
 def _listed_files(path: Path) -> set[str]:
-    """The files that a manifest speaks for: none where there is no manifest, as in other tools' checkpoints."""
+    """The files that a manifest lists; none where there is no manifest, as in other tools' checkpoints."""
     manifest = read_manifest(path) if path.is_dir() else None
     return set(manifest.files) if manifest else set()
 
 
-def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
-    """Raise CheckpointError where the kind of the checkpoint forbids what is not excluded, with what would do."""
+def _refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
+    """Raise CheckpointError where this kind of checkpoint cannot provide a section that is not excluded."""
     if catalog.container != "dcp":
         raise CheckpointError(
-            f"{path} holds weights only ({catalog.container}), and the run's whole state was asked for",
+            f"{path} holds only weights ({catalog.container}); initial_load_model_only = false needs the whole state",
             tries=["--checkpoint.initial_load_model_only"],
         )
     naming = naming_of(catalog, get_family(info.family))
     if any(rule.foreign != rule.native for rule in naming.rules):
         raise CheckpointError(
-            f"{path} spells its weights ({naming.name}), and so its optimizer, otherwise than native names; a run "
-            "resumes from those",
+            f"{path} has {naming.name} names for weights and optimizer; a run resumes from native names",
             tries=[
                 f"titan reshard {path} NATIVE_CHECKPOINT, which renames both",
                 "--checkpoint.initial_load_model_only",
@@ -163,25 +162,25 @@ def _refuse_what_cannot_be_resumed(catalog: Catalog, path: Path, *, info: ModelI
     asked = [section for section in SECTIONS if section not in excluded and section != RNG]
     if asked and not catalog.blobs and all(section_of(fqn) == "model" for fqn in catalog.tensors):
         raise CheckpointError(
-            f"{path} holds weights only, and a run cannot go on from it: nothing of {', '.join(asked)} is there",
-            hint="checkpoint.last_save_model_only = true leaves the last step so; a run that is done needs no restart",
+            f"{path} holds only weights, so a run cannot resume from it: no {', '.join(asked)}",
+            hint="checkpoint.last_save_model_only = true saves the last step so; a finished run cannot resume",
             tries=[
-                "--checkpoint.load_step EARLIER, to go on from a step before it",
-                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start anew with its weights",
+                "--checkpoint.load_step EARLIER, to resume from an earlier step",
+                f"--job.dump_folder NEW_FOLDER --checkpoint.initial_load_path {path}, to start a run with its weights",
             ],
         )
     num_ranks = sum(name.startswith(_RANKS_LOADER) for name in catalog.blobs)
     if num_ranks and DATALOADER not in excluded:
         raise CheckpointError(
-            f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which is "
-            "not run, and says nothing about titan's data",
-            hint="everything else can be resumed; the data then begins anew",
+            f"{path} has torchtitan's data position: a pickle for each of {num_ranks} data-parallel ranks, which titan "
+            "does not execute, and which does not apply to titan's data",
+            hint="everything else can be resumed; the data then starts from the beginning",
             tries=[f"--checkpoint.exclude_from_loading {','.join((*excluded, DATALOADER))}"],
         )
 
 
 def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Numbers of train_state that are kept as tensors (torchtitan's, since it is stock DCP's way), or not at all."""
+    """Numbers of train_state that are saved as tensors (torchtitan's, by stock DCP), or that are missing."""
     found: dict[str, Any] = {}
     for key in (key for key in wanted if section_of(key) == TRAIN_STATE):
         if key in reader.tensors and is_number(reader.tensors[key]):
@@ -190,24 +189,24 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
     if f"{TRAIN_STATE}.step" in (*found, *reader.catalog.blobs):
         for key in (f"{TRAIN_STATE}.{name}" for name in _LATER):
             if key in wanted and key not in (*found, *reader.catalog.blobs, *reader.tensors):
-                note(f"{path} does not say {key}: it is counted from 0")
+                note(f"{path} has no {key}: it is counted from 0")
                 found[key] = 0
     return found
 
 
 def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
-    """A warning where initial weights bring a tokenizer that reads text otherwise than the run's; "" else."""
+    """A warning if the tokenizer of initial weights tokenizes differently from the run's; else ""."""
     places = [
         next((info.assets[name].parent for name in (TOKENIZER_JSON, TIKTOKEN_MODEL) if name in info.assets), None)
         for info in (found, wanted)
     ]
     if None in places or places[0] == places[1] or not reads_otherwise(*map(load_tokenizer, places)):
         return ""
-    return f"WARNING: {path} brings a tokenizer that gives other ids than the run's, in {places[1]}"
+    return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {places[1]}"
 
 
 def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
-    """What goes with initial weights and not into the run's checkpoints, which have what the config names."""
+    """Files and token ids of initial weights that the run's checkpoints do not get; the config names theirs."""
     theirs, ours = found.assets, wanted.assets
     lost = sorted(theirs.keys() - ours.keys())
     for name in sorted(theirs.keys() & ours.keys()):
@@ -222,12 +221,12 @@ def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
 def _has_rng_of_each_rank(tensors: Mapping[str, Any], num_ranks: int) -> bool:
     num_saved = sum(key.startswith(f"{RNG}.cpu.") for key in tensors)
     if num_saved and num_saved != num_ranks:
-        note(f"random number states of {num_saved} ranks do not fit {num_ranks} ranks: seeded anew")
+        note(f"random number states of {num_saved} ranks do not fit {num_ranks} ranks: they are seeded again")
     return num_saved == num_ranks
 
 
 def _is_loaded(section: str, key: str) -> bool:
-    """The optimizer's settings come from the config, so that a changed one counts; saved, they are for other tools."""
+    """False for the optimizer's settings, which come from the config (they are saved for other tools)."""
     if section == RNG:
         return key.rpartition(".")[2] == str(dist.get_rank())
     return not (section == OPTIMIZER and key.startswith("param_groups."))
@@ -244,7 +243,7 @@ def _fill(
     also: Collection[str] = (),
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Fill the tensors of a flat state dict and return it with its plain values replaced; `also` was read already."""
+    """Fill the tensors of a flat state dict and return it with plain values replaced; `also`: keys already read."""
     tensors = {fqn: info for fqn, info in source.tensors.items() if fqn not in also}
     refuse_misfits(wanted, tensors, blobs, group=group, path=path, may_cast=may_cast)
     loaded = dict(wanted)

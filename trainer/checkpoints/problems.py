@@ -1,4 +1,4 @@
-"""What of a config's checkpoint section cannot go together, and what it starts from. Torch-free."""
+"""Contradictory checkpoint settings, and the checkpoint that a run starts from. Torch-free."""
 
 import os
 from pathlib import Path
@@ -36,24 +36,24 @@ def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
     unset = model.hf_assets_path == Model().hf_assets_path
     if settings.initial_load_in_hf and not settings.initial_load_path and unset:
         problems.append(
-            "checkpoint.initial_load_in_hf says no folder: set checkpoint.initial_load_path or model.hf_assets_path"
+            "checkpoint.initial_load_in_hf names no folder: set checkpoint.initial_load_path or model.hf_assets_path"
         )
     return problems
 
 
 def idle_export_dtype(settings: Checkpoint) -> str:
-    """What is to be told where `export_dtype` has nothing to cast, as in torchtitan's own Qwen 3 file; else empty."""
+    """A note where `export_dtype` has no effect, as in torchtitan's own Qwen 3 config; else empty."""
     is_used = settings.last_save_model_only or any(getattr(settings, key) for key in _EXPORTS)
     if is_used or settings.export_dtype == Checkpoint().export_dtype:
         return ""
     return (
-        f"checkpoint.export_dtype = {settings.export_dtype!r} casts nothing: the last step stays resumable without "
+        f"checkpoint.export_dtype = {settings.export_dtype!r} has no effect: the last step stays resumable without "
         f"checkpoint.last_save_model_only, and neither {' nor '.join(_EXPORTS)} is set"
     )
 
 
 def idle_dropout(info: ModelInfo, path: Path) -> str:
-    """A note on initial weights whose config.json asks for dropout in training; else empty."""
+    """A note on initial weights whose config.json requests dropout in training; else empty."""
     asked = {key: value for key, value in info.untranslated.items() if key.endswith("dropout") and value}
     if not asked:
         return ""
@@ -62,7 +62,7 @@ def idle_dropout(info: ModelInfo, path: Path) -> str:
 
 
 def checkpoint_machine_problems(settings: Checkpoint) -> list[str]:
-    """Saving in a process of its own shares memory in a way that only Linux has."""
+    """A separate writer process needs Linux's memfd."""
     if settings.async_mode == "async_with_pinned_mem" and not hasattr(os, "memfd_create"):
-        return ['checkpoint.async_mode = "async_with_pinned_mem" shares memory as only Linux can; "async" is a thread']
+        return ['checkpoint.async_mode = "async_with_pinned_mem" needs Linux; "async" uses a thread']
     return []

@@ -1,7 +1,7 @@
-"""The process that writes a rank's checkpoints beside its training: `python -m trainer.checkpoints.process …`.
+"""The process that writes a rank's asynchronous checkpoints: `python -m trainer.checkpoints.process …`.
 
-It meets those of the other ranks in a gloo group, maps the memory that its rank copies into, and writes what it is told
-through a pipe until that is closed.
+It joins the other ranks' writers in a gloo group, maps the memory that its rank copies into, and writes the steps that
+arrive through a pipe until the pipe is closed.
 """
 
 import signal
@@ -11,50 +11,50 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-from trainer.parent import die_with_parent
+from trainer.signals import die_with_parent
 
 PROGRAM = ["-m", "trainer.checkpoints.process"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A process's part: whose it is, where it meets those of the other ranks, and what it was handed open."""
+class WriterArguments:
+    """Parent process, the store of the writers' group, rank, and inherited file descriptors."""
 
     parent: int  # process id
     host: str
     port: int
     rank: int
     world_size: int
-    pipe: int  # descriptors
+    pipe: int  # a file descriptor, as memory
     memory: int
 
-    def arguments(self) -> list[str]:
+    def words(self) -> list[str]:
         return [str(getattr(self, field.name)) for field in fields(self)]
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> "Place":
+    def parse(cls, arguments: list[str]) -> "WriterArguments":
         return cls(*(field.type(text) for field, text in zip(fields(cls), arguments, strict=True)))
 
 
 def main(arguments: list[str]) -> None:
-    place = Place.parse(arguments)
-    die_with_parent(place.parent)
-    # Schedulers and terminals signal all processes of a job: the training decides, and this one ends with it.
+    own = WriterArguments.parse(arguments)
+    die_with_parent(own.parent)
+    # Schedulers and terminals signal all processes of a job; this one ends when training closes the pipe.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    serve(place, Connection(place.pipe))
+    serve(own, Connection(own.pipe))
 
 
-def serve(place: Place, pipe: Connection) -> None:
-    """Answer each order with None once the step is committed, else with what went wrong."""
+def serve(own: WriterArguments, pipe: Connection) -> None:
+    """Write each step that arrives; answer with None once it is committed, else with the error."""
     import torch.distributed as dist
 
     from converters.errors import TitanError
     from trainer.checkpoints.staging import SharedMemory, SnapshotPlanner
     from trainer.checkpoints.write import save_step
-    from trainer.ranks import CHECKPOINT_TIMEOUT
+    from trainer.process_group import CHECKPOINT_TIMEOUT
 
-    memory = SharedMemory(place.memory)
+    memory = SharedMemory(own.memory)
     group = None
     while True:
         try:
@@ -63,8 +63,8 @@ def serve(place: Place, pipe: Connection) -> None:
             return
         try:
             if group is None:
-                store = dist.TCPStore(place.host, place.port, is_master=False, timeout=timedelta(minutes=5))
-                ours = {"rank": place.rank, "world_size": place.world_size}
+                store = dist.TCPStore(own.host, own.port, is_master=False, timeout=timedelta(minutes=5))
+                ours = {"rank": own.rank, "world_size": own.world_size}
                 dist.init_process_group("gloo", store=store, timeout=CHECKPOINT_TIMEOUT, **ours)
                 group = dist.group.WORLD
             save_step(todo, {}, group=group, planner=SnapshotPlanner(snapshot, memory.get(snapshot.num_bytes)))

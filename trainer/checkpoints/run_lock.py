@@ -1,4 +1,4 @@
-"""One run per checkpoint folder: two would sweep away each other's unfinished saves. For one process; torch-free."""
+"""A lock per checkpoint folder: two runs would delete each other's unfinished saves. For one process; torch-free."""
 
 import os
 import socket
@@ -20,9 +20,9 @@ _RETRY_SECS = 0.1
 def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
     """Hold the folder's lock. Raises CheckpointError, naming the holder, where another process has it.
 
-    The kernel lets go of the lock when its holder dies, however that happens, so the file may stay for ever: deleting
-    it would let in two at once, one that had opened it before and one that makes it anew. `patience_secs`: a run that
-    was killed a moment ago may not be quite dead.
+    The kernel releases the lock when its holder ends, so the file stays: deleting it would allow two holders, one that
+    opened the old file and one that creates a new file. `patience_secs` is how long to wait for a run that was just
+    killed.
     """
     refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
                 file.seek(0)
                 raise CheckpointError(
                     f"another run saves to {folder}: {file.read().strip()}",
-                    hint="let it end, or stop it, or save elsewhere; nothing was touched",
+                    hint="wait for it, stop it, or save to another folder; nothing was changed",
                     tries=["--job.dump_folder OTHER_FOLDER"],
                 )
             time.sleep(_RETRY_SECS)
@@ -43,10 +43,10 @@ def only_run(folder: Path, *, patience_secs: float = 3) -> Iterator[None]:
 
 
 def _is_taken(descriptor: int) -> bool:
-    """Try to take the lock; True, and said, on file systems that know none, as some Lustre mounts."""
+    """Try to take the lock; True, with a warning, on file systems without locks, as some Lustre mounts."""
     try:
         if not lock_file(descriptor):
-            print("WARNING: a second run in this folder would go unnoticed: no file locks here", file=sys.stderr)
+            print("WARNING: a second run in this folder cannot be detected: no file locks here", file=sys.stderr)
     except BlockingIOError:
         return False
     return True

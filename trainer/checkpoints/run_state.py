@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from converters.names import DATALOADER, LR_SCHEDULER, OPTIMIZER, RNG, TRAIN_STATE
-from trainer.lr_schedule import LRSchedule
-from trainer.optim import optimizer_state
+from trainer.optim.lr_schedule import LRSchedule
+from trainer.optim.optimizer import optimizer_state
 from trainer.train_model import TrainModel
 
 

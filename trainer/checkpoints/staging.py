@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-_ALIGNMENT = 64  # of a tensor in the memory: any dtype may be viewed there
+_ALIGNMENT = 64  # of each tensor, so that the memory can be viewed as any dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a rank saves, but for the tensors' bytes, which lie in a memory; of plain values, so it can be sent."""
+    """What a rank saves, without the tensors' bytes, which are in host memory; plain values, so it can be pickled."""
 
     plan: SavePlan
     offsets: Mapping[MetadataIndex, int]  # of tensors, in bytes
@@ -30,14 +30,14 @@ class Snapshot:
 
 
 class HostMemory:
-    """Memory of this process alone. Grows as needed, and is kept."""
+    """Memory of this process. Grows as needed, and stays allocated."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def get(self, num_bytes: int) -> torch.Tensor:
         if self._bytes.numel() < num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of first
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes
 
@@ -46,10 +46,10 @@ class HostMemory:
 
 
 class SharedMemory:
-    """Memory that a process started with `descriptor` sees too; pinned where there is a GPU to copy from.
+    """Memory that is shared with a process started with `descriptor`; pinned where there is a GPU to copy from.
 
-    Behind it is no file (memfd): it vanishes with the last process that has it, however that ends, and does not count
-    against /dev/shm, which containers keep small.
+    A memfd, not a file: it is freed with the last process that has it, and does not count against /dev/shm, which is
+    small in containers.
     """
 
     def __init__(self, descriptor: int | None = None):
@@ -60,7 +60,7 @@ class SharedMemory:
     def get(self, num_bytes: int) -> torch.Tensor:
         num_bytes = max(num_bytes, 1)
         if self._bytes.numel() < num_bytes:
-            self._let_go()
+            self._release()
             if self._is_owner:
                 os.ftruncate(self.descriptor, num_bytes)
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
@@ -69,24 +69,24 @@ class SharedMemory:
         return self._bytes
 
     def close(self) -> None:
-        self._let_go()
+        self._release()
         os.close(self.descriptor)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._is_owner and self._bytes.numel() and torch.cuda.is_available():
             check_cuda(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def check_cuda(status: Any) -> None:
-    """Raise RuntimeError where a call of CUDA's runtime failed."""
+    """Raise RuntimeError if a call of the CUDA runtime failed."""
     if int(status) != 0:
         raise RuntimeError(f"CUDA: pinning memory for checkpoints failed with status {int(status)}")
 
 
 @torch.no_grad()
 def take_snapshot(nested: Mapping[str, Any], memory: HostMemory | SharedMemory, *, is_coordinator: bool) -> Snapshot:
-    """Copy this rank's part of a state dict into `memory`; when it returns, the originals may change."""
+    """Copy this rank's part of a state dict into `memory`; afterwards the originals may change."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(nested), is_coordinator=is_coordinator)
     plan = planner.create_local_plan()
@@ -107,7 +107,7 @@ def take_snapshot(nested: Mapping[str, Any], memory: HostMemory | SharedMemory, 
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Plans what a snapshot's own plan says, and finds its tensors in the memory."""
+    """Uses a snapshot's plan, and takes its tensors from the memory."""
 
     def __init__(self, snapshot: Snapshot, memory: torch.Tensor):
         super().__init__(dedup_save_to_lowest_rank=True)

@@ -1,4 +1,4 @@
-"""The step folders of a run: which there are, which look whole, which are swept away. For one process; torch-free."""
+"""The step folders of a run: list, check, clean up and delete them. For one process; torch-free."""
 
 import shutil
 import uuid
@@ -27,7 +27,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def sweep(folder: Path) -> None:
-    """Clear what killed saves and removals left: a step that was being replaced comes back, the rest goes."""
+    """Clean up after killed saves and removals: restore a step that was being replaced, delete the rest."""
     if folder.is_dir():
         for aside in _steps_aside(folder):
             step = folder / aside.name.removeprefix(ASIDE_PREFIX)
@@ -36,15 +36,15 @@ def sweep(folder: Path) -> None:
 
 
 def _steps_aside(folder: Path) -> list[Path]:
-    """Steps that a save was replacing: a kill between its two renames leaves such a one alone."""
+    """Steps that a save was replacing; a kill between its two renames leaves one without its successor."""
     aside = folder.glob(f"{ASIDE_PREFIX}*")
     return [path for path in aside if step_of(path.name.removeprefix(ASIDE_PREFIX)) is not None]
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise CheckpointError where the folder holds things but no step: starting afresh there would hide a mistake.
+    """Raise CheckpointError where the folder holds files but no step: a new run there is probably a mistake.
 
-    Called before anything is swept: what lies in a folder of somebody else is not ours to clear.
+    Called before anything is deleted: other files are not titan's to remove.
     """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"the checkpoint folder is not a folder: {folder}")
@@ -54,7 +54,7 @@ def refuse_foreign(folder: Path) -> None:
     found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(ours))
     if found:
         raise CheckpointError(
-            f"{folder} holds no checkpoint of a run, but other things:" + list_offenders(found, most=5),
+            f"{folder} holds no checkpoint of a run, but other files:" + list_offenders(found, most=5),
             hint="a run saves to, and resumes from, folders named exactly step-<n>",
             tries=[
                 "--checkpoint.folder NEW_FOLDER",
@@ -64,7 +64,7 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def size_problem(path: Path) -> str:
-    """Why a step folder cannot be whole, from its manifest and file sizes alone; empty where it can."""
+    """Why a step folder is incomplete, judged by its manifest and file sizes; empty if it is not."""
     if not (path / DCP_METADATA).is_file():
         return f"it has no {DCP_METADATA}"
     try:
@@ -74,15 +74,15 @@ def size_problem(path: Path) -> str:
 
 
 def retire(folder: Path, *, keep: int, newest: int, damaged: Collection[int] = ()) -> list[int]:
-    """Remove the oldest whole steps beyond `newest`, the one just saved, and the `keep - 1` before it; returns which.
+    """Delete the oldest complete steps beyond `newest`, the one just saved, and the `keep - 1` before it; returns them.
 
-    Later steps, left where a run went back to an earlier one, are not this run's: they neither count nor are touched.
-    Nor do steps that are `damaged`, or not whole: a whole one is never given up for them.
+    Steps after `newest`, from before a run was resumed at an earlier step, are neither counted nor deleted. Nor are
+    `damaged` and incomplete steps: an intact one is never deleted in their favour.
     """
     before = [step for step in list_steps(folder) if step < newest and step not in damaged]
     removed = [step for step in before if not size_problem(step_folder(folder, step))][keep - 1 :]
     for step in reversed(removed):
-        # Out of its name first: a removal that is cut off leaves something to sweep, not half a checkpoint.
+        # Renamed first: an interrupted removal leaves a temporary folder, not half a checkpoint.
         doomed = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         step_folder(folder, step).rename(doomed)
         shutil.rmtree(doomed)

@@ -1,6 +1,6 @@
-"""Write one checkpoint folder, all ranks together: whole or not at all.
+"""Write one checkpoint folder atomically, all ranks together.
 
-Everything goes into a temporary sibling under stock `dcp.save`; the manifest is written last, then one rename.
+Stock `dcp.save` writes into a temporary sibling folder; the manifest is written last, then the folder is renamed.
 """
 
 import shutil
@@ -38,21 +38,21 @@ _READ_BACK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepToSave:
-    """A step to be written and what then becomes of older ones, in plain values: it may go to another process."""
+    """A step to write and which older ones to keep, in plain values, so that it can be pickled."""
 
     step: int
-    folder: Path  # of the run's step folders
+    folder: Path  # that holds the run's step folders
     info: ModelInfo
     keep: int  # 0: all
-    damaged: frozenset[int]  # older ones that were found to be
+    damaged: frozenset[int]  # older steps
 
 
 def save_step(
     todo: StepToSave, nested: Mapping[str, Any], *, group: dist.ProcessGroup, planner: SavePlanner | None = None
 ) -> None:
-    """Write a step, whole or not at all, then let go of those beyond `keep`; all ranks of `group` together.
+    """Write a step atomically, then delete those beyond `keep`; all ranks of `group` together.
 
-    Raises SaveFailed, on all of them, where the step was not written.
+    Raises SaveFailed on all ranks where the step was not written.
     """
     try:
         write_step(step_folder(todo.folder, todo.step), nested, info=todo.info, group=group, planner=planner)
@@ -72,9 +72,9 @@ def write_step(
 ) -> None:
     """Write a state dict (weights flat, sections nested) as a checkpoint folder; all ranks of `group` together.
 
-    `planner`: one that knows what to write by itself, and where it lies by now; `nested` is empty then.
+    A `planner` may provide the items itself; `nested` is empty then.
     """
-    # what several ranks hold lies in one place
+    # replicated tensors are written once, all by the lowest rank
     planner = planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     identifier = on_first(group, lambda: uuid.uuid4().hex[:12])
     staging = on_first(group, lambda: new_staging(destination, identifier))
@@ -102,9 +102,9 @@ def write_step(
 
 
 def _digest(staging: Path, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
-    """Digests of all tensors: each rank's rows added up; where ranks split a tensor's rows, it is read back whole."""
+    """Digests of all tensors: the sum over the ranks' rows; tensors with split rows are read back."""
     opened: list[Catalog] = []
-    # Agreed, else a rank that cannot would leave the others waiting
+    # All ranks agree on the outcome; otherwise one that fails would leave the others waiting
     on_each(group, lambda: opened.append(open_checkpoint(staging)))
     (catalog,) = opened
     digests = {fqn: TensorDigest(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from converters.errors import ConfigError
 from converters.layout import MeshShape
 from trainer.config.sections import Parallelism
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,6 +12,7 @@ from converters.names import METRICS_FILE
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Metrics
 from trainer.config.show import as_json
+from trainer.gpus import data_sheet
 from trainer.job import Job
 from trainer.observability.log import shown_ranks
 from trainer.observability.sinks import (
@@ -22,7 +23,7 @@ from trainer.observability.sinks import (
     TensorBoardSink,
     open_registered_sinks,
 )
-from trainer.observability.throughput import StepClock, flops_per_token, peak_flops, peak_memory
+from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
 from trainer.observability.wandb_sink import WandbSink
 from trainer.step import StepResult
 
@@ -49,7 +50,7 @@ class Report:
                 job.args, num_parameters=job.num_parameters, seq_len=config.training.seq_len
             ),
             num_ranks=self._num_ranks,
-            peak=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            peak=data_sheet(torch.cuda.get_device_name(device)).bf16_flops if device.type == "cuda" else None,
         )
 
     def _open_sinks(self, job: Job, progress: Progress, rank: int) -> list[MetricSink]:

@@ -10,26 +10,6 @@ import torch
 from converters.families.base import ModelArgs
 from converters.sizes import GIB
 
-# Dense bf16 FLOP/s of one device as its vendor states it; the first name that is part of the device's name applies
-_PEAK_FLOPS = (
-    ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H800", 989e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("MI300X", 1307e12),
-)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of a device; None for an unknown one."""
-    return next((flops for name, flops in _PEAK_FLOPS if name in device_name), None)
-
 
 def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int) -> int:
     """6·N + 12·L·d·s: forward and backward of the matrix products, and of full (not causal) attention.

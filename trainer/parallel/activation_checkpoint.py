@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import ActivationCheckpoint
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.config.sections import ActivationCheckpoint, Compile
-from trainer.stages import SPLIT_BACKWARD_SCHEDULES
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor, nn
 
-    from trainer.runner import Runner
+    from trainer.train_model import Runner
 
 
 def is_ddp(dims: MeshShape) -> bool:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainer.stages import StageSplit
+from trainer.parallel.stages import StageSplit
 
 
 def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:

@@ -8,7 +8,7 @@ from torch import nn
 
 from converters.families.base import ModelArgs
 from trainer.mesh import Meshes, local_part
-from trainer.optim import local_gradient
+from trainer.optim.clip import local_gradient
 
 
 class TiedCopies:

@@ -52,7 +52,7 @@ def is_accepted(folder, *, files, tensors):
     assert verify(folder).ok and verify(folder).verdict == "all checks passed"
     assert read_manifest(folder).accepted
     again = accept(folder)
-    assert again.ok and (again.changes.files, again.changes.tensors) == ({}, {}) and "left as it is" in again.verdict
+    assert again.ok and (again.changes.files, again.changes.tensors) == ({}, {}) and "was not changed" in again.verdict
 
 
 def is_refused(folder, check, told):
@@ -276,5 +276,5 @@ def test_nothing_to_accept(sound, copy, tmp_path):
         accept(folder)
     (folder / "link.txt").unlink()
     os.mkfifo(folder / "pipe")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="not regular files"):
         accept(folder)

@@ -139,7 +139,7 @@ def test_damaged_tokenizers(meta_tokenizer, tmp_path):
     with pytest.raises(CheckpointError, match="line 2"):
         read_ranks(path)
     path.write_text("IQ== 0\nIg== 2\n")
-    with pytest.raises(CheckpointError, match="count up from 0"):
+    with pytest.raises(CheckpointError, match="consecutive from 0"):
         read_ranks(path)
     assets = find_assets(meta_tokenizer)
     num_ranks = len(read_ranks(assets["tokenizer.model"]))

@@ -16,7 +16,7 @@ from converters.families.registry import get_family
 from converters.model_info import ModelInfo, read_model_info
 from converters.weights import open_native
 from tests.tiny_families import write_tiny
-from trainer.init import InitialWeights
+from trainer.models.initial_weights import InitialWeights
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 MODELS = {

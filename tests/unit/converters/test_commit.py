@@ -139,7 +139,7 @@ def test_overwrite_does_not_replace_somebodys_work(tmp_path):
         fill(tmp_path / "project", "x", overwrite=True)
     (tmp_path / "project/model.safetensors").touch()
     (tmp_path / "project/.git").mkdir()
-    with pytest.raises(CheckpointError, match="no part of a checkpoint.*\n  .git"):
+    with pytest.raises(CheckpointError, match="do not belong to a checkpoint.*\n  .git"):
         fill(tmp_path / "project", "x", overwrite=True)
     assert sorted(p.name for p in (tmp_path / "project").iterdir()) == [".git", "config.json", "model.safetensors"]
     (tmp_path / "empty").mkdir()

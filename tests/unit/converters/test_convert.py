@@ -282,7 +282,7 @@ def test_torchtitan_checkpoints_need_only_to_be_told_the_model(hf, layout, tmp_p
                 new = new.replace(f"attention.w{w}", f"attention.qkv_linear.w{w}")
             tensors[new] = tensors.pop(old)
     dcp.save(tensors, checkpoint_id=str(tmp_path / "titan"), no_dist=True)
-    with pytest.raises(CheckpointError, match="says what model this is") as error:
+    with pytest.raises(CheckpointError, match="describes the model") as error:
         convert(tmp_path / "titan", tmp_path / "out", to="hf")
     assert "--model-from" in error.value.tries[0]
     convert(tmp_path / "titan", tmp_path / "out", to="hf", model_from=hf)
@@ -352,7 +352,7 @@ def test_destinations(hf, tmp_path):
     assert files_in(tmp_path / "dcp") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="mine: exists already and holds something"):
+    with pytest.raises(CheckpointError, match="mine: exists already and is not what"):
         convert(hf, tmp_path / "mine", to="dcp", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dcp", "mine"]
 

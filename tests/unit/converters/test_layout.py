@@ -210,7 +210,7 @@ def test_a_number_of_files_of_about_one_size(num_files):
 
 
 def test_more_files_than_rows_are_refused():
-    with pytest.raises(ConfigError, match="cannot be shared out among 9 files") as error:
+    with pytest.raises(ConfigError, match="cannot be divided into 9 files") as error:
         boxes_for_num_files({"w": TensorInfo("float32", (8, 4))}, 9)
     assert "1 would be empty" in error.value.hint
 

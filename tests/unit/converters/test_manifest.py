@@ -60,7 +60,7 @@ def test_it_is_synced_before_it_replaces_the_old_one(folder, monkeypatch):
         call = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *given, name=name, call=call: (calls.append(name), call(*given))[1])
     write_manifest(folder, tensors=TENSORS)
-    assert calls == ["fsync", "replace"]
+    assert calls == ["fsync", "replace", "fsync"]  # the file, then the names in its folder
 
 
 def test_a_folder_without_one_has_none(tmp_path):
@@ -168,7 +168,7 @@ def test_a_broken_manifest_is_told(folder, content):
     ("content", "said"),
     [
         ('{"version": 1}', "damaged ('crc32' is missing)"),
-        ("[1]", "damaged (a part is of another kind than belongs there)"),
+        ("[1]", "damaged (a part has the wrong type)"),
         ('{"x', "is not JSON: "),
         ("[" * 100_000, "is not JSON: it is nested too deeply"),
     ],

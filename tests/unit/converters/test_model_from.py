@@ -93,7 +93,7 @@ def test_numbers_and_token_ids_are_compared(folders, tmp_path, fields, said):
 def test_the_way_out_that_the_hint_names(titan, folders, bare, tmp_path):
     wrong = shutil.copytree(folders / "other", tmp_path / "wrong")
     code, _, err = titan("convert", "auto", wrong, tmp_path / "out", "--to", "hf", "--model-from", folders / "hf")
-    assert code == 2 and f"move away {wrong / 'config.json'}" in err
+    assert code == 2 and f"correct or remove {wrong / 'config.json'}" in err
     (wrong / "config.json").unlink()
     code, _, err = titan("convert", "auto", wrong, tmp_path / "out", "--to", "hf", "--model-from", folders / "hf")
     assert code == 0 and read_model_info(tmp_path / "out").args == read_model_info(folders / "hf").args, err
@@ -104,7 +104,7 @@ def test_a_source_that_is_refused_stays_refused(folders, tmp_path):
     write_config(wrong, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     with pytest.raises(UnsupportedError, match="Mamba") as raised:
         convert(wrong, tmp_path / "out", to="dcp", model_from=folders / "hf")
-    assert f"move away {wrong / 'config.json'}" in raised.value.hint
+    assert f"correct or remove {wrong / 'config.json'}" in raised.value.hint
 
 
 def test_infer_refuses_and_adds_alike(titan, folders, tmp_path):

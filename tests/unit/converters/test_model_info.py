@@ -116,7 +116,7 @@ def test_of_a_params_json_only_what_it_can_state_is_compared(tmp_path):
 
 
 def test_a_folder_that_says_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="says what model this is") as error:
+    with pytest.raises(CheckpointError, match="describes the model") as error:
         read_model_info(tmp_path)
     assert "--model-from" in error.value.tries[0]
 

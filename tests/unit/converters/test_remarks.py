@@ -70,13 +70,13 @@ def test_files_that_are_not_carried_are_listed(hf, tmp_path):
         (hf / name).write_text("{}")
     (remark,) = convert(hf, tmp_path / "dcp", to="dcp").remarks
     assert remark == (
-        "files that are not carried along: LICENSE.py, README.md, images/, modeling_own.py, preprocessor_config.json, "
+        "files that are not copied: LICENSE.py, README.md, images/, modeling_own.py, preprocessor_config.json, "
         "training_args.bin"
     )
     assert convert(tmp_path / "dcp", tmp_path / "back", to="hf").remarks == ()
     (tmp_path / "dcp" / "assets" / "notes.txt").write_text("mine")
     (remark,) = convert(tmp_path / "dcp", tmp_path / "again", to="hf").remarks
-    assert remark == "files that are not carried along: assets/notes.txt"
+    assert remark == "files that are not copied: assets/notes.txt"
 
 
 # The element type
@@ -110,7 +110,7 @@ def test_weights_of_several_dtypes_are_named(hf, tmp_path):
 def test_no_tokenizer_is_named(hf, tmp_path):
     (hf / "tokenizer.json").unlink()
     (remark,) = convert(hf, tmp_path / "dcp", to="dcp").remarks
-    assert remark.startswith("no tokenizer goes along") and "--model-from" in remark
+    assert remark.startswith("no tokenizer: the source has none") and "--model-from" in remark
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_named(titan, tmp_path):

@@ -179,17 +179,17 @@ def test_what_is_refused(step, tmp_path):
         reshard(step, tmp_path / "out", mesh=MeshShape(pp=9))
     with pytest.raises(ConfigError, match="tp=3 does not divide 4 attention heads, 2 key/value heads, 20 feed"):
         reshard(step, tmp_path / "out", mesh=MeshShape(tp=3))
-    with pytest.raises(ConfigError, match="--optimizer-dtype bfloat16: there are no moments to cast"):
+    with pytest.raises(ConfigError, match="--optimizer-dtype bfloat16: the checkpoint has no moments to cast"):
         reshard(step, tmp_path / "out", drop=["optimizer"], optimizer_dtype="bfloat16")
     with pytest.raises(CheckpointError, match="is the source itself"):
         reshard(step, step)
     write_llama(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="no DCP checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a DCP checkpoint"):
         reshard(tmp_path / "hf", tmp_path / "out")
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     (tmp_path / "dcp" / "titan_manifest.json").unlink()
     (tmp_path / "dcp" / "titan_model.json").unlink()
-    with pytest.raises(CheckpointError, match="says what model this is"):
+    with pytest.raises(CheckpointError, match="describes the model"):
         reshard(tmp_path / "dcp", tmp_path / "out")
     reshard(tmp_path / "dcp", tmp_path / "out", model_from=tmp_path / "hf")
     assert verify(tmp_path / "out").ok and (tmp_path / "out" / "titan_model.json").is_file()

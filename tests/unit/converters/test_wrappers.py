@@ -251,7 +251,7 @@ def test_an_optimizer_s_names_follow(gloo, source, tmp_path):
 def test_errors_name_the_file(source, tmp_path):
     path = tmp_path / "other.pt"
     torch.save({f"encoder.{number}.weight": torch.zeros(3) for number in range(5)}, path)
-    with pytest.raises(CheckpointError, match=f"{path}: no tensor here has a name"):
+    with pytest.raises(CheckpointError, match=f"{path}: no tensor has a name"):
         convert(path, tmp_path / "out", to="dcp", model_from=source / "hf")
     torch.save({f"module.{n}": t for n, t in list(load(source).state_dict().items())[3:]}, path)
     with pytest.raises(CheckpointError, match=f"{path}: the tensors do not match"):

@@ -50,7 +50,7 @@ def test_check_of_a_good_config(titan):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["debug", "--training.stepz", "5"], "did you mean `training.steps`?"),
         (["debug", "--world-size", "6"], "but there are 6"),
@@ -61,14 +61,14 @@ def test_check_of_a_good_config(titan):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, told):
+def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, message):
     done = titan("config", "check", *arguments)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["--training.dataset_path", "/nope"], "/nope is no folder, so no token index"),
         (["--job.dump_folder", "/proc/x"], "job.dump_folder = '/proc/x' cannot be written to"),
@@ -79,10 +79,10 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, told
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
-def test_check_refuses_what_training_refuses(titan, tmp_path, overrides, told):
+def test_check_refuses_what_training_refuses(titan, tmp_path, overrides, message):
     """The words of training, which runs the same checks."""
     code, out, err = titan("config", "check", "debug", *overrides)
-    assert (code, out) == (2, "") and told in err
+    assert (code, out) == (2, "") and message in err
     assert list(tmp_path.iterdir()) == []  # a dump folder that was tried is gone again
 
 
@@ -118,7 +118,7 @@ def test_check_of_torchtitans_first_run_finds_its_text_where_training_does(titan
     assert code == 2 and "dataset = 'c4_test' needs dataset_path" in err
 
 
-def test_all_problems_of_a_layout_are_told_at_once(titan):
+def test_all_problems_of_a_layout_are_reported_at_once(titan):
     done = titan("config", "check", "debug", "--training.seq_len", "255", "--training.global_batch_size", "9")
     assert "training.seq_len = 255" in done.stderr and "training.global_batch_size = 9" in done.stderr
 
@@ -155,8 +155,8 @@ def test_upgrade_tells_every_change_and_writes_where_it_is_asked_to(titan, tmp_p
     for again in (("old.toml", "new.toml"), ("old.toml", "old.toml")):
         done = titan("config", "upgrade", *again)
         assert done.returncode == 2 and "exists already" in done.stderr
-    told = json.loads(titan("config", "upgrade", "old.toml", "--in-place", "--json").stdout)
-    assert told["written"] == "old.toml" and len(told["changes"]) == 1
+    report = json.loads(titan("config", "upgrade", "old.toml", "--in-place", "--json").stdout)
+    assert report["written"] == "old.toml" and len(report["changes"]) == 1
     assert old.read_text() == NEW
     assert titan("config", "upgrade", "old.toml", "--check").returncode == 0
 

@@ -131,7 +131,7 @@ def test_what_was_allowed_is_printed(titan, folder, tmp_path):
     code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *allow)
     assert code == 0
     assert "  missing   lm_head.weight: " in out and "  extra     vision.weight: " in out
-    assert "  beware    norm.weight holds 1 value that is NaN or infinite" in out
+    assert "  warning   norm.weight holds 1 value that is NaN or infinite" in out
     code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *allow, "--overwrite", "--json")
     told = json.loads(out)
     assert told["missing"] == ["lm_head.weight"] and told["extra"] == ["vision.weight"]
@@ -174,7 +174,7 @@ def test_resume_and_no_digest(titan, tmp_path, monkeypatch):
         code, _, err = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")
         assert code == 2 and "--resume" in err and not (tmp_path / "dcp").exists()
     code, out, _ = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--resume")
-    assert code == 0 and re.search(r"^  resumed +[\d.]+ KiB were written before, and are still good$", out, re.M)
+    assert code == 0 and re.search(r"^  resumed +[\d.]+ KiB were written before, and are valid$", out, re.M)
     code, _, _ = titan("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--overwrite", "--no-digest")
     tensors = json.loads((tmp_path / "dcp" / "titan_manifest.json").read_text())["tensors"]
     assert code == 0 and {tensor["digest"] for tensor in tensors.values()} == {""}

@@ -17,6 +17,7 @@ from huggingface_hub import constants, snapshot_download
 from converters.errors import CheckpointError
 from converters.open import open_checkpoint
 from tests.unit.titan_tools.fake_hub import SHA, Hub
+from titan_tools import api
 from titan_tools.hub import download as module
 from titan_tools.hub import fetch
 from titan_tools.hub.download import FileSelection, download, select_default
@@ -90,6 +91,13 @@ def test_into_a_plain_folder(hub, tmp_path):
     assert report.num_fetched_bytes == sum(len(hub.files[name]) for name in held)
     assert os.listdir(tmp_path) == ["model"], "nothing is left beside it"
     assert "exists already" in refused(NAME, tmp_path / "model").message
+
+
+def test_the_api_downloads_selected_files(hub, tmp_path):
+    report = api.download(NAME, str(tmp_path / "model"), include=["*.json"], exclude=["*.index.json"])
+    assert report.num_fetched_bytes == report.num_bytes
+    assert sorted(os.listdir(tmp_path / "model")) == sorted(file.name for file in report.files)
+    assert all(file.name.endswith(".json") for file in report.files)
 
 
 def test_what_is_chosen():

@@ -15,20 +15,21 @@ import pytest
 from converters.errors import ConfigError
 from converters.families import registry
 from converters.families.llama3 import LLAMA3
+from converters.sizes import GIB
 from titan_tools.memory import estimate as estimate_module
 from titan_tools.memory.allocator_settings import allocator_of_environment, unmodelled_settings
-from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.constants import GIB, GPUS, PARTS
+from titan_tools.memory.command import estimate_from_command_line, find_gpu
+from titan_tools.memory.constants import PARTS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import run_shape
-from titan_tools.memory.gpus import find_gpu
-from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.report import _module_rows
 from titan_tools.memory.suggestions import changes
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 from trainer.loss import registry as loss_registry
 
 
@@ -39,8 +40,8 @@ def in_a_process(*words: str) -> subprocess.CompletedProcess:
 
 def formula_of(preset: str, *overrides: str, world_size: int | None = None) -> Instant:
     """The closed form's peak, of the rank where it is highest."""
-    shape = run_shape(load_config(preset, overrides), world_size=world_size)
-    ranks = (peak_instant(shape, pp_rank=rank, gpu=GPUS["h100-80"], steady=True) for rank in range(shape.mesh.pp))
+    shape = run_shape(resolve_job(load_config(preset, overrides), world_size=world_size))
+    ranks = (peak_instant(shape, pp_rank=rank, gpu=GPUS["h100-80"]) for rank in range(shape.mesh.pp))
     return max(ranks, key=lambda instant: instant.total_bytes)
 
 
@@ -50,7 +51,7 @@ def peak_bytes(preset: str, *overrides: str, world_size: int | None = None) -> i
 
 def gaps_of_formula(preset: str, *overrides: str) -> str:
     config = load_config(preset, overrides)
-    return "\n".join(formula_gaps(config, resolved_layout(config, world_size=8)))
+    return "\n".join(formula_gaps(resolve_job(config, world_size=8)))
 
 
 def run(capsys, preset: str, *overrides: str, world_size=None, gpu=None) -> tuple[int, dict]:
@@ -114,7 +115,7 @@ def test_the_tables_name_the_instant_and_its_parts(capsys):
     text = capsys.readouterr().out
     for wanted in ("Peaks per pipeline rank", "optimizer states", "= allocated", "fragmentation", "= reserved"):
         assert wanted in text
-    for wanted in ("Activations by module", "layers.0 … layers.", "b200", "Two engines", "Assumptions"):
+    for wanted in ("Activations by module", "layers.0 … layers.", "b200", "The two engines", "Assumptions"):
         assert wanted in text
 
 
@@ -188,15 +189,15 @@ def test_a_place_that_cannot_be_written_is_told_with_all_else(tmp_path):
             timeline=tmp_path,
             snapshot=tmp_path / "missing" / "step.pickle",
         )
-    for wanted in ("h101", "is a folder", "missing is no folder", "--allocator 'greedy' is none; possible: classic"):
+    for wanted in ("h101", "is a folder", "missing is not a folder", "--allocator 'greedy' is not one of classic"):
         assert wanted in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("timeline", "snapshot", "wanted"),
     [
-        ("step.foo", None, "ends in .png or .svg or .pdf"),
-        ("step", None, "ends in .png or .svg or .pdf"),
+        ("step.foo", None, "must end in .png or .svg or .pdf"),
+        ("step", None, "must end in .png or .svg or .pdf"),
         ("step.png", "step.png", "name the same file"),
         (None, "pipe", "is a device or a pipe"),
     ],
@@ -249,7 +250,9 @@ def test_more_ranks_never_raise_what_a_rank_holds(preset):
 
 def test_doubling_the_batch_doubles_activations():
     one, two = (
-        activations_of(run_shape(load_config("llama3_8b", [f"--training.local_batch_size={n}"]), world_size=8))
+        activations_of(
+            run_shape(resolve_job(load_config("llama3_8b", [f"--training.local_batch_size={n}"]), world_size=8))
+        )
         for n in (1, 2)
     )
     assert [2 * size for size in one.kept] == list(two.kept)
@@ -263,11 +266,13 @@ def test_checkpointing_more_never_costs_memory(tp):
         sum(
             activations_of(
                 run_shape(
-                    load_config(
-                        "llama3_8b",
-                        f"--parallelism.tensor_parallel_degree={tp} --activation_checkpoint.mode {mode}".split(),
-                    ),
-                    world_size=64,
+                    resolve_job(
+                        load_config(
+                            "llama3_8b",
+                            f"--parallelism.tensor_parallel_degree={tp} --activation_checkpoint.mode {mode}".split(),
+                        ),
+                        world_size=64,
+                    )
                 )
             ).kept
         )
@@ -301,9 +306,9 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
     def kept(schedule):
         words = f"""--parallelism.pipeline_parallel_degree=4 --parallelism.pipeline_parallel_schedule={schedule}
             --training.local_batch_size=16 --activation_checkpoint.mode=full --parallelism.tensor_parallel_degree=1"""
-        shape = run_shape(load_config("llama3_8b", words.split()), world_size=32)
+        shape = run_shape(resolve_job(load_config("llama3_8b", words.split()), world_size=32))
         return [
-            max(i.parts.get("activations", 0) for i in instants(shape, pp_rank=rank, gpu=GPUS["h200"], steady=True))
+            max(i.parts.get("activations", 0) for i in instants(shape, pp_rank=rank, gpu=GPUS["h200"]))
             for rank in range(3)
         ]
 
@@ -342,8 +347,8 @@ def test_the_loss_in_pieces_does_not_grow_with_the_microbatches_in_flight(schedu
     def loss_bytes(num_samples, loss):
         words = f"--parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule={schedule}".split()
         words += [f"--training.local_batch_size={num_samples}", f"--training.loss={loss}"]
-        shape = run_shape(load_config("llama3_8b", words), world_size=8)
-        moments = instants(shape, pp_rank=1, gpu=GPUS["h200"], steady=True)
+        shape = run_shape(resolve_job(load_config("llama3_8b", words), world_size=8))
+        moments = instants(shape, pp_rank=1, gpu=GPUS["h200"])
         return max(moment.parts.get("logits_and_loss", 0) for moment in moments)
 
     assert loss_bytes(4, "chunked") == loss_bytes(8, "chunked") < loss_bytes(4, "plain")
@@ -357,7 +362,7 @@ def test_the_loss_in_pieces_does_not_grow_with_the_microbatches_in_flight(schedu
 def test_changes_save_what_the_closed_form_says_of_the_changed_config():
     words = ["--activation_checkpoint.mode=none", "--training.local_batch_size=2", "--training.loss=plain"]
     config = load_config("llama3_8b", words)
-    found = changes(config, resolved_layout(config, world_size=16), GPUS["h200"])
+    found = changes(resolve_job(config, world_size=16), GPUS["h200"])
     saved = [change.saved_bytes for change in found]
     assert saved == sorted(saved, reverse=True) and len(found) >= 3
     assert any("activation_checkpoint.mode=full" in change.words for change in found)
@@ -369,16 +374,16 @@ def test_changes_save_what_the_closed_form_says_of_the_changed_config():
 
 def test_changes_of_a_run_whose_config_names_its_ranks_need_no_number_of_them():
     config = load_config("debug", ["--parallelism.data_parallel_replicate_degree=2"])
-    found = changes(config, resolved_layout(config), GPUS["h200"])
+    found = changes(resolve_job(config), GPUS["h200"])
     assert any("shard_degree" in change.words for change in found)
     for change in found:
-        resolved_layout(load_config("debug", ["--parallelism.data_parallel_replicate_degree=2", *change.words.split()]))
+        resolve_job(load_config("debug", ["--parallelism.data_parallel_replicate_degree=2", *change.words.split()]))
 
 
 def test_a_lean_run_is_told_of_no_change():
     words = ["--activation_checkpoint.mode=full", "--parallelism.fsdp_reshard_after_forward=always"]
     config = load_config("llama3_8b", [*words, "--optimizer.state_dtype=bfloat16"])
-    found = changes(config, resolved_layout(config, world_size=8), GPUS["h200"])
+    found = changes(resolve_job(config, world_size=8), GPUS["h200"])
     assert not any("activation_checkpoint" in change.words or "reshard" in change.words for change in found)
 
 
@@ -389,7 +394,7 @@ def test_an_open_number_of_ranks_is_the_one_that_config_check_takes(titan):
     words = ("--parallelism.tensor_parallel_degree", "2", "--model.flavor", "debug_gqa", "--training.seq_len", "64")
     code, out, told = titan("estimate-memory", "llama3_1b", *words)
     assert code == 0 and "on 2 ranks" in out
-    assert told.startswith("estimated for 2 ranks: parallelism.data_parallel_shard_degree = -1 takes all")
+    assert told.startswith("estimated for 2 ranks: parallelism.data_parallel_shard_degree = -1 uses all")
     assert "fine on 2 ranks" in titan("config", "check", "llama3_1b", *words)[1]
 
 
@@ -412,7 +417,7 @@ def test_all_problems_are_told_at_once_with_near_choices(titan):
 
 def test_fixed_degrees_name_the_one_world_size_that_fits():
     with pytest.raises(ConfigError) as caught:
-        run_shape(load_config("debug"), world_size=6)
+        run_shape(resolve_job(load_config("debug"), world_size=6))
     assert caught.value.tries == ("--world-size 8",)
 
 
@@ -440,12 +445,12 @@ def test_the_closed_form_says_nothing_of_a_loss_of_ones_own(monkeypatch):
 
 
 def test_what_the_closed_form_does_not_describe_is_told_beside_the_trace(capsys, estimated_once, monkeypatch):
-    monkeypatch.setattr(estimate_module, "formula_gaps", lambda config, dims: ["training.loss: of one's own"])
+    monkeypatch.setattr(estimate_module, "formula_gaps", lambda job: ["training.loss: of one's own"])
     _, found = run(capsys, "debug", *TINY, world_size=2)
     assert found["peak"]["allocated_gib"] > 0
     assert found["closed_form"]["agrees"] is None and found["closed_form"]["gaps"] == ["training.loss: of one's own"]
     estimate_from_command_line("debug", TINY, world_size=2, gpu_text=None, as_json=False)
-    assert "traced only; the closed form does not describe training.loss: of one's own" in capsys.readouterr().out
+    assert "trace only; the closed form does not describe training.loss: of one's own" in capsys.readouterr().out
 
 
 def test_a_refusal_says_what_to_try_and_that_works(titan):

@@ -162,7 +162,7 @@ def test_a_tokenizer_alone_may_come_from_elsewhere(titan, source, form, tmp_path
 def test_what_does_not_say_its_model_is_told_how_to(titan, source, form, tmp_path):
     code, out, err = titan("infer", FORMS[form].write(source[0], tmp_path), *ASK)
     assert code == 2 and out == ""
-    assert "says what model this is" in err and "--model-from FOLDER" in err
+    assert "describes the model" in err and "--model-from FOLDER" in err
 
 
 @LLAMA
@@ -259,4 +259,4 @@ def test_a_run_whose_steps_are_all_damaged_is_refused(titan, training, tmp_path)
     for step in (5, 7):
         flip(shutil.copytree(training[0], tmp_path / f"step-{step}"), "norm.weight")
     code, out, err = titan("infer", tmp_path, *ASK)
-    assert code == 2 and out == "" and f"no step in {tmp_path} is whole" in err
+    assert code == 2 and out == "" and f"no step in {tmp_path} is complete" in err

@@ -203,7 +203,7 @@ def test_what_is_not_followed_is_said_in_one_line(titan, folder):
     err = titan(*asked, "--generation-config", "--temperature", "0.5")[2]
     assert f"{FILE} is followed: " in err and "from the command line instead: temperature" in err
     shown = note_on(config_of(do_sample=True), followed({"do_sample": True}))
-    assert shown.startswith(f"{FILE} is followed: do_sample True, top_k 40 (what transformers takes")  # of 40 tokens
+    assert shown.startswith(f"{FILE} is followed: do_sample True, top_k 40 (transformers' default")  # of 40 tokens
     assert note_on(config_of(chat_format="chatml"), Request(Path("x"), Sampling())) == ""
 
 

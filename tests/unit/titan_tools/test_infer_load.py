@@ -68,7 +68,7 @@ def test_every_rank_fuses_its_own_rows(tiny, tp, rank):
             (layer.feed_forward.w1, (other.feed_forward.w1, other.feed_forward.w3)),
         ):
             assert torch.equal(together.weight, torch.cat([part.weight for part in parts]))
-            assert together.sizes == tuple(len(part.weight) for part in parts)
+            assert together.sizes == [len(part.weight) for part in parts]
 
 
 def test_fused_layers_that_get_other_inputs_are_right_all_the_same():
@@ -82,7 +82,7 @@ def test_fused_layers_that_get_other_inputs_are_right_all_the_same():
         for name, given in calls:
             torch.testing.assert_close(parent[name](given), F.linear(given, weights["abc".index(name)]))
     parent["a"](x), parent["c"](x)
-    assert parent["a"]._input is None and not parent["a"]._parts  # nothing of a step stays
+    assert parent["a"]._input is None and not parent["a"]._outputs  # nothing of a step stays
 
 
 def test_packed_weights_give_the_logits_of_plain_ones(wide):

@@ -91,7 +91,7 @@ def test_success_is_zero_and_cores_are_shared(run, capfd):
     assert (out.split(), err) == (["threads", str(threads)] * 2, "")
 
 
-def test_an_error_of_every_rank_is_told_once_with_its_code(run, capfd):
+def test_an_error_of_every_rank_is_reported_once_with_its_code(run, capfd):
     with pytest.raises(RankFailure) as failure:
         run("raise NumericalFault('loss is nan', hint='at step 7', tries=['a', 'b'])")
     error = failure.value
@@ -103,8 +103,8 @@ def test_the_first_failing_rank_is_the_news(run):
     body = """
         if RANK == 1:
             raise CheckpointError("rank 1 found it")
-        told = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "error.json"
-        while not told.exists():  # on a busy machine this rank may start long before the other, or run long before it
+        error = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "error.json"
+        while not error.exists():  # on a busy machine this rank may start long before the other, or run long before it
             time.sleep(0.01)
         raise RuntimeError("peer is gone")
     """
@@ -121,7 +121,7 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
-def test_a_full_disk_is_told_as_by_one_process(run, capfd):
+def test_a_full_disk_is_reported_as_by_one_process(run, capfd):
     body = """
         sys.stdout = open("/dev/full", "w")
         if RANK == 0: print("a result", flush=True)
@@ -227,11 +227,11 @@ def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
 
 
 @pytest.mark.parametrize(
-    ("parent", "told", "lives"),
+    ("parent", "parent_id", "lives"),
     [(1, "1", True), (77, "77", True), (1, "77", False), (88, "77", False)],
     ids=["the agent is a container's first process", "usual", "orphan", "orphan under a subreaper"],
 )
-def test_a_rank_knows_its_parent_by_its_id(parent, told, lives):
+def test_a_rank_knows_its_parent_by_its_id(parent, parent_id, lives):
     code = f"""
 import os
 from titan_tools.launch import rank_errors
@@ -239,7 +239,7 @@ os.getppid = lambda: {parent}
 with rank_errors():
     print("lives")
 """
-    environment = os.environ | {"TITAN_LAUNCH": told, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"TITAN_LAUNCH": parent_id, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == ((0, "lives\n") if lives else (3, "")), done.stderr
 

@@ -15,22 +15,22 @@ from converters.families.base import ModelArgs
 from converters.families.qwen3 import Qwen3Args
 from converters.families.registry import get_family
 from converters.layout import MeshShape, split_stages
-from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.activations import activations_of
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.rank import Instant
-from titan_tools.memory.formula.run_shape import BuildTraits, Recompute, RunShape, run_shape
+from titan_tools.memory.formula.run_shape import Recompute, RunShape, run_shape
 from trainer.build import build
 from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile, Training
 from trainer.data.batch import Batch
+from trainer.gpus import GPUS
 from trainer.job import resolve_job
 from trainer.loss.install import install_loss
 from trainer.mesh import make_meshes
 from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
-from trainer.runner import WholeModel
+from trainer.train_model import WholeModel
 
 PLAIN = (torch.Tensor, nn.Parameter)
 NO_WORKSPACES = replace(GPUS["h200"], cublas_mib=0)
@@ -140,7 +140,7 @@ def build_model(args: ModelArgs, mode: str, monkeypatch, dtype=torch.float32) ->
 
 def peak_of_passes(run: RunShape) -> Instant:
     """The largest instant of forward and backward: these tests take no optimizer step."""
-    found = (i for i in instants(run, pp_rank=0, gpu=NO_WORKSPACES, steady=True) if i.when != "optimizer step")
+    found = (i for i in instants(run, pp_rank=0, gpu=NO_WORKSPACES) if i.when != "optimizer step")
     return max(found, key=lambda instant: instant.total_bytes)
 
 
@@ -292,8 +292,7 @@ MORE_SHARDED = [
 def test_the_peak_of_a_sharded_step_is_torchs(words, monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: FusedNorm.apply(x, self.weight, self.eps))
     config = load_config("debug", ["--validation.no_enable", *words])
-    cpu_attention = BuildTraits(mask_tensors=True, attention_buffers=False)
-    run = replace(run_shape(config), keeps_scores=False, traits=cpu_attention)
+    run = replace(run_shape(resolve_job(config)), keeps_scores=False, cpu_attention=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=run.mesh.world_size)
     try:
         job = resolve_job(config, run.mesh.world_size)

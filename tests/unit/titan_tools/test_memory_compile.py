@@ -14,14 +14,14 @@ from converters.errors import UnsupportedError
 from converters.families import registry as families
 from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
-from titan_tools.memory.constants import GPUS
 from titan_tools.memory.expand.ranks import trace_ranks
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.compile import share_compiled_code, translate_compiler_errors
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.inductor_code import describe_gpu, run_without_kernels
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
-from trainer.job import resolve
+from trainer.gpus import GPUS
+from trainer.job import Job, resolve
 from trainer.models import registry as models
 from trainer.parallel.compile import why_inductor_cannot
 
@@ -63,7 +63,7 @@ def _both(layout: Layout):
         real = held_by_fake_rank(config, args, dims, rank=0)
     finally:
         torch._dynamo.reset()
-    return held_by_trace(capture(config, args, dims, rank=0, kernels=Kernels())), real
+    return held_by_trace(capture(Job.of(config, args, dims), rank=0, kernels=Kernels())), real
 
 
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
@@ -119,7 +119,7 @@ def on_gpu():
     eager = replace(compiled, compile=replace(compiled.compile, enable=False))
     args, dims = replace(args_of("debug_gqa"), num_layers=3), resolve(compiled.parallelism, layout.world_size)
     kernels = gpu_kernels(GPUS["h100-80"])
-    return [capture(config, args, dims, rank=0, kernels=kernels) for config in (eager, compiled)]
+    return [capture(Job.of(config, args, dims), rank=0, kernels=kernels) for config in (eager, compiled)]
 
 
 def test_compiled_layer_keeps_for_a_gpu_what_it_keeps_eagerly_but_a_product_that_backward_never_asks_for(on_gpu):
@@ -162,7 +162,7 @@ def test_context_rank_is_planned_for_a_gpu_where_there_is_none():
     layout = _layout("", 2, CP, **OPERATIONS)
     config, dims = layout.config("debug_gqa"), resolve(layout.config("debug_gqa").parallelism, 2)
     args = replace(args_of("debug_gqa"), num_layers=1)
-    trace = capture(config, args, dims, rank=0, kernels=gpu_kernels(GPUS["h100-80"]), num_steps=1)
+    trace = capture(Job.of(config, args, dims), rank=0, kernels=gpu_kernels(GPUS["h100-80"]), num_steps=1)
     assert _kept_by_layer(trace, "layers.0")
 
 
@@ -208,9 +208,9 @@ def test_ranks_of_a_pipeline_share_a_compiled_layer_and_are_what_each_is_alone(m
         backends, "aot_module_simplified", lambda *args, **named: compiled.append(1) or once(*args, **named)
     )
     with share_compiled_code(config):
-        traces = trace_ranks(config, args, dims, kernels=Kernels(), num_steps=1)
+        traces = trace_ranks(Job.of(config, args, dims), kernels=Kernels(), num_steps=1)
     assert len(compiled) == 1  # also for a rank's second stage
-    assert traces[1] == capture(config, args, dims, rank=2, kernels=Kernels(), num_steps=1)
+    assert traces[1] == capture(Job.of(config, args, dims), rank=2, kernels=Kernels(), num_steps=1)
     assert len(compiled) == 2
 
 

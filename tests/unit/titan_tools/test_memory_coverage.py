@@ -15,7 +15,7 @@ from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
 from trainer.config.sections import Config
-from trainer.job import resolve
+from trainer.job import Job, resolve
 from trainer.loss import registry as loss_registry
 from trainer.models.llama3.model import TransformerBlock
 
@@ -26,7 +26,7 @@ ONE_LAYER = replace(args_of("debug_gqa"), num_layers=1)
 
 
 def captured(config: Config, *, world_size: int = 2, kernels: Kernels = GPU) -> Trace:
-    return capture(config, ONE_LAYER, resolve(config.parallelism, world_size), rank=0, kernels=kernels)
+    return capture(Job.of(config, ONE_LAYER, resolve(config.parallelism, world_size)), rank=0, kernels=kernels)
 
 
 # How the trace follows a key → the keys
@@ -283,7 +283,7 @@ def test_a_layer_whose_sizes_depend_on_values_is_refused_also_in_a_pipeline(monk
     config = tiny({"pipeline_parallel_degree": 2}, {})
     dims = resolve(config.parallelism, 2)
     with pytest.raises(UnsupportedError, match="aten.nonzero"):
-        capture(config, replace(ONE_LAYER, num_layers=2), dims, rank=0, kernels=GPU)
+        capture(Job.of(config, replace(ONE_LAYER, num_layers=2), dims), rank=0, kernels=GPU)
 
 
 # --- what is followed besides a step's layout, which test_memory_trace.py holds to real steps
@@ -310,7 +310,7 @@ def test_validation_has_batches_of_its_own_and_leaves_nothing(pp):
     peaks = []
     for size in (2, 10):
         config = tiny(pipeline, validation={"enable": True, "local_batch_size": size, "seq_len": 32})
-        trace = capture(config, args, resolve(config.parallelism, 2), rank=pp - 1, kernels=GPU)
+        trace = capture(Job.of(config, args, resolve(config.parallelism, 2)), rank=pp - 1, kernels=GPU)
         tokens = [b for b in trace.blocks if b.point.phase == "validation" and b.num_bytes == size * 32 * 8]
         assert len(tokens) >= 2
         held, within, begin = 0, 0, None

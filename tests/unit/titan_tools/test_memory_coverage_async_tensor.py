@@ -12,22 +12,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from converters.errors import UnsupportedError
 from converters.families.registry import get_family
+from converters.sizes import MIB
 from tests.dist.training import Layout, args_of
 from tests.real_memory import _calls
 from titan_tools.memory.command import estimate_from_command_line
-from titan_tools.memory.constants import GPUS, MIB, SYMMETRIC_GRANULE
 from titan_tools.memory.expand.ranks import trace_rank
 from titan_tools.memory.report import gib
 from titan_tools.memory.trace import async_tensor
-from titan_tools.memory.trace.async_tensor import BACKEND_STREAM, fused_products, trace_async_tp
+from titan_tools.memory.trace.async_tensor import BACKEND_STREAM, SYMMETRIC_GRANULE, fused_products, trace_async_tp
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels, sum_bytes
 from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
 from trainer.config.load import load_config
 from trainer.config.sections import Config
-from trainer.fake_ranks import fake_ranks
-from trainer.job import resolve
+from trainer.gpus import GPUS
+from trainer.job import Job, resolve
+from trainer.process_group import fake_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,12 +144,12 @@ def test_a_step_fuses_what_tensor_parallelism_moves_and_deep_models_come_out_of_
     args = replace(ARGS, num_layers=7)
     config = job()
     dims, kernels = resolve(config.parallelism, 4), gpu_kernels(GPUS["h100-80"])
-    trace = capture(config, args, dims, rank=0, kernels=kernels)
+    trace = capture(Job.of(config, args, dims), rank=0, kernels=kernels)
     beside = [block for block in trace.blocks if block.stream == BACKEND_STREAM]
     assert [(block.num_bytes, block.part) for block in beside] == [(32 * MIB, "workspaces")] * 2
     assert trace.symmetric_bytes == SYMMETRIC_GRANULE
-    assert trace_rank(config, args, dims, rank=0, kernels=kernels) == trace
-    plain = capture(job(is_async=False), args, dims, rank=0, kernels=kernels)
+    assert trace_rank(Job.of(config, args, dims), rank=0, kernels=kernels) == trace
+    plain = capture(Job.of(job(is_async=False), args, dims), rank=0, kernels=kernels)
     assert plain.symmetric_bytes == 0 and not [block for block in plain.blocks if block.stream == BACKEND_STREAM]
     # Whole hidden states, gathered for the gradients of weights: the fused products keep as many as the plain ones
     whole = SAMPLES * LENGTH * args.dim * 2

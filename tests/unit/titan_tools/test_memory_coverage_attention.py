@@ -9,7 +9,7 @@ from tests.dist.training import Layout, args_of
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +30,7 @@ def made_from(parallelism: dict, args) -> tuple:
 )
 def test_grouped_queries_keep_all_scores_as_real_ones_do(parallelism):
     case = made_from(parallelism, GROUPED)
-    fake = held_by_trace(capture(*case, rank=0, kernels=Kernels(attention="flash")))
+    fake = held_by_trace(capture(Job.of(*case), rank=0, kernels=Kernels(attention="flash")))
     with sdpa_kernel(SDPBackend.MATH):
         real = held_by_fake_rank(*case, rank=0)
     assert fake.peak_bytes == real.peak_bytes
@@ -45,5 +45,5 @@ def test_other_queries_keep_a_number_each(parallelism, queries):
 
 
 def sizes_in_layer(case: tuple) -> list[int]:
-    trace = capture(*case, rank=0, kernels=Kernels(attention="cudnn"), num_steps=1)
+    trace = capture(Job.of(*case), rank=0, kernels=Kernels(attention="cudnn"), num_steps=1)
     return [b.num_bytes for b in trace.blocks if b.point.phase == "forward" and b.point.module == "layers.0"]

@@ -17,7 +17,7 @@ from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,7 +52,7 @@ def captured(
     )
     config = layout.config("debug_gqa")
     kernels = Kernels(device=device)
-    return capture(config, ARGS, resolve(config.parallelism, 2), rank=0, kernels=kernels, num_steps=num_steps)
+    return capture(Job.of(config, ARGS, resolve(config.parallelism, 2)), rank=0, kernels=kernels, num_steps=num_steps)
 
 
 def cast(num_elements: int, itemsize: int = 2) -> list[int]:

@@ -10,7 +10,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.offload import HostBytes
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -27,7 +27,7 @@ def captured(*, is_offloaded: bool, device: str = "cuda", host: HostBytes | None
     keys = {"seq_len": 16, "local_batch_size": 2, "enable_cpu_offload": is_offloaded} | training
     config = Layout("FSDP 2", 2, {}, keys).config("debug_gqa")
     dims = resolve(config.parallelism, 2)
-    return capture(config, ARGS, dims, rank=0, kernels=Kernels(device=device), host=host)
+    return capture(Job.of(config, ARGS, dims), rank=0, kernels=Kernels(device=device), host=host)
 
 
 @pytest.fixture(scope="module")

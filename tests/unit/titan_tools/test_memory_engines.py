@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from titan_tools.memory.constants import ENGINES_AGREE, GPUS
+from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.activations import embedding_backward_bytes
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.run_shape import run_shape
-from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.trace.kernels import embedding_backward_bytes as traced_embedding_backward_bytes
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +76,7 @@ def test_both_engines_agree_on_whole_models_in_more_layouts(preset, world_size, 
 
 def _compare(preset: str, world_size: int, words: str) -> None:
     config = load_config(preset, words.split())
-    found = estimate(config, resolved_layout(config, world_size=world_size), gpu=None, allocator="expandable")
+    found = estimate(resolve_job(config, world_size=world_size), gpu=None, allocator="expandable")
     assert not found.formula_gaps
     assert max(abs(rank.engines_differ_by) for rank in found.ranks) <= ENGINES_AGREE
     assert not found.disagreeing
@@ -84,7 +85,7 @@ def _compare(preset: str, world_size: int, words: str) -> None:
 @pytest.mark.parametrize("num_samples", [1, 2, 32])
 def test_both_engines_know_of_the_same_sums_inside_an_embeddings_backward(num_samples):
     config = load_config("llama3_8b", [f"{SAMPLES}={num_samples}", "--training.seq_len=2048"])
-    run = run_shape(config, world_size=8)
+    run = run_shape(resolve_job(config, world_size=8))
     tokens = torch.empty(num_samples, 2048, dtype=torch.int64, device="meta")
     gradient = torch.empty(num_samples, 2048, 4096, dtype=torch.bfloat16, device="meta")
     traced = traced_embedding_backward_bytes((gradient, tokens, run.args.vocab_size))
@@ -96,8 +97,8 @@ def test_a_pipelines_embedding_adds_up_gradients_while_its_kernel_holds_sums():
     """On 405B in 1F1B they are more than 1 % of the first rank, of larger microbatches more than 3 %."""
 
     words = f"{PP}=2 {TP}=1 {SCHEDULE}=1F1B {SAMPLES}=4"
-    run = run_shape(load_config("llama3_8b", words.split()), world_size=8)
-    found = [i for i in instants(run, pp_rank=0, gpu=GPUS["h100-80"], steady=True) if "embedding added up" in i.when]
+    run = run_shape(resolve_job(load_config("llama3_8b", words.split()), world_size=8))
+    found = [i for i in instants(run, pp_rank=0, gpu=GPUS["h100-80"]) if "embedding added up" in i.when]
     workspaces = [instant.parts["workspaces"] - 2 * 32 * 2**20 for instant in found]
     assert workspaces == [0, *[embedding_backward_bytes(run)] * 3]
 

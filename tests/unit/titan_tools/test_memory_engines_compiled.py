@@ -2,12 +2,13 @@
 
 import pytest
 
-from titan_tools.memory.constants import ENGINES_AGREE, GPUS
+from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.estimate import estimate
 from titan_tools.memory.formula.closed_form import activations
 from titan_tools.memory.formula.run_shape import run_shape
-from titan_tools.memory.layout import resolved_layout
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,7 +91,7 @@ def test_fusing_leaves_out_of_what_is_kept_and_float8_leaves_out_more(preset, de
 
 
 def _kept(preset: str, words: str) -> int:
-    run = run_shape(load_config(preset, words.split()), world_size=8)
+    run = run_shape(resolve_job(load_config(preset, words.split()), world_size=8))
     return sum(activations(run, GPUS["h100-80"]).kept)
 
 
@@ -104,7 +105,7 @@ def test_both_engines_agree_on_compiled_models_in_more_layouts(preset, world_siz
 def test_a_compiled_step_leaves_no_activations_to_the_next_one():
     """Not of context parallelism either, whose compilation leaves cycles of references: torch collects them."""
     config = load_config("llama3_8b", f"{COMPILE} {CP}=2 {FULL}".split())
-    trace = estimate(config, resolved_layout(config, world_size=16), gpu=None, allocator="expandable").fullest.trace
+    trace = estimate(resolve_job(config, world_size=16), gpu=None, allocator="expandable").fullest.trace
     held = set()
     for segment in trace.segments:
         if segment.point.step == 2 and segment.point.phase == "backward":
@@ -123,6 +124,6 @@ def test_both_engines_agree_in_float8(preset, world_size, words):
 
 def _compare(preset: str, world_size: int, words: str) -> None:
     config = load_config(preset, words.split())
-    found = estimate(config, resolved_layout(config, world_size=world_size), gpu=None, allocator="expandable")
+    found = estimate(resolve_job(config, world_size=world_size), gpu=None, allocator="expandable")
     assert not found.formula_gaps
     assert max(abs(rank.engines_differ_by) for rank in found.ranks) <= ENGINES_AGREE

@@ -7,13 +7,15 @@ import pytest
 
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
-from titan_tools.memory.constants import ENGINES_AGREE, GPUS
+from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.expand.ranks import trace_ranks
 from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]
 
@@ -29,11 +31,12 @@ def test_both_engines_agree_on_a_config_drawn_at_random(seed, monkeypatch):
     monkeypatch.setitem(get_family(family).flavors, FLAVOR, args)
     flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in keys.items()]
     config = load_config("debug", [f"--model.name={family}", f"--model.flavor={FLAVOR}", *flags])
-    run = run_shape(config)
-    assert not formula_gaps(config, run.mesh)
-    traces = trace_ranks(config, run.args, run.mesh, kernels=gpu_kernels(GPU))
+    job = resolve_job(config)
+    run = run_shape(job)
+    assert not formula_gaps(job)
+    traces = trace_ranks(job, kernels=gpu_kernels(GPU))
     for pp_rank, trace in traces.items():
-        peak = peak_instant(run, pp_rank=pp_rank, gpu=GPU, steady=True)
+        peak = peak_instant(run, pp_rank=pp_rank, gpu=GPU)
         traced = trace.peak_bytes(steps=range(2, 3))
         assert peak.total_bytes == pytest.approx(traced, rel=ENGINES_AGREE), (pp_rank, peak.when, args, flags)
 

@@ -6,7 +6,7 @@ import pytest
 
 import trainer.models.llama3.model as llama3_model
 from converters.families.registry import get_family
-from titan_tools.memory.expand import layers, ranks
+from titan_tools.memory.expand import ranks
 from titan_tools.memory.expand.layers import Depth, expand_layers, shallow_model
 from titan_tools.memory.expand.pieces import Aperiodic
 from titan_tools.memory.expand.ranks import trace_rank
@@ -14,9 +14,9 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegment
 from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
-from trainer import moments
 from trainer.config.sections import Config
-from trainer.job import resolve
+from trainer.job import Job, resolve
+from trainer.optim import moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,9 +158,9 @@ def depths_captured(monkeypatch):
     """The depths of the models that `trace_rank` captures, and their traces."""
     seen = {}
 
-    def captured(config, args, *others, **more):
-        seen[args.num_layers] = capture(config, args, *others, **more)
-        return seen[args.num_layers]
+    def captured(job, **more):
+        seen[job.args.num_layers] = capture(job, **more)
+        return seen[job.args.num_layers]
 
     monkeypatch.setattr(ranks, "capture", captured)
     return seen
@@ -169,10 +169,10 @@ def depths_captured(monkeypatch):
 def compare(case, depths_captured, *, num_steps=2):
     world_size, num_layers, settings, rank = case
     config, args, dims = job(world_size, num_layers, settings)
-    expanded = trace_rank(config, args, dims, rank=rank, kernels=KERNELS, num_steps=num_steps)
-    if few := shallow_model(config, args, dims, rank=rank):
-        assert list(depths_captured) == [few.args.num_layers]
-    assert_same(expanded, capture(config, args, dims, rank=rank, kernels=KERNELS, num_steps=num_steps))
+    expanded = trace_rank(Job.of(config, args, dims), rank=rank, kernels=KERNELS, num_steps=num_steps)
+    if few := shallow_model(Job.of(config, args, dims), rank=rank):
+        assert list(depths_captured) == [few.job.args.num_layers]
+    assert_same(expanded, capture(Job.of(config, args, dims), rank=rank, kernels=KERNELS, num_steps=num_steps))
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -199,14 +199,14 @@ def test_layers_that_differ_are_all_captured(monkeypatch, depths_captured):
 
     monkeypatch.setattr(llama3_model, "Transformer", Unequal)
     config, args, dims = job(1, 5, NO_AC)
-    expanded = trace_rank(config, args, dims, rank=0, kernels=KERNELS, num_steps=1)
+    expanded = trace_rank(Job.of(config, args, dims), rank=0, kernels=KERNELS, num_steps=1)
     assert list(depths_captured) == [4, 5]
     assert expanded is depths_captured[5]
 
 
-def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
-    config, args, dims = job(2, 12, NO_AC)
-    assert shallow_model(config, args, dims, rank=0)
+def test_parameters_that_differ_far_from_the_first_layers_are_seen():
+    whole = Job.of(*job(2, 12, NO_AC))
+    assert shallow_model(whole, rank=0)
     own = get_family("llama3")
 
     def parameters(args):
@@ -215,14 +215,13 @@ def test_parameters_that_differ_far_from_the_first_layers_are_seen(monkeypatch):
             for p in own.parameters(args)
         ]
 
-    monkeypatch.setattr(layers, "get_family", lambda name: replace(own, parameters=parameters))
-    assert shallow_model(config, args, dims, rank=0) is None
+    assert shallow_model(replace(whole, family=replace(own, parameters=parameters)), rank=0) is None
 
 
 @pytest.mark.parametrize(("left_out", "is_cut"), [("wk", True), ("layers.5.", False)])
 def test_layers_of_which_some_are_in_float8_are_all_captured(left_out, is_cut):
     config, args, dims = job(2, 12, {**PRECOMPUTED, "float8.filter_fqns": ("output", left_out)})
-    assert (shallow_model(config, args, dims, rank=0) is not None) == is_cut
+    assert (shallow_model(Job.of(config, args, dims), rank=0) is not None) == is_cut
 
 
 def test_precomputed_scales_are_as_many_as_there_are_weights(depths_captured):
@@ -230,7 +229,7 @@ def test_precomputed_scales_are_as_many_as_there_are_weights(depths_captured):
     compare(case, depths_captured, num_steps=1)
     config, args, dims = job(*case[:3])
     assert list(depths_captured) == [4]
-    trace = expand_layers(depths_captured[4], shallow_model(config, args, dims, rank=0).depths)
+    trace = expand_layers(depths_captured[4], shallow_model(Job.of(config, args, dims), rank=0).depths)
     assert 4 * 6 * 7 in [block.num_bytes for block in trace.blocks if block.owner == "*0+7"]
 
 

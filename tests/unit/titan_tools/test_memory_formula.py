@@ -10,7 +10,7 @@ import pytest
 
 from converters.families.base import ModelArgs
 from converters.families.llama3 import LLAMA3
-from titan_tools.memory.constants import ENGINES_AGREE, GPUS
+from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.formula.closed_form import instants, peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.run_shape import run_shape
@@ -18,6 +18,8 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import gpu_kernels
 from trainer.config.load import load_config
 from trainer.config.sections import Config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,13 +113,13 @@ THOROUGH = [
     + [pytest.param(model, words, marks=pytest.mark.slow) for model, *words in THOROUGH],
 )
 def test_both_engines_agree(model, words, config_of):
-    config = config_of(model, *words)
-    run = run_shape(config)
-    assert not formula_gaps(config, run.mesh)
+    job = resolve_job(config_of(model, *words))
+    run = run_shape(job)
+    assert not formula_gaps(job)
     for pp_rank in range(run.mesh.pp):
         first_of_stage = pp_rank * (run.mesh.world_size // run.mesh.pp)
-        trace = capture(config, run.args, run.mesh, rank=first_of_stage, kernels=gpu_kernels(GPU))
-        peak = peak_instant(run, pp_rank=pp_rank, gpu=GPU, steady=True)
+        trace = capture(job, rank=first_of_stage, kernels=gpu_kernels(GPU))
+        peak = peak_instant(run, pp_rank=pp_rank, gpu=GPU)
         traced = trace.peak_bytes(steps=range(2, 3))
         print(f"pp rank {pp_rank}: {peak.when}, {peak.total_bytes / traced - 1:+.2%}")
         assert peak.total_bytes == pytest.approx(traced, rel=ENGINES_AGREE)
@@ -129,7 +131,7 @@ def test_both_engines_agree(model, words, config_of):
 def test_offload_leaves_on_the_gpu_what_a_step_moves_there(config_of):
     words = (degrees(fsdp=8), FULL)
     kept, offloaded = (
-        list(instants(run_shape(config_of("wide", *words, *more)), pp_rank=0, gpu=GPU, steady=True))
+        list(instants(run_shape(resolve_job(config_of("wide", *words, *more))), pp_rank=0, gpu=GPU))
         for more in ((), ("--training.enable_cpu_offload",))
     )
     assert [moment.when for moment in kept] == [moment.when for moment in offloaded]
@@ -149,19 +151,17 @@ FLOAT8 = "--model.converters=quantize.linear.float8"
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (f"{degrees()} --compile.enable --compile.backend=aot_eager", "what another compiler than inductor keeps"),
+        (f"{degrees()} --compile.enable --compile.backend=aot_eager", "what a compiler other than inductor keeps"),
         (f"{degrees()} --compile.enable --activation_checkpoint.mode=memory_budget", "chooses what is recomputed"),
-        (f"{degrees(cp=2)} {FP32}", "of grouped queries attention keeps all scores"),
-        (f"{degrees()} {FP32} --compile.enable", "what the compiler makes of attention in fp32"),
-        (f"{degrees()} {FLOAT8} --quantize.linear.float8.recipe_name=rowwise", "scales for rows"),
-        (f"{degrees()} {FLOAT8} --quantize.linear.float8.emulate", "in high precision what it casts"),
+        (f"{degrees(cp=2)} {FP32}", "attention with grouped queries keeps all"),
+        (f"{degrees()} {FP32} --compile.enable", "how the compiler treats attention in fp32"),
+        (f"{degrees()} {FLOAT8} --quantize.linear.float8.recipe_name=rowwise", "scales per row"),
+        (f"{degrees()} {FLOAT8} --quantize.linear.float8.emulate", "computed in high precision"),
         (f"{degrees()} {FLOAT8} --quantize.linear.float8.filter_fqns=wk", "some of a block's products"),
-        (f"{degrees(tp=2)} {FLOAT8}", "what moves in float8"),
+        (f"{degrees(tp=2)} {FLOAT8}", "collectives in float8"),
         (f"{degrees(tp=2)} {FLOAT8} {NONE} --compile.enable", "float8 copies of whole weights"),
         (f"--compile.enable {degrees(tp=2)} --parallelism.enable_async_tensor_parallel", "symmetric buffers"),
     ],
 )
 def test_gaps_have_a_shape_and_a_reason(words, reason, config_of):
-    config = config_of("wide", words)
-    run = run_shape(config)
-    assert any(reason in gap for gap in formula_gaps(config, run.mesh))
+    assert any(reason in gap for gap in formula_gaps(resolve_job(config_of("wide", words))))

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from tests.unit.titan_tools.test_memory_engines import QUICK, THOROUGH
 from tests.unit.titan_tools.test_memory_engines_compiled import COMPILE, COMPILED, FLOAT8, IN_FLOAT8
-from titan_tools.memory.constants import GPUS
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "memory_formula.txt"
 ABOUT = """\
@@ -31,11 +32,11 @@ def lines() -> Iterator[str]:
     for preset, world_size, words in LAYOUTS:
         if preset == "llama3_405b" and "pipeline" in words:  # half a second each, for what smaller ones show
             continue
-        run = run_shape(load_config(preset, words.split()), world_size=world_size)
+        run = run_shape(resolve_job(load_config(preset, words.split()), world_size=world_size))
         sizes = [
             instant.total_bytes
             for pp_rank in range(run.mesh.pp)
-            for instant in instants(run, pp_rank=pp_rank, gpu=GPUS["h100-80"], steady=True)
+            for instant in instants(run, pp_rank=pp_rank, gpu=GPUS["h100-80"])
         ]
         yield f"{preset} {world_size} {words.strip()} | {max(sizes)} | {sum(sizes)}\n"
 

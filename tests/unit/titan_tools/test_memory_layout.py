@@ -13,7 +13,7 @@ from trainer.build import build
 from trainer.config.load import load_config
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
 
 LAYOUTS = {
     "one rank": {},
@@ -74,7 +74,7 @@ def local_bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_held_are_those_of_the_real_model(layout, flavor):
     config = make_config(flavor, **LAYOUTS[layout])
-    run = run_shape(config)
+    run = run_shape(resolve_job(config))
     world_size, pp = run.mesh.world_size, run.mesh.pp
     for pp_rank in range(pp):
         held = held_bytes(config, world_size, rank=pp_rank * (world_size // pp))
@@ -86,7 +86,7 @@ def test_bytes_held_are_those_of_the_real_model(layout, flavor):
 @pytest.mark.parametrize("flavor", ["debug_gqa", "debug_tied"])
 def test_groups_of_a_whole_model_are_fsdps(flavor):
     config = make_config(flavor, data_parallel_shard_degree=2)
-    run = run_shape(config)
+    run = run_shape(resolve_job(config))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         job = resolve_job(config, 2)

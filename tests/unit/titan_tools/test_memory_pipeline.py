@@ -8,11 +8,11 @@ from converters.families.registry import get_family
 from tests.real_memory import held_by_fake_rank, held_by_trace
 from titan_tools.memory.expand import ranks as pipeline_ranks
 from titan_tools.memory.expand.order import END, orders_of_ranks, shortest
-from titan_tools.memory.expand.ranks import TraceJob, kinds_of_ranks, trace_ranks, traced_kinds
+from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_ranks, traced_kinds
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,9 +34,7 @@ CONFIGS = {
 }
 
 
-def make_job(
-    schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, batch: int = 4, more: tuple = ()
-) -> TraceJob:
+def make_job(schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, batch: int = 4, more: tuple = ()) -> Job:
     degrees = {FSDP: 2, TP: 2}
     words = [f"pipeline_parallel_degree={pp}", f"pipeline_parallel_schedule={schedule}", *words]
     defaults = [f"{word.partition('=')[0]}=1" for word in (FSDP, TP)]
@@ -54,18 +52,18 @@ def make_job(
     for word in words:
         world_size *= degrees.get(word, 1)
     args = replace(get_family("llama3").flavors["debug_gqa"], num_layers=layers)
-    return TraceJob(config, args, resolve(config.parallelism, world_size), Kernels())
+    return Job.of(config, args, resolve(config.parallelism, world_size))
 
 
-def assert_composed(job: TraceJob, pp_ranks: list[int], monkeypatch) -> None:
+def assert_composed(job: Job, pp_ranks: list[int], monkeypatch) -> None:
     def refuse(*unused, **others):
         raise AssertionError("captured in full")
 
     monkeypatch.setattr(pipeline_ranks, "trace_rank", refuse)
     for kind in kinds_of_ranks(job):
         if wanted := [rank for rank in kind if rank in pp_ranks]:
-            for pp_rank, trace in traced_kinds(job, [wanted]):
-                whole = capture(job.config, job.args, job.dims, rank=job.global_rank(pp_rank), kernels=job.kernels)
+            for pp_rank, trace in traced_kinds(job, [wanted], kernels=Kernels()):
+                whole = capture(job, rank=global_rank(job, pp_rank), kernels=Kernels())
                 assert trace == whole, pp_rank
 
 
@@ -111,8 +109,8 @@ def test_other_settings(schedule, more, monkeypatch):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_captured_schedule_is_what_a_real_step_asks_for(schedule, pp_rank):
     job = make_job(schedule, [FSDP], batch=4)
-    rank = job.global_rank(pp_rank)
-    trace = capture(job.config, job.args, job.dims, rank=rank, kernels=job.kernels)
+    rank = global_rank(job, pp_rank)
+    trace = capture(job, rank=rank, kernels=Kernels())
     fake, real = held_by_trace(trace), held_by_fake_rank(job.config, job.args, job.dims, rank=rank)
     assert fake.peak_bytes == real.peak_bytes
     assert fake == real
@@ -121,9 +119,9 @@ def test_a_captured_schedule_is_what_a_real_step_asks_for(schedule, pp_rank):
 @pytest.mark.slow
 def test_depth_and_microbatches_together():
     job = make_job("Interleaved1F1B", [FSDP], pp=2, layers=30, batch=6)
-    traces = trace_ranks(job.config, job.args, job.dims, kernels=job.kernels)
+    traces = trace_ranks(job, kernels=Kernels())
     for pp_rank, trace in traces.items():
-        assert trace == capture(job.config, job.args, job.dims, rank=job.global_rank(pp_rank), kernels=job.kernels)
+        assert trace == capture(job, rank=global_rank(job, pp_rank), kernels=Kernels())
 
 
 def test_ranks_in_the_middle_share_a_capture():

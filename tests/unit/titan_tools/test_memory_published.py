@@ -1,6 +1,6 @@
-"""Published peaks of torchtitan runs: traced as built then and replayed, and the closed form beside them.
+"""Published peaks of torchtitan runs, compared with traces of the build of their date.
 
-The rows come from the project's table where it lies beside the repository, else from the few copied here.
+The rows come from the project's table if it is next to the repository, else from the few copied here.
 """
 
 from dataclasses import replace
@@ -12,7 +12,6 @@ from tests.published_memory.history import build_of
 from tests.published_memory.measure import estimate
 from tests.published_memory.rows import read_rows
 from tests.published_memory.table import MOST_WORST, document, score
-from titan_tools.memory.constants import ENGINES_AGREE
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +56,6 @@ def test_a_published_row(row, estimates):
     made = estimates(row)
     assert made.error == pytest.approx(0, abs=0.01)
     assert made.verdict == FITS
-    assert made.allocated_gib == pytest.approx(made.closed_gib, rel=ENGINES_AGREE)
 
 
 def test_active_memory_to_the_last_digit_that_was_published(estimates):
@@ -114,8 +112,6 @@ def test_every_scored_row(row, estimates):
         return
     assert made.verdict != DOES_NOT_FIT
     assert made.error == pytest.approx(0, abs=MOST_WORST)
-    if made.closed_gib is not None:
-        assert made.allocated_gib == pytest.approx(made.closed_gib, rel=ENGINES_AGREE)
 
 
 @pytest.mark.slow

@@ -45,7 +45,6 @@ def test_torchs_own_allocator_gives_the_same_bytes_and_addresses_event_by_event(
         else:
             gpu.free(addresses[number])
         assert f"{gpu.allocated_bytes} {gpu.reserved_bytes} {addresses[number]}" == expected, line
-    assert gpu.active_bytes == gpu.allocated_bytes
     assert failed == 0 or capacity_bytes
 
 

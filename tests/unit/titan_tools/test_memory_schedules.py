@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from converters.errors import UnsupportedError
 from converters.layout import ranks_of_stages
 from titan_tools.memory.schedules import actions_of_rank, with_sharding
-from trainer.stages import V_SCHEDULES
+from trainer.parallel.stages import V_SCHEDULES
 
 SHARDING = {"UNSHARD": "gather", "RESHARD": "reshard", "REDUCE_GRAD": "reduce"}
 

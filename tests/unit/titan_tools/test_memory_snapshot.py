@@ -113,7 +113,7 @@ def test_segments_are_filled_without_gaps(allocator, tmp_path):
     trace = make_step_trace()
     needed = replay(trace, allocator=allocator).steady.reserved_bytes
     tight = replay(trace, allocator=allocator, capacity_bytes=needed - (20 << 20))  # so that memory is given back
-    assert tight.out_of_memory is None
+    assert not tight.out_of_memory
     assert {call.action for _, call in tight.driver_calls} & {"segment_free", "segment_unmap"}
     write_snapshot(tight, tmp_path / "tight.pickle")
     segments = pickle.loads((tmp_path / "tight.pickle").read_bytes())["segments"]

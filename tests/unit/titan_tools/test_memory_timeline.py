@@ -44,7 +44,7 @@ def test_columns_agree_with_the_replay():
     replayed = replay(make_step_trace(), allocator="expandable")
     found = step_columns(replayed, list(STACK), step=2)
     assert max(found.allocated) == replayed.steady.allocated_bytes
-    assert found.peak_point == replayed.steady.allocated_at.point
+    assert found.peak_point == replayed.steady.point
     at_peak = {part: values[found.peak] for part, values in found.by_part.items() if values[found.peak]}
     assert at_peak == replayed.steady.by_part
     assert found.bands[0].begin == 0 and found.bands[-1].end == pytest.approx(1)

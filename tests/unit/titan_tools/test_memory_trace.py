@@ -12,7 +12,7 @@ from titan_tools.memory.constants import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job import resolve, samples_per_step
+from trainer.job import Job, resolve, samples_per_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -85,7 +85,7 @@ def captured(layout: Layout, flavor: str, rank: int):
         if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
             args = replace(args, num_layers=2)
         dims = resolve(config.parallelism, layout.world_size)
-        trace = capture(config, args, dims, rank=rank, kernels=Kernels())
+        trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels())
         _CAPTURED[layout.name] = trace, (config, args, dims)
     return _CAPTURED[layout.name]
 

@@ -13,7 +13,7 @@ import torch
 from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
-from trainer.job import resolve
+from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +41,7 @@ def peaks_of(layout: Layout) -> str:
     tiny = {"seq_len": 512, "local_batch_size": 8, "mixed_precision_param": "bfloat16"}
     config = replace(layout, training=tiny | layout.training).config("debug_gqa")
     args, dims = replace(args_of("debug_gqa"), num_layers=2), resolve(config.parallelism, layout.world_size)
-    trace = capture(config, args, dims, rank=0, kernels=Kernels("cuda", "flash", "fused"))
+    trace = capture(Job.of(config, args, dims), rank=0, kernels=Kernels("cuda", "flash", "fused"))
     asked = sum(block.num_bytes for block in trace.blocks if block.point.step == 2)
     return f"{trace.peak_bytes(steps=range(2, 3))} {asked}"
 

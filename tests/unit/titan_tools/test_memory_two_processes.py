@@ -10,11 +10,11 @@ import pytest
 
 from converters.errors import UnsupportedError
 from titan_tools.memory import two_processes
-from titan_tools.memory.constants import GPUS
 from titan_tools.memory.estimate import _two_shares, estimate
-from titan_tools.memory.two_processes import beside
+from titan_tools.memory.two_processes import run_in_child
 from trainer.config.load import load_config
-from trainer.job import resolve
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -41,7 +41,7 @@ def children():
 
 
 def test_results_come_from_another_process_which_then_ends(children):
-    with beside(process_ids) as others:
+    with run_in_child(process_ids) as others:
         ids = list(others)
     assert ids[0] == ids[1] != os.getpid()
     assert not children()
@@ -49,7 +49,7 @@ def test_results_come_from_another_process_which_then_ends(children):
 
 def test_where_no_process_can_be_copied_the_work_is_done_here(monkeypatch):
     monkeypatch.setattr(two_processes, "_can_fork", lambda: False)
-    with beside(process_ids) as others:
+    with run_in_child(process_ids) as others:
         assert list(others) == [os.getpid()] * 2
 
 
@@ -58,7 +58,7 @@ def test_an_error_is_raised_here():
         yield 1
         raise UnsupportedError("not covered", hint="why", tries=["this"])
 
-    with beside(fails) as others:
+    with run_in_child(fails) as others:
         assert next(others) == 1
         with pytest.raises(UnsupportedError, match="not covered") as caught:
             next(others)
@@ -74,7 +74,7 @@ def test_what_a_killed_process_had_still_to_do_is_done_here():
             os.kill(os.getpid(), signal.SIGKILL)
         yield "second"
 
-    with beside(killed) as others:
+    with run_in_child(killed) as others:
         assert list(others) == ["first", "second"]
 
 
@@ -84,7 +84,7 @@ def test_an_interruption_ends_the_other_process_at_once(children):
         yield
 
     started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), beside(sleeps):
+    with pytest.raises(KeyboardInterrupt), run_in_child(sleeps):
         raise KeyboardInterrupt
     assert time.monotonic() - started < 30
     assert not children()
@@ -99,7 +99,7 @@ def test_a_killed_process_leaves_none_behind():
         yield
 
     if (killed := os.fork()) == 0:
-        with beside(sleeps):
+        with run_in_child(sleeps):
             time.sleep(60)
     os.close(writing)
     assert os.read(reading, 1) == b"."
@@ -120,8 +120,7 @@ def test_a_pipeline_is_estimated_in_two_processes_as_in_one(monkeypatch):
     found = []
     for can_fork in (True, False):
         monkeypatch.setattr(two_processes, "_can_fork", lambda can_fork=can_fork: can_fork)
-        dims = resolve(config.parallelism, 2)
-        found.append(estimate(config, dims, gpu=GPUS["h200"], allocator="classic"))
+        found.append(estimate(resolve_job(config, 2), gpu=GPUS["h200"], allocator="classic"))
     assert found[0] == found[1]
     assert len(found[0].ranks) == 2
 

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from converters.sizes import GIB
 from tests.memory_traces import TraceMaker
-from titan_tools.memory.constants import GIB, GPUS
 from titan_tools.memory.estimate import estimate
-from titan_tools.memory.layout import resolved_layout
 from titan_tools.memory.verdict import DOES_NOT_FIT, FITS, TOO_CLOSE, judge, nvidia_smi_gib
 from trainer.config.load import load_config
+from trainer.gpus import GPUS
+from trainer.job import resolve_job
 
 
 def test_what_the_driver_shows_by_hand():
@@ -43,19 +44,18 @@ def test_a_run_of_20_gib_at_once_that_reserves_30(usable_gib, num_communicators,
     found = judge(
         gpu,
         reserved_bytes=30 * GIB,
-        traces=[maker.trace],
+        trace=maker.trace,
         allocator="classic",
         num_communicators=num_communicators,
     )
     assert found.verdict == verdict
 
 
-def test_the_rank_with_the_most_symmetric_memory_counts():
-    without, with_some = TraceMaker().trace, TraceMaker().trace
-    with_some.symmetric_bytes = GIB
-    for traces in ([without, with_some], [with_some, without]):
-        found = judge(GPUS["h200"], reserved_bytes=0, traces=traces, allocator="classic", num_communicators=0)
-        assert found.needed_gib == (1.5, 1.5)  # and CUDA's context
+def test_symmetric_memory_counts():
+    trace = TraceMaker().trace
+    trace.symmetric_bytes = GIB
+    found = judge(GPUS["h200"], reserved_bytes=0, trace=trace, allocator="classic", num_communicators=0)
+    assert found.needed_gib == (1.5, 1.5)  # and CUDA's context
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -71,7 +71,7 @@ def test_each_axis_that_communicates_has_a_communicator(degrees, wanted):
     named = {"data_parallel_shard": 2, "tensor_parallel": 1, "pipeline_parallel": 1} | degrees
     words = [f"--parallelism.{axis}_degree={degree}" for axis, degree in named.items()]
     config = load_config("debug", [*words, "--training.mixed_precision_param=bfloat16"])
-    found = estimate(config, resolved_layout(config), gpu=GPUS["h200"], allocator="expandable")
+    found = estimate(resolve_job(config), gpu=GPUS["h200"], allocator="expandable")
     (rank,) = found.ranks
     assert rank.nvidia_smi_gib == nvidia_smi_gib(rank.reserved_bytes, num_communicators=wanted)
     assert found.verdicts[0].needed_gib == rank.nvidia_smi_gib

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config.sections import Debug
-from trainer.determinism import set_determinism
+from trainer.runtime import set_determinism
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from trainer.garbage import GarbageCollection
+from trainer.runtime import GarbageCollection
 
 
 class Node:

@@ -105,6 +105,7 @@ def test_global_batch_divides_by_what_the_ranks_take():
     assert problems({}, world_size=5, training=training) == []
     (problem,) = problems({}, world_size=2, training=training)
     assert "not a multiple of 8" in problem and "16 or 24" in problem
+    assert problems({"tensor_parallel_degree": 2}, world_size=2, training=training) == []  # both read the same samples
 
 
 def test_microbatches():

@@ -19,8 +19,8 @@ from converters.model_info import ModelInfo, read_model_info
 from converters.open import open_checkpoint
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
-from trainer.init import InitialWeights
 from trainer.job import resolve_job
+from trainer.models.initial_weights import InitialWeights
 from trainer.seed import seed
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from converters.catalog import Box, TensorSource
 from converters.dtypes import itemsize
-from converters.layout import MIB, row_blocks
+from converters.layout import row_blocks
+from converters.sizes import MIB
 from trainer.checkpoints.arrays import as_tensor
 
 _BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it is in a core's cache

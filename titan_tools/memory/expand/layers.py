@@ -1,28 +1,33 @@
-"""Which layers of a stage are captured, and which of them the others copy. Indices count from a stage's first layer."""
+"""A trace of few layers → the trace of all of them.
+
+Forward, backward, updates and everything else that passes over the layers are sweeps: runs of pieces about consecutive
+layers. The first and last layers of a sweep copy themselves; each one in between copies the layer of the same kind in
+the first captured period. What a copy frees of a nearby layer moves along with it; what it frees of the first or last
+layers stays. This is checked, not assumed: the captured trace must follow from its own first period, event for event,
+before any is used (and `play` checks every free).
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from converters.families.base import ModelArgs
-from converters.families.registry import get_family
-from converters.layout import MeshShape
 from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cut, play
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of
-from trainer.config.sections import ActivationCheckpoint, Config
+from trainer.config.sections import ActivationCheckpoint
+from trainer.job import Job
 from trainer.parallel.float8 import is_float8
-from trainer.stages import split_model
 
 # Layers that may differ from those in the middle: at either end the embedding or the loss is their neighbour.
 _NUM_HEAD = _NUM_TAIL = 1
+_REACH = 2  # layers: how far from its own a layer may free what moves along with it
 
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """The layers of one stage: their numbers in the captured model and in the wanted one.
+    """The layers of one stage in the captured model and in the wanted one. Indices count from the stage's first layer.
 
-    Every `period` layers repeat; captured and wanted ones start and end at the same point of a period.
+    Every `period` layers repeat; captured and wanted ones start and end at the same offset in a period.
     """
 
     captured: range
@@ -32,12 +37,12 @@ class Depth:
 
     @property
     def surplus(self) -> int:
-        """How many layers are to be added."""
+        """How many layers to add."""
         return len(self.wanted) - len(self.captured)
 
     @property
     def _tail(self) -> int:
-        """Where the layers begin that are like none in the middle."""
+        """The first index of the layers that differ from those in the middle."""
         return len(self.captured) - _NUM_TAIL - (len(self.captured) - _NUM_HEAD - _NUM_TAIL) % self.period
 
     def template(self, index: int) -> int:
@@ -49,90 +54,85 @@ class Depth:
         return _NUM_HEAD + (index - _NUM_HEAD) % self.period
 
     def covers_all(self, first: int, last: int) -> bool:
-        """Whether captured layers from `first` to `last` stand for all, those at the very ends apart."""
+        """Whether captured layers from `first` to `last` stand for all, except perhaps the first and the last one."""
         return self.is_whole or first <= _NUM_HEAD and last >= self._tail - 1
 
     def fixed_index(self, index: int) -> int | None:
-        """The wanted layer that a captured one at an end, or next to it, is. None: it is in the middle."""
+        """The wanted layer of a captured one at an end, or next to it; None for one in the middle."""
         if index <= _NUM_HEAD or self.is_whole:
             return index
         return index + self.surplus if index >= self._tail - 1 else None
 
 
 def captured_layers(num_layers: int, period: int = 1) -> int:
-    """How many layers stand for `num_layers`: both ends and two periods, the number that agrees modulo the period."""
+    """How many layers stand for `num_layers`: both ends and two periods, equal to it modulo the period."""
     fewest = _NUM_HEAD + 2 * period + _NUM_TAIL
     return min(num_layers, fewest + (num_layers - fewest) % period)
 
 
 @dataclass(frozen=True, slots=True)
 class Shallow:
-    """The config and the numbers of a model with few layers, and what its layers are to a rank's in the whole one."""
+    """A job with few layers, and how the rank's layers in it relate to those of the whole job."""
 
-    config: Config
-    args: ModelArgs
+    job: Job
     depths: tuple[Depth, ...]  # of the rank's stages that hold layers
 
 
-def shallow_model(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Shallow | None:
-    """The shallowest model that stands for this one; each stage is cut for itself. None where none would be shallower.
+def shallow_model(job: Job, *, rank: int) -> Shallow | None:
+    """The shallowest job that stands for this one; each stage is cut by itself. None if none would be shallower.
 
-    Also None where few layers might not show how all are treated: parameters have different shapes, or float8 is for
-    some layers.
+    Also None where few layers might not show how all are treated: parameters have different shapes, or float8 converts
+    only some layers.
     """
-    period = layer_period(config.activation_checkpoint)
-    whole = split_model(config.parallelism, args.num_layers, dims.pp)
-    modules = _cut(whole.modules, period)
-    if modules == whole.modules or not _are_alike(config, args):
+    period = layer_period(job.config.activation_checkpoint)
+    whole = job.split
+    modules = _cut_stages(whole.modules, period)
+    if modules == whole.modules or not _are_alike(job):
         return None
-    held = [stage for stage in whole.stages_of(dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
-    parallelism = config.parallelism
-    if dims.pp > 1:
-        parallelism = replace(parallelism, module_fqns_per_model_part=modules)
-    return Shallow(
-        config=replace(config, parallelism=parallelism),
-        args=replace(args, num_layers=sum(len(_layers(names)) for names in modules)),
-        depths=tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), period) for stage in held),
-    )
+    held = [stage for stage in whole.stages_of(job.dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
+    config = job.config
+    if job.dims.pp > 1:
+        config = replace(config, parallelism=replace(config.parallelism, module_fqns_per_model_part=modules))
+    args = replace(job.args, num_layers=sum(len(_layers(names)) for names in modules))
+    depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), period) for stage in held)
+    return Shallow(Job.of(config, args, job.dims), depths)
 
 
 def layer_period(settings: ActivationCheckpoint) -> int:
-    """Every so many layers are alike: they differ in which ones are computed again, if anything."""
+    """The number of layers after which activation checkpointing repeats."""
     if settings.mode == "selective" and settings.selective_ac_option != "op":
         return int(settings.selective_ac_option)
     return 1
 
 
-def _are_alike(config: Config, args: ModelArgs) -> bool:
-    left_out = config.float8.filter_fqns if is_float8(config.model) else ()
-    shapes: dict[int, list] = {}
-    for parameter in get_family(config.model.name).parameters(args):
-        if (layer := layer_of(parameter.fqn)) != NO_LAYER:
+def _are_alike(job: Job) -> bool:
+    filters = job.config.float8.filter_fqns if is_float8(job.config.model) else ()
+    kinds: dict[int, list[tuple[object, ...]]] = {}
+    for parameter in job.family.parameters(job.args):
+        if (layer := parameter.layer) is not None:
             name = parameter.fqn.partition(f"{layer}.")[2]
-            is_left_out = any(part in parameter.fqn for part in left_out)
-            shapes.setdefault(layer, []).append((name, parameter.shape, parameter.role, parameter.tp_dim, is_left_out))
-    first, *others = shapes.values()
-    return len(shapes) == args.num_layers and all(layer == first for layer in others)
+            is_filtered = any(part in parameter.fqn for part in filters)
+            kinds.setdefault(layer, []).append((name, parameter.shape, parameter.role, parameter.tp_dim, is_filtered))
+    first, *others = kinds.values()
+    return len(kinds) == job.args.num_layers and all(layer == first for layer in others)
 
 
-def _cut(stages: Sequence[Sequence[str]], period: int) -> tuple[tuple[str, ...], ...]:
-    """Modules of stages with as few layers as stand for theirs, numbered anew."""
-    start, cut = 0, []
+def _cut_stages(stages: Sequence[Sequence[str]], period: int) -> tuple[tuple[str, ...], ...]:
+    """The stages' modules with as few layers as stand for theirs, renumbered."""
+    start, cut_stages = 0, []
     for modules in stages:
         count = captured_layers(len(_layers(modules)), period)
         first = next((i for i, name in enumerate(modules) if layer_of(name) != NO_LAYER), len(modules))
         layers = (f"layers.{number}" for number in range(start, start + count))
-        cut.append((*modules[:first], *layers, *(name for name in modules[first:] if layer_of(name) == NO_LAYER)))
+        others = (name for name in modules[first:] if layer_of(name) == NO_LAYER)
+        cut_stages.append((*modules[:first], *layers, *others))
         start += count
-    return tuple(cut)
+    return tuple(cut_stages)
 
 
 def _layers(modules: Sequence[str]) -> range:
     numbers = [layer_of(name) for name in modules if layer_of(name) != NO_LAYER]
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
-
-
-_REACH = 2  # layers: how far from its own a layer may free what moves along with it
 
 
 def expand_layers(trace: Trace, depths: Sequence[Depth]) -> Trace:
@@ -166,46 +166,49 @@ def _expanded(pieces: Sequence[TracePiece], depths: Sequence[Depth]) -> Trace:
     def resized(block: Block) -> int:
         return _bytes_of_all_parameters(block, depths) if block.owner.startswith(PER_PARAMETER) else block.num_bytes
 
-    sequence = []
-    for depth, run in _runs(pieces, stage_of):
+    sequence: list[tuple[PieceKey, TracePiece]] = []
+    for depth, sweep in _sweeps(pieces, stage_of):
         if depth is None:
-            sequence += [(piece.key, piece) for piece in run]
+            sequence += [(piece.key, piece) for piece in sweep]
         else:
-            sequence += _deepened(run, depth)
+            sequence += _deepened(sweep, depth)
     _check_all_are_there(pieces, sequence, depths)
     return play(sequence, translated, layer=moved, resize=resized)
 
 
-def _runs(pieces: Sequence[TracePiece], stage_of: dict[int, Depth]) -> Iterator[tuple[Depth | None, list[TracePiece]]]:
+def _sweeps(
+    pieces: Sequence[TracePiece], stage_of: dict[int, Depth]
+) -> Iterator[tuple[Depth | None, list[TracePiece]]]:
     """Pieces in time order, together where they pass over consecutive layers of a stage in one direction."""
-    run: list[TracePiece] = []
+    sweep: list[TracePiece] = []
     direction = 0
     for piece in pieces:
         layer = piece.key.layer
-        if run:
-            last = run[-1].key
+        if sweep:
+            last = sweep[-1].key
             step = layer - last.layer
             continues = (
                 NO_LAYER not in (layer, last.layer)
-                and piece.key[:4] == last[:4]  # all of a place but the module
+                and piece.key[:4] == last[:4]  # all of a point but the module
                 and stage_of[layer] is stage_of[last.layer]
                 and (step == 0 or step in (1, -1) and direction in (0, step))
             )
             if not continues:
-                yield stage_of.get(run[0].key.layer), run
-                run, direction = [], 0
+                yield stage_of.get(sweep[0].key.layer), sweep
+                sweep, direction = [], 0
             elif step:
                 direction = step
-        run.append(piece)
-    if run:
-        yield stage_of.get(run[0].key.layer), run
+        sweep.append(piece)
+    if sweep:
+        yield stage_of.get(sweep[0].key.layer), sweep
 
 
-def _deepened(run: Sequence[TracePiece], depth: Depth) -> Iterator[tuple[PieceKey, TracePiece]]:
-    """The pieces of a run over captured layers → those over the wanted ones, each with its key."""
+def _deepened(sweep: Sequence[TracePiece], depth: Depth) -> Iterator[tuple[PieceKey, TracePiece]]:
+    """The pieces of a sweep over captured layers → those over the wanted ones, each with its key."""
     start = depth.captured.start
-    by_index = {number - start: list(found) for number, found in groupby(run, lambda piece: piece.key.layer)}
+    by_index = {number - start: list(found) for number, found in groupby(sweep, lambda piece: piece.key.layer)}
     indices = list(by_index)
+    wanted: list[tuple[int | None, int]]
     if depth.covers_all(min(indices), max(indices)):
         wanted = [(index, depth.template(index)) for index in range(min(indices), max(indices) + depth.surplus + 1)]
         if indices[0] > indices[-1]:
@@ -214,7 +217,7 @@ def _deepened(run: Sequence[TracePiece], depth: Depth) -> Iterator[tuple[PieceKe
         wanted = [(depth.fixed_index(index), index) for index in indices]
     for index, template in wanted:
         if index is None or template not in by_index:
-            raise Aperiodic(f"{run[0].key} to {run[-1].key} pass over some of the layers in between")
+            raise Aperiodic(f"{sweep[0].key} to {sweep[-1].key} pass over some of the layers in between")
         for piece in by_index[template]:
             yield piece.key._replace(layer=depth.wanted[index]), piece
 
@@ -222,19 +225,20 @@ def _deepened(run: Sequence[TracePiece], depth: Depth) -> Iterator[tuple[PieceKe
 def _check_all_are_there(
     pieces: Sequence[TracePiece], sequence: Sequence[tuple[PieceKey, TracePiece]], depths: Sequence[Depth]
 ) -> None:
-    """Every wanted layer has each piece that the layer has that it copies: no pass over the layers was overlooked."""
-    captured, wanted = defaultdict(set), defaultdict(set)
+    """Every wanted layer has each piece of the layer that it copies: no pass over the layers was overlooked."""
+    captured: dict[int, set[PieceKey]] = defaultdict(set)
+    wanted: dict[int, set[PieceKey]] = defaultdict(set)
     for keys, found in ((captured, (piece.key for piece in pieces)), (wanted, (key for key, _ in sequence))):
         for key in found:
             keys[key.layer].add(key._replace(layer=NO_LAYER))
     for depth in depths:
         for index, number in enumerate(depth.wanted):
             if wanted[number] != captured[depth.captured[depth.template(index)]]:
-                raise Aperiodic(f"something passes over layer {number} otherwise than over the one that it copies")
+                raise Aperiodic(f"a sweep treats layer {number} differently from the one that it copies")
 
 
 def _check_states_are_owned(trace: Trace) -> None:
-    """What an optimizer keeps belongs to parameters: of what does not, nobody could say how much deeper models have."""
+    """What an optimizer keeps must belong to parameters: only then is its size in a deeper model known."""
     freed = {~event for _, event in trace.events() if event < 0}
     for number, block in enumerate(trace.blocks):
         if block.point.phase in ("states", "optimizer") and number not in freed and not block.owner:
@@ -242,11 +246,11 @@ def _check_states_are_owned(trace: Trace) -> None:
 
 
 def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:
-    """The size of a block that holds a number for each of many parameters: record/owners.py says whose."""
+    """The size of a block that holds a number for each of many parameters, which trace/recorder.py's owner names."""
     if not any(depth.surplus for depth in depths):
         return block.num_bytes
     if block.owner == PER_PARAMETER:
-        raise Aperiodic(f"a block of {block.num_bytes} bytes is made of many, some layers' more than others'")
+        raise Aperiodic(f"a block of {block.num_bytes} bytes has a number per parameter, and layers differ in theirs")
     counts, _, part = block.owner.removeprefix(PER_PARAMETER).partition("@")
     outside, per_layer = map(int, counts.split("+"))
     if part:

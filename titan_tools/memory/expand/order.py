@@ -13,7 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from titan_tools.memory.schedules import actions_of_rank
 from titan_tools.memory.trace.tracking import PHASES
-from trainer.stages import StageSplit
+from trainer.parallel.stages import StageSplit
 
 NO_MICROBATCH = -1
 _FEWEST_MICROBATCHES = 2  # a first one, and one for all others

@@ -1,40 +1,41 @@
-"""Bytes of activations: what a block keeps for backward under each checkpointing mode, and what its backward adds.
+"""Bytes of activations: what a block keeps for backward in each checkpointing mode, and what its backward adds.
 
-Written per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention) and of Qwen 3's
-attention, which norms the heads of q and k, since published formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with
-dropout in fp16. A test counts what torch keeps on CPU.
+Counted per tensor of trainer/models/llama3/model.py (SwiGLU, grouped-query attention, flash attention) and of Qwen 3's
+attention, which normalizes the heads of q and k: published formulas (arXiv 2205.05198 §4: 34·s·b·h) are for GPT with
+dropout in fp16. A test compares with what torch keeps on a CPU.
 """
 
 from dataclasses import dataclass, replace
 
-from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS, HOPPER, Gpu
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from titan_tools.memory.formula.run_shape import FP32, RunShape
+from trainer.gpus import HOPPER, Gpu
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMoment:
-    """A high point of a block's backward, in bytes: against what the block kept, and on top of all else."""
+    """A local maximum in a block's backward, in bytes relative to what the block kept."""
 
-    recompute: int  # computed again, and gradients of activations
+    recompute: int  # recomputed activations, and gradients of activations
     gradients: int = 0  # of weights
     released: int = 0  # of what was kept
-    workspaces: int = 0  # inside of a kernel
+    workspaces: int = 0  # allocated by a kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one microbatch on one rank, ready to be added up."""
+    """Bytes of one microbatch on one rank."""
 
     stream: int
-    rotary: int  # rotations by position, made by each stage; in a pipeline every sample has its own
+    rotary: int  # the rotary embedding's angles, made by each stage; in a pipeline every sample has its own
     kept: tuple[int, ...]  # by block, from its forward to its backward
     backward: tuple[tuple[BlockMoment, ...], ...]  # by block, in time order
     final_norm: int  # the last norm's input and what it keeps
-    hidden: int  # the whole normed stream, which the output's product reads
+    hidden: int  # the whole normalized stream, which the output projection reads
 
 
 def activations_of(run: RunShape) -> Activations:
-    """What the microbatches of a run take, block by block."""
+    """What a microbatch takes, block by block."""
     t, layers = block_tensors(run), range(run.args.num_layers)
     return Activations(
         stream=t.stream,
@@ -50,20 +51,20 @@ def activations_of(run: RunShape) -> Activations:
 class BlockTensors:
     """Bytes of the tensors of one block for one microbatch on one rank.
 
-    Sequence parallel leaves the residual stream cut by TP between the products; their inputs are gathered, and their
-    results before the sum over TP are whole.
+    Sequence parallelism shards the residual stream over TP between the products; their inputs are gathered, and their
+    results are whole before they are reduced.
     """
 
     stream: int  # the residual stream, [B, L/tp, D]
     whole: int  # the same, gathered: the input of wq, wk, wv, w1, w3; and w2's result before it is reduced
     query: int  # also the attention's result
-    key: int  # of this rank's sequence shard; value is as large
-    key_gathered: int  # over context parallel; the same without
-    hidden: int  # w1's result; silu, w3's result and their product are as large
+    key: int  # of this rank's sequence shard; the value has the same size
+    key_gathered: int  # over context parallelism; else as `key`
+    hidden: int  # w1's result; silu, w3's result and their product have the same size
     logsumexp: int  # fp32, per head and token
-    norm: int  # what a norm keeps besides the stream that it reads
+    norm: int  # what a norm keeps besides the stream that it reads: one fp32 number per token
     head_norms: int  # what the norms of q and k keep, the results of wq and wk included; 0 without such norms
-    masks: int  # context parallel: of both chunks of a rank's queries; SDPA turns them from booleans to floats
+    masks: int  # context parallelism on a CPU: of both chunks of a rank's queries, as floats
     scores: int  # of all queries and keys, where attention is plain products; else 0
 
 
@@ -82,30 +83,21 @@ def block_tensors(run: RunShape) -> BlockTensors:
         key_gathered=key * run.mesh.cp,
         hidden=tokens * args.ffn_hidden * element // tp,
         logsumexp=tokens * args.num_heads * FP32 // tp,
-        norm=_norm_keeps(run, stream, width=args.dim),
-        head_norms=query + key + _norm_keeps(run, query + key, width=args.head_dim) if run.has_head_norms else 0,
-        masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.traits.mask_tensors else 0,
+        norm=stream // element // args.dim * FP32,
+        head_norms=query + key + (query + key) // element // args.head_dim * FP32 if run.has_head_norms else 0,
+        masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.cpu_attention else 0,
         scores=tokens * args.num_heads // tp * run.seq_len * element if run.keeps_scores else 0,
     )
 
 
 def _mask_elements(seq_len: int, cp: int) -> int:
-    """Head and tail, seq_len/2cp queries each, see 2·cp + 1 chunks of keys together: trainer/parallel/context.py."""
+    """Head and tail, seq_len/2cp queries each, attend to 2·cp + 1 chunks of keys: trainer/parallel/context.py."""
     chunk = seq_len // (2 * cp)
     return (2 * cp + 1) * chunk * chunk if cp > 1 else 0
 
 
-def _norm_keeps(run: RunShape, stream: int, *, width: int) -> int:
-    """What BuildTraits.norm says. An fp32 copy takes the place of the stream unless it is the stream itself."""
-    elements = stream // run.compute_bytes
-    if run.traits.norm == "fused":
-        return elements // width * FP32
-    copy = elements * FP32 - (stream if run.compute_bytes != FP32 else elements * FP32)
-    return copy + (elements * FP32 if run.traits.norm == "composite" else stream)
-
-
 def kept_whole_block(run: RunShape) -> int:
-    """All that a block without checkpointing keeps from forward to backward."""
+    """What a block without checkpointing keeps from forward to backward."""
     t = block_tensors(run)
     attention = t.stream + t.norm + t.whole + t.head_norms + t.query
     # Plain products read keys and values repeated for each query head, and keep softmax's result.
@@ -117,12 +109,12 @@ def kept_whole_block(run: RunShape) -> int:
 
 
 def keeps_whole_block(run: RunShape, layer: int) -> bool:
-    """Whether nothing of block `layer` is computed again."""
+    """Whether nothing of block `layer` is recomputed."""
     return run.recompute.mode == "none" or (layer + 1) % run.recompute.every > 0
 
 
 def kept_block(run: RunShape, layer: int) -> int:
-    """What block `layer` keeps from forward to backward under the run's mode; every n-th one is checkpointed."""
+    """What block `layer` keeps from forward to backward in the run's mode; every n-th one is checkpointed."""
     t = block_tensors(run)
     if keeps_whole_block(run, layer):
         return kept_whole_block(run)
@@ -133,63 +125,61 @@ def kept_block(run: RunShape, layer: int) -> int:
 
 
 def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What op-level checkpointing keeps and recomputation uses as it is, or uses up.
+    """What op-level checkpointing keeps and recomputation reads or frees.
 
-    The block's input, and the results of wq, wv and w1 (every second product), of attention (which as two products
-    comes between wv and w1), of TP's two all-gathers, and of CP's: that one is gone once its keys and values have been
-    put in sequence order.
+    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers,
+    and of CP's, which is freed once its keys and values are in sequence order.
     """
     reused = t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
     reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
-    return reused + (2 * t.whole if run.traits.stored_gathers and run.mesh.tp > 1 else 0)
+    return reused + (2 * t.whole if run.mesh.tp > 1 else 0)
 
 
 def moments(run: RunShape, layer: int) -> tuple[BlockMoment, ...]:
-    """Where TP moves something in a block's backward; and in the feed-forward, with w2's gradient and no other."""
+    """At TP's collectives in a block's backward; and in the feed-forward, where w2's gradient is the only one."""
     first_gradient = run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.gradient_bytes
     return (
-        BlockMoment(recompute=added_by_moves(run, layer)),
+        BlockMoment(recompute=added_by_collectives(run, layer)),
         BlockMoment(recompute=added_by_feed_forward(run, layer), gradients=first_gradient),
     )
 
 
 def added_by_feed_forward(run: RunShape, layer: int) -> int:
-    """What the backward of a block adds while it goes through the feed-forward.
+    """What the backward of a block adds during the feed-forward's backward.
 
-    The rest of a checkpointed block, computed again; the gradient that came in; those of silu and of w3's result (their
-    product's takes the place of the product). Under TP w2's product has used up the gathered one by then.
+    The rest of a checkpointed block, recomputed; the incoming gradient; those of silu and of w3's result (their
+    product's replaces the product). Under TP the gathered gradient is freed by then.
     """
     t = block_tensors(run)
     made = t.stream + max(2 * t.hidden, t.whole + t.hidden if run.mesh.tp > 1 else 0)
     if run.recompute.mode != "op":
         return kept_whole_block(run) - kept_block(run, layer) + made
-    rest = kept_whole_block(run) - _reused_by_recompute(t, run) - _used_up_by_recompute(t, run)
+    rest = kept_whole_block(run) - _reused_by_recompute(t, run) - _freed_by_recompute(t, run)
     return rest + t.whole + 2 * t.hidden
 
 
-def added_by_moves(run: RunShape, layer: int) -> int:
-    """What the backward of a block adds where TP moves something whole, before any weight's gradient; 0 without TP.
+def added_by_collectives(run: RunShape, layer: int) -> int:
+    """What the backward of a block adds at TP's collectives, before any weight's gradient; 0 without TP.
 
-    A gather's parts are put in sequence order, and a sum is cut in its ranks' parts, by a copy. The gradient of w2's
-    result is gathered first, for that asks for the recomputation, which then reduces the results of wo and w2 once
-    more. A norm's result, and wo's, wait for their callers.
+    A copy puts a gather's parts in sequence order, and splits a sum into its ranks' parts. The gradient of w2's result
+    is gathered first, since it triggers the recomputation, which reduces the results of wo and w2 again. Callers still
+    hold a norm's result, and wo's.
     """
     if run.mesh.tp == 1:
         return 0
     t = block_tensors(run)
-    came_in = t.stream + t.whole  # as it came, and gathered
-    if run.recompute.mode == "op":  # wo's; the gathers of both inputs were kept, and the first is used up
-        gathered = 0 if run.traits.stored_gathers else t.whole
+    incoming = t.stream + t.whole  # the gradient, and the same gathered
+    if run.recompute.mode == "op":  # wo's; the gathers of both inputs were kept, and the first is freed
         rotated = t.head_norms + t.query + 2 * t.key_gathered
-        return came_in + 2 * t.whole + gathered + rotated + t.stream + t.norm
+        return incoming + 2 * t.whole + rotated + t.stream + t.norm
     rest = kept_whole_block(run) - kept_block(run, layer)
     if rest == 0 or run.recompute.stops_early:
-        return rest + came_in + t.whole
-    return rest + came_in + 2 * t.whole + 2 * t.stream
+        return rest + incoming + t.whole
+    return rest + incoming + 2 * t.whole + 2 * t.stream
 
 
 def embedding_backward_bytes(run: RunShape) -> int:
-    """Inside of the embedding's backward on a GPU: tokens sorted, with places of eight bytes; sums of rows in fp32."""
+    """In the embedding's backward kernel on a GPU: sorted tokens with indices of eight bytes; sums of rows in fp32."""
     tokens = run.num_tokens
     if tokens <= EMBEDDING_UNSORTED_TOKENS:
         return 0
@@ -198,10 +188,10 @@ def embedding_backward_bytes(run: RunShape) -> int:
     return 8 * (3 * tokens + 2 * rows + sums) + sums * run.args.dim * FP32
 
 
-def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What was kept and is gone by then: w2's result, or under TP the two sums, unless recomputation stops before them.
+def _freed_by_recompute(t: BlockTensors, run: RunShape) -> int:
+    """What was kept and is freed by then: w2's result, or under TP both sums, unless recomputation stops before them.
 
-    Under TP the reduce-scatter's copy of w2's result takes its place. Its first sum is gone in any case.
+    Under TP the reduce-scatter's copy of w2's result takes its place. Its first sum is freed in any case.
     """
     if run.mesh.tp > 1:
         return t.stream if run.recompute.stops_early else 2 * t.stream
@@ -209,17 +199,17 @@ def _used_up_by_recompute(t: BlockTensors, run: RunShape) -> int:
 
 
 def eager_activations(run: RunShape, gpu: Gpu) -> Activations:
-    """What the microbatches of a run take, block by block, where blocks are not compiled."""
+    """What a microbatch takes, block by block, where blocks are not compiled."""
     sizes = activations_of(run)
     backward = ((*moments, _eager_backward(run, layer, gpu)) for layer, moments in enumerate(sizes.backward))
     return replace(sizes, backward=tuple(backward))
 
 
 def _eager_backward(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
-    """In attention's backward, when the feed-forward's and wo's gradients are made and its tensors are gone.
+    """In attention's backward, after the gradients of the feed-forward and of wo, when their tensors are freed.
 
-    What attention keeps, the gradients of its result and of what it reads, and the residual stream's. Plain products
-    have let go of the values by then; the scores' gradient is there before and after softmax.
+    What attention keeps, the gradients of its result and of its inputs, and the residual stream's. Plain products have
+    freed the values by then; the scores' gradient exists before and after softmax.
     """
     args, t = run.args, block_tensors(run)
     norm = t.stream + t.norm + t.whole + t.head_norms
@@ -238,14 +228,14 @@ def _eager_backward(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
 
 
 def attention_backward_bytes(run: RunShape, t: BlockTensors, gpu: Gpu) -> int:
-    """Inside of attention's backward: queries' gradients in fp32 and a row sum.
+    """In attention's backward kernel: queries' gradients in fp32 and a row sum.
 
-    cuDNN's on Hopper, which groups heads by itself; else, and always under CP, flash attention's, which makes keys' and
-    values' gradients per query head (csrc/flash_attn/flash_api.cpp, mha_bwd) and takes queries by 128, heads by 32.
-    In fp32 the memory-efficient one (cuda/mem_eff_attention/kernel_backward.h) adds up in the results themselves.
+    cuDNN's on Hopper, which groups heads itself; else, and always under CP, flash attention's, which makes keys' and
+    values' gradients per query head (csrc/flash_attn/flash_api.cpp, mha_bwd) and pads queries to 128, heads to 32.
+    In fp32 the memory-efficient one (cuda/mem_eff_attention/kernel_backward.h) accumulates in the results.
     """
     args, cp = run.args, run.mesh.cp
-    if run.compute_bytes == FP32 or not run.traits.attention_buffers:
+    if run.compute_bytes == FP32 or run.cpu_attention:
         return 0
     heads, dim, length = args.num_heads // run.mesh.tp, args.head_dim, run.seq_len // cp
     if cp == 1 and gpu.sm == HOPPER:

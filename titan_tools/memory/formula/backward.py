@@ -1,4 +1,13 @@
-"""Instants of a backward: a microbatch goes back through a stage, block by block."""
+"""Instants of backward passes, whole or split in two, and of the reduction of gradients.
+
+Split (torch/distributed/pipelining/_backward.py, 2.13: stage_backward_input, stage_backward_weight): the first part
+computes the gradients of a stage's inputs; it keeps the graph, and the gradient at the output of each operation that
+has a weight. The second goes through these operations from the first layer on; the rest of the graph is kept until its
+end. The inputs of the first stage have no gradients: there the second part is a whole backward.
+
+Reduction: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (foreach_reduce) and _fsdp_param_group.py, 2.11 to
+2.13.
+"""
 
 from collections.abc import Iterator
 
@@ -9,7 +18,7 @@ from titan_tools.memory.schedules import Action
 
 
 def backward(rank: Rank, action: Action) -> Iterator[Instant]:
-    """Loss, output, blocks from the last to the first, embedding."""
+    """A whole backward of a microbatch: loss, output, blocks from the last to the first, embedding."""
     groups, key = rank.groups[action.stage], (action.stage, action.microbatch)
     if rank.is_last(action.stage):
         yield from _backward_of_loss(rank, key, groups)
@@ -30,7 +39,7 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
 def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathered: int) -> Iterator[Instant]:
     sizes, layer, casts, is_kept = rank.sizes, group.layer, rank.casts(group), rank.is_kept_whole(group)
     when = f"backward of {which} block"
-    one_by_one = max(group.full_sizes) * rank.run.gradient_bytes  # the most of a weight that is added up at once
+    one_by_one = max(group.full_sizes) * rank.run.gradient_bytes  # the largest weight whose gradient is added at once
     for moment in sizes.backward[layer]:
         yield rank.instant(
             when,
@@ -43,8 +52,8 @@ def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathe
     rank.kept[key] -= sizes.kept[layer] + (casts if is_kept else 0)
     made = 0 if rank.adds_up(group) else group.full_elements * rank.run.gradient_bytes
     if not rank.run.compiles_model:
-        beside = casts + _beside_first_products(block_tensors(rank.run), rank.run)
-        yield rank.instant(f"{when}'s first products", recompute=beside, gradients=made, all_gather=gathered)
+        held = casts + _held_at_first_products(block_tensors(rank.run), rank.run)
+        yield rank.instant(f"{when}'s first products", recompute=held, gradients=made, all_gather=gathered)
     yield rank.instant(
         f"end of the {when}",
         recompute=2 * sizes.stream,  # its input and the gradient of that
@@ -54,20 +63,20 @@ def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathe
     yield from gradients_made(rank, group, "a block")
 
 
-def _beside_first_products(t: BlockTensors, run: RunShape) -> int:
-    """What is there when the last of wq, wk and wv goes back: a block's input and gradient, its norm, their input.
+def _held_at_first_products(t: BlockTensors, run: RunShape) -> int:
+    """What is held in the backward of the last of wq, wk and wv: a block's input and gradient, its norm, their input.
 
-    And the gradients that they give this input, two and their sum; a DTensor's is not made in place of one of them.
+    And the gradients of that input: two and their sum; a DTensor's sum is not made in place.
     """
     return 2 * t.stream + t.norm + (4 if run.mesh.tp > 1 else 3) * t.whole
 
 
 def _backward_of_embedding(rank: Rank, group: FsdpGroup) -> Iterator[Instant]:
-    """Its gradient is made, and added to a tied output's.
+    """Its gradient is computed, and added to a tied output's.
 
     Under TP the gradient of all ranks' stream is gathered and copied, without the tokens of other ranks' rows; the copy
-    is there while the kernel sorts tokens. Autograd adds into the output's gradient only if nothing else names that,
-    and into no DTensor; without FSDP that is in the instants of gradients.
+    is held while the kernel sorts tokens. Autograd adds into the output's gradient only if nothing else refers to it,
+    and not into a DTensor; without FSDP see gradients_made.
     """
     run = rank.run
     whole, own = run.mesh.tp * rank.sizes.stream, group.full_sizes[0] * run.gradient_bytes
@@ -83,7 +92,7 @@ def _backward_of_embedding(rank: Rank, group: FsdpGroup) -> Iterator[Instant]:
 
 
 def _backward_of_loss(rank: Rank, key: Key, groups: list[FsdpGroup]) -> Iterator[Instant]:
-    """Cross entropy, then the output's products, whose gradients wait where the embedding shares the group."""
+    """Cross entropy, then the output's products, whose gradients wait if the embedding shares the group."""
     run, ends = rank.run, groups[-1]
     gathered = _gathered_in_backward(rank, groups, len(groups) - 1)
     del rank.kept_loss[key]
@@ -96,13 +105,13 @@ def _backward_of_loss(rank: Rank, key: Key, groups: list[FsdpGroup]) -> Iterator
         rank.whole_gradients = 0
         yield from gradients_made(rank, ends, "the output")
     elif run.uses_fsdp:
-        rank.gathered[ends.name] = rank.gathered_bytes(ends)  # till the embedding's backward
+        rank.gathered[ends.name] = rank.gathered_bytes(ends)  # until the embedding's backward
 
 
 def _gathered_in_backward(rank: Rank, groups: list[FsdpGroup], position: int) -> int:
-    """Besides what is kept: the group whose backward runs, and the flat all-gather result of the one before it.
+    """Besides what is kept: the group whose backward runs, and the flat result of the next all-gather.
 
-    That only where there is something to gather: over one rank FSDP2 copies a group when its turn comes.
+    The latter only over several ranks: over one rank FSDP2 copies a group just before its backward.
     """
     if not rank.run.uses_fsdp:
         return 0
@@ -111,7 +120,7 @@ def _gathered_in_backward(rank: Rank, groups: list[FsdpGroup], position: int) ->
 
 
 def backward_of_inputs(rank: Rank, action: Action) -> Iterator[Instant]:
-    """Activations stay, and gradients of what weights made join them; torch names those of the inputs all step."""
+    """Activations stay, with gradients of the products' results; torch refers to those of the inputs all step."""
     if action.stage == 0:
         return
     groups, key, loss = rank.groups[action.stage], (action.stage, action.microbatch), rank.loss
@@ -128,7 +137,7 @@ def backward_of_inputs(rank: Rank, action: Action) -> Iterator[Instant]:
         which = "the last" if group is blocks[-1] else "the first" if group is blocks[0] else "a middle"
         rank.waiting[key] += _waiting(t, rank.run)
         if group is blocks[-1] and not rank.is_last(action.stage) and rank.run.mesh.tp == 1:
-            rank.waiting[key] -= t.stream  # what came in lies in the buffer that it was received into
+            rank.waiting[key] -= t.stream  # the incoming gradient is the receive buffer
         made = t.stream + max(t.hidden, 2 * t.whole)
         yield rank.instant(f"backward of {which} block's inputs", recompute=made)
     if rank.is_last(action.stage):
@@ -163,7 +172,7 @@ def backward_of_weights(rank: Rank, action: Action) -> Iterator[Instant]:
 
 
 def _waiting(t: BlockTensors, run: RunShape) -> int:
-    """Of a block: gradients of both norms' results, of wq, wk, wv, wo, w1, w3 and w2, and of the heads' norms.
+    """Of a block: gradients of both norms' results, of those of wq, wk, wv, wo, w1, w3 and w2, and of the head norms'.
 
     Under TP those of wo and w2 are gathered; else they are those of the stream.
     """
@@ -173,41 +182,41 @@ def _waiting(t: BlockTensors, run: RunShape) -> int:
 
 
 def _left_by_weights(t: BlockTensors) -> int:
-    """What a block keeps that no operation with a weight reads: attention's, and the feed-forward's factors."""
+    """What a block keeps and no operation with a weight reads: attention's tensors, and the feed-forward's factors."""
     return 2 * t.query + 2 * t.key_gathered + t.logsumexp + t.masks + 3 * t.hidden
 
 
 def gradients_made(rank: Rank, group: FsdpGroup, what: str) -> Iterator[Instant]:
-    """A group's gradients are complete for this microbatch: reduced, or added up where that comes later."""
+    """A group's gradients are complete for this microbatch: they are reduced, or added up to be reduced later."""
     run = rank.run
     if not run.uses_fsdp:
-        made = _beside_the_embeddings(rank, group) if "tok_embeddings" in group.name else 0
+        made = _sources_of_embedding(rank, group) if "tok_embeddings" in group.name else 0
         rank.shards[group.name] = group.full_elements * run.param_bytes
         yield rank.instant(f"gradients of {what}", gradients=made)
     elif run.uses_pipeline:
         is_embedding = group.name == "tok_embeddings" and group.name in rank.added_up
-        made_within = embedding_backward_bytes(run) if is_embedding else 0  # a first sum comes after the kernel
+        made_within = embedding_backward_bytes(run) if is_embedding else 0  # the first addition comes after the kernel
         yield from add_up(rank, group, what, workspaces=made_within)
     else:
         yield from _reduce_scatter(rank, group, what, whole=rank.whole_bytes(group))
 
 
 def add_up(rank: Rank, group: FsdpGroup, what: str, **parts: int) -> Iterator[Instant]:
-    """Torch's stages reduce once, after the last microbatch: till then whole fp32 gradients.
+    """Torch's stages reduce once, after the last microbatch: until then unsharded fp32 gradients.
 
-    A first microbatch's are cast one after another.
+    Those of the first microbatch are cast one after another.
     """
     is_first = group.name not in rank.added_up
     rank.added_up[group.name] = group.full_elements * FP32
     rank.gathered[group.name] = rank.gathered_bytes(group)
-    in_place = max(group.full_sizes) * FP32  # where autograd adds one after another
+    in_place = max(group.full_sizes) * FP32  # autograd adds one after another
     whole = in_place if rank.run.compute_bytes == FP32 else rank.whole_bytes(group)
     made = _cast_in_turn(rank, group) if is_first else whole
     yield rank.instant(f"gradients of {what} added up", gradients=made, **parts)
 
 
 def _cast_in_turn(rank: Rank, group: FsdpGroup) -> int:
-    """The most above all sums while gradients become sums one by one; in fp32 they are that already."""
+    """The most above all sums while gradients are cast to sums one by one; in fp32 they need no cast."""
     if rank.run.compute_bytes == FP32:
         return 0
     most = cast = 0
@@ -218,7 +227,7 @@ def _cast_in_turn(rank: Rank, group: FsdpGroup) -> int:
 
 
 def reduce_stage(rank: Rank, action: Action) -> Iterator[Instant]:
-    """The one reduction of a pipeline step: group by group, whole fp32 gradients become shards."""
+    """The reduction of a pipeline step: group by group, unsharded fp32 gradients become shards."""
     if not rank.run.uses_fsdp:
         return
     for group in rank.groups[action.stage]:
@@ -228,7 +237,7 @@ def reduce_stage(rank: Rank, action: Action) -> Iterator[Instant]:
     rank.all_reduced.clear()
 
 
-def _beside_the_embeddings(rank: Rank, group: FsdpGroup) -> int:
+def _sources_of_embedding(rank: Rank, group: FsdpGroup) -> int:
     """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
     run = rank.run
     size = group.full_elements * run.param_bytes
@@ -237,18 +246,18 @@ def _beside_the_embeddings(rank: Rank, group: FsdpGroup) -> int:
 
 
 def _reduce_scatter(rank: Rank, group: FsdpGroup, what: str, *, whole: int) -> Iterator[Instant]:
-    """FSDP2 lets go of the previous input just before it makes this one's; then `whole` gradients, for the result.
+    """FSDP2 frees the previous input just before it makes this one; then `whole` gradients, for the result.
 
     Over one rank there is no collective: the result is filled with a scaled copy of the input. The result becomes the
-    gradient, unless that has another dtype or is there already; replicas (HSDP) hold it till backward ends even then.
+    gradient, unless that has another dtype or exists already; replicas (HSDP) hold it until backward ends even then.
     """
     run = rank.run
     rank.pending_reduce = group.full_elements * FP32
     rank.gathered.pop(group.name, None)
     yield rank.instant(f"gradients of {what} reduced", gradients=whole)
     scaled = rank.pending_reduce if run.mesh.fsdp == 1 else 0
-    # foreach_reduce's loop over parameters, on several ranks, still names the last gradient. A norm's is too small to
-    # be seen: a block's, and that of a tied output
+    # On several ranks foreach_reduce's loop over parameters still refers to the last gradient. That of a norm is
+    # negligible: a block's, and that of a tied output, are not
     last = group.full_sizes[-1] if group.layer is None else 0
     named_last = whole // group.full_elements * last if run.mesh.fsdp > 1 else 0
     result = group.local_elements * FP32

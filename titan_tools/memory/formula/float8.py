@@ -1,22 +1,21 @@
-"""Bytes of float8 training with a scale per tensor (torchao 0.15): what blocks and the output's product add or omit.
+"""Bytes of float8 training with a scale per tensor (torchao 0.15): how blocks and the output projection differ.
 
-torchao's products keep their inputs and weights in high precision and cast them anew in backward. A product takes one
-input by rows and one by columns, so what two products read is cast, or copied, once for either.
+torchao's products keep their inputs and weights in high precision and cast them again in backward. A product takes one
+input in row-major and one in column-major order, so what two products read is cast, or copied, once for each.
 
-Eager, a cast is four operations: the input in fp32 times its scale, that clamped, and float8; at its highest point two
-fp32 copies and the result (CAST_BYTES). So the blocks keep what they keep in bf16, and their backward is fullest in the
-cast of the feed-forward's product for w2's gradient.
+Eager, a cast is four operations: to fp32, times its scale, clamped, to float8; at most two fp32 copies and the result
+are held (CAST_BYTES). So the blocks keep what they keep in bf16, and their backward is fullest in the cast of the
+feed-forward's product for w2's gradient.
 
-Compiled, casts are fused into what writes or reads them. Nothing that only float8 products read is kept, for it can be
-computed inside of the cast (compiled.py says why products in bf16 read what is kept): neither norms' results nor the
-feed-forward's product. Under TP what is gathered is float8 already, and kept.
+Compiled, casts are fused with what writes or reads them. What only float8 products read is not kept, as the cast's
+kernel can compute it (in bf16 it is kept: see compiled.py): neither norms' results nor the feed-forward's product.
+Under TP what is gathered is float8 already, and kept.
 
-Weights that FSDP gathers as float8 come as such, a byte per element, and need no cast.
+Weights that FSDP gathers as float8 have a byte per element and need no cast.
 """
 
 from dataclasses import replace
 
-from titan_tools.memory.constants import Gpu
 from titan_tools.memory.formula.activations import (
     Activations,
     BlockMoment,
@@ -30,18 +29,19 @@ from titan_tools.memory.formula.activations import (
 )
 from titan_tools.memory.formula.compiled import of_compiled_blocks
 from titan_tools.memory.formula.run_shape import FP32, RunShape
+from trainer.gpus import Gpu
 
-CAST_BYTES = 2 * FP32 + 1  # per element, at the highest point of an eager cast; one of them stays
+CAST_BYTES = 2 * FP32 + 1  # per element, the most that an eager cast holds; one byte stays
 
 
 def eager_activations(run: RunShape) -> Activations:
-    """What the microbatches of a run take, block by block, where blocks are not compiled."""
+    """What a microbatch takes, block by block, where blocks are not compiled."""
     layers = range(run.args.num_layers)
     return replace(activations_of(run), backward=tuple((_eager_cast(run, layer),) for layer in layers))
 
 
 def _eager_cast(run: RunShape, layer: int) -> BlockMoment:
-    """The product's cast, beside its gradient, the cast gradient that came in by rows and by columns, and cast w2."""
+    """The product's cast, with its gradient, the incoming gradient cast in both orders, and cast w2."""
     t = block_tensors(run)
     sizes = _Sizes(run, t)
     bf16 = added_by_feed_forward(run, layer) - 2 * t.hidden
@@ -61,7 +61,7 @@ class _Sizes:
 
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
-    """What the microbatches of a run take, block by block, where blocks are compiled."""
+    """What a microbatch takes, block by block, where blocks are compiled."""
     return of_compiled_blocks(run, gpu, kept_block, moments)
 
 
@@ -83,20 +83,20 @@ def kept_block(run: RunShape, layer: int) -> int:
 
 
 def _whole(run: RunShape, t: BlockTensors) -> int:
-    """Of all that an eager block keeps; under CP both chunks' results are joined in float8."""
+    """What an eager block keeps, less what is not kept; under CP both chunks' results are concatenated in float8."""
     gathered = 2 * _Sizes(run, t).whole if run.mesh.tp > 1 else 0
     joined = t.query // run.compute_bytes - t.query if run.mesh.cp > 1 else 0
     return kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + gathered + joined
 
 
 def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
-    """In the kernel that goes back through silu: it reads the results of w1 and w3 and the product's gradient, and
-    writes the product by columns and both gradients either way, in float8.
+    """In the kernel for silu's backward.
 
-    Cast weights that a product in forward made, the second norm's result and keys wait for backward. Under TP the cast
-    gradient that came in has been gathered. What is gathered of several samples is put in order by a copy: of the
-    second norm's result where that was kept; of the first norm's, if all is computed again, one each for wq, wk and wv,
-    which wait too.
+    It reads the results of w1 and w3 and the product's gradient, and writes the product in column-major order and both
+    gradients in both orders, in float8. Weights cast by a product in forward, the second norm's result and keys are
+    held for backward. Under TP the cast incoming gradient is gathered. A copy puts a gather of several samples in
+    order: of the second norm's result if that was kept; of the first norm's, with full recomputation, one each for wq,
+    wk and wv, which are held too.
     """
     t = block_tensors(run)
     sizes = _Sizes(run, t)
@@ -115,9 +115,9 @@ def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
 
 
 def _attention(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
-    """In attention's backward, as in compiled.py; what products read waits in float8, by rows and by columns.
+    """In attention's backward, as in compiled.py; what products read is held in float8, in both orders.
 
-    Of several samples under TP the gradients of w1's and w3's inputs are let go of once their sum has been copied.
+    For several samples under TP the gradients of w1's and w3's inputs are freed once their sum has been copied.
     """
     t, tp = block_tensors(run), run.mesh.tp
     sizes, kept = _Sizes(run, t), kept_block(run, layer)
@@ -137,14 +137,14 @@ def _attention(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
 
 
 def output_cast_bytes(run: RunShape) -> int:
-    """At the highest point of casting the output's weight, which is not compiled; 0 where it is not cast."""
+    """The most that casting the output's weight, which is not compiled, holds; 0 if it is not cast."""
     if run.float8 is None or run.float8.gathers or not run.float8.converts_output:
         return 0
     return CAST_BYTES * (run.args.vocab_size // run.mesh.tp) * run.args.dim
 
 
 def gathered_bytes(run: RunShape, name: str, elements: int) -> int:
-    """Of a group's parameters, as FSDP gathers them: in float8 the weights of blocks' products, and of the output."""
+    """Of a group's parameters as FSDP gathers them: the weights of blocks' products, and of the output, in float8."""
     if run.float8 is None or not run.float8.gathers:
         return elements * run.compute_bytes
     if name.startswith("layers."):

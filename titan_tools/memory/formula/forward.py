@@ -1,4 +1,8 @@
-"""Instants of a forward: a microbatch goes through a stage."""
+"""Instants of a forward, and of the gathers of whole stages.
+
+torch/distributed/pipelining/schedules.py (_PipelineScheduleRuntime), 2.11 to 2.13: a pipeline with several stages per
+rank gathers a stage ahead of its actions and reshards it afterwards.
+"""
 
 from collections.abc import Iterator
 
@@ -7,15 +11,14 @@ from titan_tools.memory.schedules import Action
 
 
 def gather_stage(rank: Rank, action: Action) -> Iterator[Instant]:
-    """All of a stage is on its way: one flat result per group. Over one rank there is nothing to gather."""
-    groups = rank.groups[action.stage] if rank.run.uses_fsdp else []
-    flat = rank.gathered_bytes if rank.run.mesh.fsdp > 1 else lambda group: 0
-    rank.gathering |= {group.name: flat(group) for group in groups}
+    """All of a stage is being gathered: one flat result per group. Over one rank there is nothing to gather."""
+    for group in rank.groups[action.stage] if rank.run.uses_fsdp else []:
+        rank.gathering[group.name] = rank.gathered_bytes(group) if rank.run.mesh.fsdp > 1 else 0
     yield rank.instant("a stage is gathered")
 
 
-def copy_out(rank: Rank, stage: int) -> Iterator[Instant]:
-    """A stage is about to compute: if it was gathered as a whole, parameters leave the flat results group by group."""
+def _copy_out(rank: Rank, stage: int) -> Iterator[Instant]:
+    """Before a stage computes that was gathered ahead: parameters are copied from the flat results, group by group."""
     for group in rank.groups[stage]:
         if group.name in rank.gathering:
             rank.gathered[group.name] = rank.gathered_bytes(group)
@@ -24,20 +27,20 @@ def copy_out(rank: Rank, stage: int) -> Iterator[Instant]:
 
 
 def reshard_stage(rank: Rank, action: Action) -> Iterator[Instant]:
-    """A stage's parameters are let go."""
+    """A stage's gathered parameters are freed."""
     for group in rank.groups[action.stage]:
         rank.gathered.pop(group.name, None)
-    yield rank.instant("a stage is let go")
+    yield rank.instant("a stage is resharded")
 
 
 def forward(rank: Rank, action: Action) -> Iterator[Instant]:
-    """Its activations stay, gathered parameters stay where FSDP keeps them."""
+    """A microbatch passes a stage: its activations stay; gathered parameters stay where FSDP keeps them."""
     run, groups = rank.run, rank.groups[action.stage]
     key = (action.stage, action.microbatch)
-    yield from copy_out(rank, action.stage)
+    yield from _copy_out(rank, action.stage)
     is_gathered_now = run.uses_fsdp and groups[-1].name not in rank.gathered
     if run.uses_fsdp and groups[0].name not in rank.gathered:
-        num_copies = 2 if run.mesh.fsdp > 1 else 1  # flat, and copied out of that
+        num_copies = 2 if run.mesh.fsdp > 1 else 1  # the flat result, and the parameters copied out of it
         yield rank.instant("forward of the first module", all_gather=num_copies * rank.gathered_bytes(groups[0]))
     for group in groups if run.uses_fsdp else ():
         rank.gathered.pop(group.name, None)
@@ -48,11 +51,11 @@ def forward(rank: Rank, action: Action) -> Iterator[Instant]:
         yield rank.instant("end of forward")
         return
     rank.kept[key] += rank.sizes.hidden
-    own = rank.sizes.stream if run.mesh.tp > 1 else 0  # the normed stream before it was gathered
+    own = rank.sizes.stream if run.mesh.tp > 1 else 0  # the normalized stream before it was gathered
     output, flat = gathered_for_output(rank, groups, is_now=is_gathered_now)
     for when, size in rank.loss.logits:
         yield rank.instant(when, activations=own, logits_and_loss=size, all_gather=output + flat)
-    gathered = 0 if not run.traits.loss_in_forward else output + flat if run.loss_chunks else flat
+    gathered = output + flat if run.loss_chunks else flat
     for when, size in rank.loss.forward:
         yield rank.instant(when, activations=own, logits_and_loss=size, all_gather=gathered)
     rank.kept_loss[key] = rank.loss.kept
@@ -60,13 +63,13 @@ def forward(rank: Rank, action: Action) -> Iterator[Instant]:
 
 
 def gathered_for_output(rank: Rank, groups: list[FsdpGroup], *, is_now: bool) -> tuple[int, int]:
-    """The output's parameters where they are not kept, and the flat result of a forward's last all-gather."""
+    """The output's parameters if they are not kept, and the flat result of a forward's last all-gather."""
     if not rank.run.uses_fsdp:
         return 0, 0
     output = 0 if groups[-1].is_kept else rank.gathered_bytes(groups[-1])
     if not is_now or rank.run.mesh.fsdp == 1:
         return output, 0
-    is_early = "tok_embeddings" in groups[-1].name  # gathered with the embedding: the last one is a block's
+    is_early = "tok_embeddings" in groups[-1].name  # gathered with the embedding: the last all-gather is a block's
     return output, rank.gathered_bytes(groups[-2 if is_early else -1])
 
 

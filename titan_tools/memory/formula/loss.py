@@ -1,4 +1,4 @@
-"""Bytes of logits, loss and output projection, plain and in pieces: on top of the activations, moment by moment."""
+"""Bytes of logits, loss and output projection, plain and in pieces, in addition to the activations."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -16,16 +16,16 @@ class LossBytes:
     forward: tuple[Moment, ...]
     kept: int  # from its forward to its backward
     backward: tuple[Moment, ...]  # what is kept included
-    output_backward: int  # beside the output's whole gradient: what its products read, or the hidden states' gradient
+    output_backward: int  # besides the output's gradient: what its products read, or the hidden states' gradient
     keeps_hidden: bool  # the output's input stays until backward
-    logits: tuple[Moment, ...] = ()  # whole ones, within the output's forward
+    logits: tuple[Moment, ...] = ()  # whole logits, in the output's forward
     # Where backward is split:
     kept_for_weights: int = 0  # from the backward of inputs to that of weights
-    kept_within: int = 0  # besides, until the end of the backward of inputs
+    kept_within: int = 0  # in addition, until the end of the backward of inputs
 
 
 def loss_bytes(run: RunShape) -> LossBytes:
-    """What trainer/loss/install.py chooses: whole logits, or pieces that go forward and back at once or in backward."""
+    """As trainer/loss/install.py chooses: whole logits, or pieces whose backward runs at once or in backward."""
     if not run.loss_chunks:
         return _plain(run)
     pieces = _pieces_forward_and_back(run)
@@ -48,16 +48,16 @@ def validation_loss_bytes(run: RunShape) -> int:
 def loss_kept_bytes(run: RunShape) -> int:
     """Bytes per logit from the loss's forward to its backward: log_softmax's result, or the probabilities.
 
-    Compiled, log_softmax's comes again from the logits and two numbers per token; the sharded loss names what it keeps.
+    Compiled, log_softmax's is recomputed from the logits and two numbers per token; the sharded loss keeps the same.
     """
     return run.compute_bytes if run.compiles_loss and not run.loss_parallel else FP32
 
 
 def loss_forward_bytes(run: RunShape) -> int:
-    """Bytes per logit at the highest point of cross entropy's forward: the logits, their fp32 cast, what is kept.
+    """Bytes per logit, the most in cross entropy's forward: the logits, their fp32 cast, what is kept.
 
-    A compiled one casts inside of its kernels. Without loss parallel it keeps the logits themselves, and under TP the
-    highest point comes before it: this rank's columns, all ranks', and those put together by a copy.
+    A compiled one casts in its kernels. Without loss parallelism it keeps the logits, and under TP the maximum comes
+    before it: this rank's columns, all ranks', and a copy that joins those.
     """
     if run.compiles_loss and run.loss_parallel:
         return run.compute_bytes + FP32
@@ -68,11 +68,11 @@ def loss_forward_bytes(run: RunShape) -> int:
 
 
 def loss_backward_bytes(run: RunShape) -> int:
-    """Bytes per logit at the highest point of cross entropy's backward, above what is kept.
+    """Bytes per logit, the most in cross entropy's backward, in addition to what is kept.
 
     torch: the gradients of nll_loss and of log_softmax, fp32. The sharded loss of trainer/loss/cross_entropy.py: the
-    gradient, its product with the one that came in, and the result in the compute dtype. The logits are dead by then.
-    Compiled, either one is a kernel that writes the result.
+    gradient, its product with the incoming one, and the result in the compute dtype. The logits are freed by then.
+    Compiled, both are a kernel that writes the result.
     """
     if run.compiles_loss:
         return run.compute_bytes
@@ -96,7 +96,7 @@ def _plain(run: RunShape) -> LossBytes:
 
 
 def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
-    """The highest points of a piece that is not the first: the output's gradient is being added up in fp32."""
+    """The maxima of a piece other than the first: the output's gradient is accumulated in fp32."""
     args, element = run.args, run.compute_bytes
     tokens = _piece_tokens(run, run.num_tokens)
     logits, output = _logits(run, tokens), _output_elements(run)
@@ -115,10 +115,10 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
 
 
 def _output_backward(run: RunShape, num_tokens: int, logits: int) -> int:
-    """Beside the output's whole gradient: the gradient of the logits.
+    """Besides the output's gradient: the gradient of the logits.
 
-    In float8 products read it, and the hidden states, by rows and by columns. Or more is there before the output's
-    gradient: while its weight is cast, or the gradient of the logits for the second time.
+    In float8 products read it, and the hidden states, in both orders. Or more is held before the output's gradient:
+    while its weight is cast, or the gradient of the logits for the second time.
     """
     gradient = logits * run.compute_bytes
     if run.float8 is None or not run.float8.converts_output:
@@ -139,5 +139,5 @@ def _piece_tokens(run: RunShape, num_tokens: int) -> int:
 
 
 def _logits(run: RunShape, num_tokens: int) -> int:
-    """Logits that the loss sees: loss parallel leaves the vocabulary cut by TP."""
+    """Logits that the loss reads: with loss parallelism the vocabulary stays sharded by TP."""
     return num_tokens * (run.args.vocab_size // (run.mesh.tp if run.loss_parallel else 1))

@@ -1,6 +1,6 @@
-"""What one pipeline rank holds at a moment of a step: the sum that every instant of the closed form is.
+"""What one pipeline rank holds at an instant of a step, in bytes by part.
 
-How it changes is written where it happens: forward.py, backward.py, split_backward.py, reduction.py and update.py.
+How it changes is in forward.py, backward.py and closed_form.py.
 """
 
 from collections.abc import Sequence
@@ -8,25 +8,29 @@ from dataclasses import dataclass, field, replace
 
 from converters.families.base import Parameter
 from converters.layout import local_box, module_of
-from titan_tools.memory.constants import CUBLAS_HANDLES, MIB, PARTS, Gpu
+from converters.sizes import MIB
+from titan_tools.memory.constants import CUBLAS_HANDLES, PARTS
 from titan_tools.memory.formula.activations import Activations, keeps_whole_block
 from titan_tools.memory.formula.float8 import gathered_bytes
 from titan_tools.memory.formula.loss import LossBytes
 from titan_tools.memory.formula.run_shape import FP32, RunShape
+from trainer.gpus import Gpu
+
+Key = tuple[int, int]  # stage, microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class FsdpGroup:
-    """The parameters that FSDP gathers and reduces together. Elements, not bytes: the dtype depends on the moment."""
+    """The parameters that FSDP gathers and reduces together. Elements, not bytes: the dtype varies within a step."""
 
     name: str
     local_sizes: tuple[int, ...]  # elements of this rank's shard of each parameter
-    full_sizes: tuple[int, ...]  # gathered over FSDP, still cut by TP
+    full_sizes: tuple[int, ...]  # gathered over FSDP, still sharded by TP
     is_kept: bool  # stays gathered from forward to backward
 
     @property
     def layer(self) -> int | None:
-        """The number of the block that it is."""
+        """The number of the block; None for other groups."""
         return int(self.name.removeprefix("layers.")) if self.name.startswith("layers.") else None
 
     @property
@@ -47,22 +51,19 @@ def groups_of_stage(run: RunShape, stage: int) -> list[FsdpGroup]:
     the rank at coordinate 0 of each axis, which holds the largest part where a division leaves a remainder.
     """
     held = _parameters_by_module(run, stage)
-    modules = list(held)
-    last_block = [m for m in modules if m.startswith("layers.")][-1:]
-    ends = [m for m in ("norm", "output") if m in modules]
-    if "tok_embeddings" in modules and ends and (run.traits.embeddings_with_root or run.args.tied):
+    ends = [module for module in ("norm", "output") if module in held]
+    if "tok_embeddings" in held and ends and run.args.tied:
         ends.insert(0, "tok_embeddings")
-    members = [[m] for m in modules if m not in ends] + ([ends] if ends else [])
+    members = [[module] for module in held if module not in ends] + ([ends] if ends else [])
     groups = []
     for group in members:
-        parameters = [p for m in group for p in held[m]]
-        is_kept = not (run.reshard_output if group is ends else run.reshard_after_forward)
+        parameters = [p for module in group for p in held[module]]
         groups.append(
             FsdpGroup(
                 name="+".join(group),
-                local_sizes=_held(run, parameters, fsdp=run.mesh.fsdp),
-                full_sizes=_held(run, parameters, fsdp=1),
-                is_kept=is_kept or (run.traits.last_block_kept and group == last_block),
+                local_sizes=_sizes(run, parameters, fsdp=run.mesh.fsdp),
+                full_sizes=_sizes(run, parameters, fsdp=1),
+                is_kept=not (run.reshard_output if group is ends else run.reshard_after_forward),
             )
         )
     return groups
@@ -71,7 +72,7 @@ def groups_of_stage(run: RunShape, stage: int) -> list[FsdpGroup]:
 def _parameters_by_module(run: RunShape, stage: int) -> dict[str, list[Parameter]]:
     """A stage's modules in order with their parameters.
 
-    A tied output has none of its own beside the embedding, but a copy of the embedding's where that is another stage's.
+    A tied output has no parameter of its own, except a copy of the embedding's if another stage holds that.
     """
     wanted = run.stages[stage]
     held: dict[str, list[Parameter]] = {module: [] for module in wanted}
@@ -84,18 +85,15 @@ def _parameters_by_module(run: RunShape, stage: int) -> dict[str, list[Parameter
     return held
 
 
-def _held(run: RunShape, parameters: Sequence[Parameter], *, fsdp: int) -> tuple[int, ...]:
+def _sizes(run: RunShape, parameters: Sequence[Parameter], *, fsdp: int) -> tuple[int, ...]:
     mesh = replace(run.mesh, pp=1, dp_replicate=1, dp_shard=fsdp, cp=1)
     boxes = (local_box(p, mesh, rank=0) for p in parameters)
     return tuple(box.num_elements for box in boxes if box)
 
 
-Key = tuple[int, int]  # stage, microbatch
-
-
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """A moment of the step and the bytes of each part of PARTS that is not zero."""
+    """An instant of the step and the bytes of each part of PARTS that is not zero."""
 
     when: str
     parts: dict[str, int]
@@ -107,38 +105,37 @@ class Instant:
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank holds while the step goes on, in bytes."""
+    """What one rank holds as the step proceeds, in bytes."""
 
     run: RunShape
     groups: dict[int, list[FsdpGroup]]  # by stage
     sizes: Activations
     loss: LossBytes
     gpu: Gpu
-    has_states: bool
     kept: dict[Key, int] = field(default_factory=dict)  # activations in flight
     kept_loss: dict[Key, int] = field(default_factory=dict)
     waiting: dict[Key, int] = field(default_factory=dict)  # gradients of activations, for those of weights
-    of_inputs: dict[Key, int] = field(default_factory=dict)  # a split backward's results, which torch names all step
+    of_inputs: dict[Key, int] = field(default_factory=dict)  # a split backward's results, held until the step ends
     gathered: dict[str, int] = field(default_factory=dict)  # by group
-    gathering: dict[str, int] = field(default_factory=dict)  # by group: flat, before they are copied out of it
+    gathering: dict[str, int] = field(default_factory=dict)  # by group: flat all-gather results before they are copied
     shards: dict[str, int] = field(default_factory=dict)  # gradients by group, as the optimizer takes them
-    added_up: dict[str, int] = field(default_factory=dict)  # gradients by group: whole, of a pipeline's microbatches
+    added_up: dict[str, int] = field(default_factory=dict)  # unsharded gradients by group, of a pipeline's microbatches
     all_reduced: dict[str, int] = field(default_factory=dict)  # by group: fp32 shards that are not the gradients
     pending_reduce: int = 0  # the last reduce-scatter's input, held until the next one
-    whole_gradients: int = 0  # of a group whose backward began and is not complete: the tied embedding's
+    whole_gradients: int = 0  # of a group whose backward is not complete: the tied embedding's
     local_elements: int = field(init=False)  # of this rank's shards of all parameters
 
     def __post_init__(self) -> None:
         self.local_elements = sum(group.local_elements for group in self.all_groups())
 
     def instant(self, when: str, **parts: int) -> Instant:
-        """The moment's own parts on top of what the rank holds anyway."""
+        """An instant: its own parts in addition to what the rank holds."""
         local = 0 if self.run.is_offloaded else self.local_elements
         gradients = (self.shards, self.added_up, self.all_reduced)
         held = {
             "parameters": local * self.run.param_bytes,
             "gradients": sum(sum(sizes.values()) for sizes in gradients) + self.whole_gradients,
-            "optimizer": local * self.run.state_bytes if self.has_states else 0,
+            "optimizer": local * self.run.state_bytes,
             "activations": sum(self.kept.values()),
             "recompute": sum(self.waiting.values()) + sum(self.of_inputs.values()),
             "logits_and_loss": sum(self.kept_loss.values()),
@@ -154,9 +151,9 @@ class Rank:
         return [group for stage in self.groups.values() for group in stage]
 
     def _pipeline_buffers(self) -> int:
-        """Torch's stages receive into one buffer per microbatch and direction, made once and kept.
+        """Torch's stages receive into one buffer per microbatch and direction, allocated once and kept.
 
-        What a stage hands to the next one on the same rank takes such a buffer's place, until the next step.
+        What a stage passes to the next one on the same rank replaces such a buffer until the next step.
         """
         last = len(self.run.stages) - 1
         ends = sum((stage > 0) + (stage < last) for stage in self.groups)
@@ -171,18 +168,18 @@ class Rank:
         return group.full_elements * self.run.compute_bytes
 
     def casts(self, group: FsdpGroup) -> int:
-        """Bytes of the copies of a group's weights that its products keep in the compute dtype, if FSDP makes none."""
+        """Of the casts of a group's weights that its products keep; 0 under FSDP, which gathers them cast."""
         return group.full_elements * self.run.compute_bytes if self.run.casts_weights else 0
 
     def is_kept_whole(self, group: FsdpGroup) -> bool:
-        """Whether a group is a block of which nothing is computed again."""
+        """Whether a group is a block of which nothing is recomputed."""
         return group.layer is not None and keeps_whole_block(self.run, group.layer)
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.run.stages) - 1
 
     def adds_up(self, group: FsdpGroup) -> bool:
-        """Whether a weight's new gradient goes into an earlier one at once: without FSDP, or what needs no cast."""
+        """Whether a weight's new gradient is added to an earlier one at once: without FSDP, or if it needs no cast."""
         if self.run.uses_fsdp:
             return self.run.compute_bytes == FP32 and group.name in self.added_up
         return group.name in self.shards

@@ -1,6 +1,6 @@
-"""CUDACachingAllocator, modelled: what a GPU's memory is given out from, and how much of it is taken from the driver.
+"""A model of torch's CUDACachingAllocator: addresses of blocks, and the memory taken from the driver.
 
-Tests hold both kinds equal to that allocator's own compiled code, event by event (tests/recorded_allocator).
+Tests compare both kinds with that allocator's own compiled code, event by event (tests/recorded_allocator).
 """
 
 from bisect import insort
@@ -21,10 +21,10 @@ from titan_tools.memory.replay.pool import (
 
 
 class Classic:
-    """`expandable_segments:False`: see allocator.Allocator.
+    """`expandable_segments:False`, with segments of cudaMalloc: see Allocator.
 
-    Sizes are rounded up to 512 bytes (round_size). A block that is too large is split only if what is left is worth it
-    (should_split), so it may hold, and count as allocated, up to 1 MiB more than was asked for.
+    Sizes are rounded up to 512 bytes (round_size). A block that is too large is split only if enough remains
+    (should_split), so it may hold, and count as allocated, up to 1 MiB more than requested.
     """
 
     def __init__(self, capacity_bytes: int | None = None):
@@ -35,10 +35,6 @@ class Classic:
         self._live: dict[int, tuple[int, Pool]] = {}
         self._segments: dict[int, int] = {}  # start → size
         self._next_address = FIRST_ADDRESS
-
-    @property
-    def active_bytes(self) -> int:
-        return self.allocated_bytes
 
     def allocate(self, num_bytes: int, stream: str) -> int:
         """See Allocator."""
@@ -57,7 +53,7 @@ class Classic:
         return address
 
     def free(self, address: int) -> None:
-        """Give a block back to its pool."""
+        """Return a block to its pool."""
         if address:
             size, pool = self._live.pop(address)
             self.allocated_bytes -= size
@@ -67,7 +63,7 @@ class Classic:
         return [pool for both in self._pools.values() for pool in both]
 
     def _new_segment(self, pool: Pool, size: int) -> int:
-        """Position of the free block that a new segment is."""
+        """Allocate a segment from the driver; returns the position of its free block."""
         segment = segment_size(size)
         if not self._fits(segment):
             self._release_cached()
@@ -85,7 +81,7 @@ class Classic:
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
     def _release_cached(self) -> None:
-        """Give segments that are one free block back to the driver (release_cached_blocks)."""
+        """Return segments that are one free block to the driver (release_cached_blocks)."""
         for pool in self.pools():
             for start, size in list(pool.size_at.items()):
                 if self._segments.get(start) == size:
@@ -100,10 +96,10 @@ _PLENTY = LARGE_SEGMENT << 18
 
 
 class Expandable:
-    """`expandable_segments:True`: see allocator.Allocator, and Note [Expandable Segments] of CUDACachingAllocator.cpp.
+    """`expandable_segments:True`: see Allocator, and Note [Expandable Segments] of CUDACachingAllocator.cpp.
 
-    One range per stream and pool grows at its end, in granules of 20 MiB (large) or 2 MiB (small). Every block is split
-    down to its request. Nothing goes back to the driver unless the capacity is reached.
+    One address range per stream and pool; physical memory is mapped at its end, in granules of 20 MiB (large) or 2 MiB
+    (small). Every block is split down to its request. Nothing returns to the driver unless the capacity is reached.
     """
 
     def __init__(self, capacity_bytes: int | None = None):
@@ -113,10 +109,6 @@ class Expandable:
         self._ranges: dict[str, tuple[_Ranges, _Ranges]] = {}
         self._live: dict[int, tuple[int, _Ranges]] = {}
         self._next_address = FIRST_ADDRESS
-
-    @property
-    def active_bytes(self) -> int:
-        return self.allocated_bytes
 
     def allocate(self, num_bytes: int, stream: str) -> int:
         """See Allocator."""
@@ -136,7 +128,7 @@ class Expandable:
         return address
 
     def free(self, address: int) -> None:
-        """Give a block back to its pool."""
+        """Return a block to its pool."""
         if address:
             size, ranges = self._live.pop(address)
             self.allocated_bytes -= size
@@ -156,20 +148,20 @@ class Expandable:
         return ranges.pool.position_of(start)
 
     def _mapped(self, ranges: "_Ranges", size: int) -> int | None:
-        """Start of a free block of at least `size` in which what lacked is mapped now; None where memory ran out."""
+        """Start of a free block of at least `size`, after mapping what was missing; None if memory ran out."""
         if self.capacity_bytes is not None and size > self.capacity_bytes:
             return None  # no range has that many addresses
         start = ranges.find_space(size)
         if start is None:
             start = self._new_range(ranges)
         pool = ranges.pool
-        while (lacks := size - pool.size_at.get(start, 0)) > 0:
-            end = start + size - lacks
-            num_bytes = ranges.granules(min(lacks, ranges.unmapped[end]))
+        while (missing := size - pool.size_at.get(start, 0)) > 0:
+            end = start + size - missing
+            num_bytes = ranges.granules(min(missing, ranges.unmapped[end]))
             if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
                 return None
             ranges.map(end, num_bytes)
-            self._note("segment_map", ranges, end, num_bytes)
+            self._record("segment_map", ranges, end, num_bytes)
         return start
 
     def _new_range(self, ranges: "_Ranges") -> int:
@@ -186,16 +178,16 @@ class Expandable:
             for ranges in both:
                 for start in list(ranges.pool.size_at):
                     for first, num_bytes in ranges.unmap(start):
-                        self._note("segment_unmap", ranges, first, -num_bytes)
+                        self._record("segment_unmap", ranges, first, -num_bytes)
 
-    def _note(self, action: str, ranges: "_Ranges", address: int, num_bytes: int) -> None:
+    def _record(self, action: str, ranges: "_Ranges", address: int, num_bytes: int) -> None:
         self.reserved_bytes += num_bytes
         pool = ranges.pool
         self.driver_calls.append(DriverCall(action, address, abs(num_bytes), pool.stream, pool.is_small))
 
 
 class _Ranges:
-    """The address ranges of a stream's pool: what is mapped and free is in `pool`, what is not mapped in `unmapped`."""
+    """The address ranges of a stream's pool: mapped free memory in `pool`, unmapped addresses in `unmapped`."""
 
     def __init__(self, stream: str, *, is_small: bool):
         self.pool = Pool(stream, is_small=is_small)
@@ -211,7 +203,7 @@ class _Ranges:
     def best_fit(self, size: int) -> int:
         """Position of the block to use, len(pool.order) if there is none (get_free_block).
 
-        A block with unmapped space behind it counts as large as it could become, so that the range's end is used last.
+        A block followed by unmapped space counts as large as it could become, so that the range's end is used last.
         """
         pool, unmapped = self.pool, self.unmapped
         position, last = pool.find(size), len(pool.order) - 1
@@ -241,7 +233,7 @@ class _Ranges:
         return None
 
     def add(self, start: int, size: int) -> None:
-        """A new range, of which nothing is mapped."""
+        """Add a range that is not mapped."""
         self._spaces[start] = size
         self._add_unmapped(start, size)
 
@@ -253,7 +245,7 @@ class _Ranges:
         self.pool.put(start, num_bytes)
 
     def unmap(self, start: int) -> list[tuple[int, int]]:
-        """Unmap the granules that lie within a free block: none, or one run, as [(start, size)]."""
+        """Unmap the whole granules in a free block: none, or one run, as [(start, size)]."""
         end = start + self.pool.size_at[start]
         first, last = self.granules(start), end // self.granule * self.granule
         if first >= last:
@@ -274,7 +266,7 @@ class _Ranges:
                 break
         if start + size in self.unmapped:
             size += self._take_unmapped(start + size)
-        if self._spaces.get(start) == size:  # the whole range: given back with its addresses
+        if self._spaces.get(start) == size:  # the whole range: freed with its addresses
             del self._spaces[start]
         else:
             self._add_unmapped(start, size)
@@ -292,17 +284,11 @@ AllocatorName = Literal["classic", "expandable"]
 
 
 class Allocator(Protocol):
-    """Gives out addresses. Bytes are those of torch.cuda.memory_allocated, and of memory_reserved.
-
-    Active bytes are the allocated ones: nothing calls record_stream.
-    """
+    """Bytes are those of torch.cuda.memory_allocated and of memory_reserved."""
 
     allocated_bytes: int
     reserved_bytes: int
     driver_calls: list[DriverCall]
-
-    @property
-    def active_bytes(self) -> int: ...
 
     def allocate(self, num_bytes: int, stream: str) -> int:
         """The address of a new block; 0 for no bytes. Raises OutOfMemory."""
@@ -314,5 +300,5 @@ class Allocator(Protocol):
 
 
 def make_allocator(name: AllocatorName, *, capacity_bytes: int | None = None) -> Allocator:
-    """An allocator without memory. `capacity_bytes`: what the driver has for it, None for any amount."""
-    return {"classic": Classic, "expandable": Expandable}[name](capacity_bytes)
+    """A new allocator. `capacity_bytes`: what the driver can give it, None for any amount."""
+    return Classic(capacity_bytes) if name == "classic" else Expandable(capacity_bytes)

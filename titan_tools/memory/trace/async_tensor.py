@@ -22,12 +22,18 @@ from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._subclasses.fake_tensor import FakeTensor
 
 from converters.errors import UnsupportedError
-from titan_tools.memory.constants import CUBLAS_HANDLES, SIGNAL_PAD_BYTES, SYMMETRIC_GRANULE
+from converters.sizes import MIB
+from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Config
 
 BACKEND_STREAM = "async_tp"
+# A signal pad before or after the requested bytes (CUDASymmetricMemoryTypes.hpp: 32 channels, 72 peers, 4 bytes), the
+# total rounded up to the driver's granularity (CUDASymmetricMemory.cu), 2 MiB on NVIDIA's GPUs; torch 2.11 to 2.13, its
+# own CUDA backend.
+SIGNAL_PAD_BYTES = 32 * 72 * 4
+SYMMETRIC_GRANULE = 2 * MIB
 _PIPELINED = (
     "_pipelined_multi_all_gather_and_consume",
     "_pipelined_all_gather_and_consume_last_dim",

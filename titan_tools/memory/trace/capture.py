@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import (
 
 from converters.collector import collector_paused
 from converters.errors import UnsupportedError
-from converters.families.base import ModelArgs
-from converters.layout import MeshShape
 from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
 from titan_tools.memory.trace.events import StepPoint, Trace
@@ -28,31 +26,23 @@ from titan_tools.memory.trace.tracking import track_modules, track_points
 from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
-from trainer.fake_ranks import fake_ranks
 from trainer.job import Job
 from trainer.mesh import make_meshes
-from trainer.optim import build_optimizer
+from trainer.optim.optimizer import build_optimizer
+from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 
 _WITHOUT_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-def capture(
-    config: Config,
-    args: ModelArgs,
-    dims: MeshShape,
-    *,
-    rank: int,
-    kernels: Kernels,
-    num_steps: int = 2,
-    host: HostBytes | None = None,
-) -> Trace:
-    """Build rank `rank` of `dims.world_size`, run `num_steps` steps, and validate once if the config does.
+def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: HostBytes | None = None) -> Trace:
+    """Build one rank of a job, run `num_steps` steps, and validate once if the config does.
 
-    The layout must have been checked, and coverage.py asked. Initializes and destroys the default process group.
-    Peak memory and time grow with the model's depth only. `host` counts what CPU offload keeps in host memory.
+    Check coverage.py's gaps before. Initializes and destroys the default process group. Memory and time grow with the
+    model's depth only. `host` counts what CPU offload keeps in host memory.
     """
+    config, dims = job.config, job.dims
     is_offloaded = config.training.enable_cpu_offload and kernels.device == "cuda"
     recorder = OffloadRecorder(host or HostBytes()) if is_offloaded else Recorder()
     kind = OffloadedTensors if is_offloaded else RecordedTensors
@@ -69,7 +59,7 @@ def capture(
         track_points(recorder),
         track_offload(recorder) if is_offloaded else nullcontext(),
     ):
-        job, meshes = Job.of(config, args, dims), make_meshes(dims, "cpu")
+        meshes = make_meshes(dims, "cpu")
         model = build(job, meshes, torch.device("cpu"), memory=tensors)
         track_modules(model.parts, recorder)
         observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)

@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
 import trainer.build
-import trainer.optim
 import trainer.parallel.context
-from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS, HOPPER, MIB, Gpu
+from converters.sizes import MIB
+from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
+from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
+from trainer.optim import clip
 
 aten = torch.ops.aten
 
@@ -73,7 +75,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
         if kernels.device == "cuda":
-            patches.enter_context(patch.object(trainer.optim, "_square_sums", trainer.optim.square_sums_on_gpu))
+            patches.enter_context(patch.object(clip, "_square_sums", clip.square_sums_on_gpu))
             # Float8 is gathered over tensor-parallel ranks, as with NCCL: gloo has no float8. Everything else in
             # torchao is the same on any device.
             styles = _for_cuda(trainer.build.float8_styles)

@@ -173,7 +173,7 @@ def test_uneven_shards_of_several_ranks_are_read(tmp_path):
     with CatalogReader(catalog) as reader:
         assert reader.read("weight", Box((2, 1), (6, 3))).tobytes() == raw(weight[2:8, 1:4])
     rewrite(folder, lambda m: m.state_dict_metadata["weight"].chunks.pop(1))
-    with pytest.raises(CheckpointError, match="places items that it does not list:\n  weight at"):
+    with pytest.raises(CheckpointError, match="has locations of items that it does not list:\n  weight at"):
         open_checkpoint(folder)
     rewrite(folder, lambda m: [m.storage_data.pop(k) for k in list(m.storage_data) if k.offset == (3, 0)])
     with pytest.raises(CheckpointError, match=r"do not cover these tensors exactly:\n  weight: chunks cover 42 of 60"):
@@ -196,10 +196,10 @@ BAD = {
     "null": (lambda m: set_first(m, relative_path="a\0b"), "may lie outside"),
     "missing file": (lambda m: set_first(m, relative_path="__9_0.distcp"), "__9_0.distcp: missing"),
     "too long": (lambda m: set_first(m, length=1 << 50), "places items up to byte"),
-    "negative": (lambda m: set_first(m, offset=-5), "where a size belongs"),
+    "negative": (lambda m: set_first(m, offset=-5), "is not a size"),
     "elsewhere": (lambda m: set_first(m, offset=7), "zip"),
     "zstd": (lambda m: set_first(m, transform_descriptors=["stream.zstd/1"]), "compressed"),
-    "unplaced": (lambda m: m.storage_data.clear(), "says nowhere"),
+    "unplaced": (lambda m: m.storage_data.clear(), "has no location of"),
     "unlisted": (lambda m: m.state_dict_metadata.pop("w"), "does not list"),
     "wrong shape": (
         lambda m: m.state_dict_metadata.update(w=replace(m.state_dict_metadata["w"], size=torch.Size([5, 3]))),

@@ -282,7 +282,7 @@ def test_key_and_value_heads_that_several_shards_share(tmp_path, count, kv_heads
     ranks[1][wk][0, 0] += 1
     ranks[count - 1][wv][-1, -1] += 1
     folder = save(tmp_path / "bad", tmp_path, ranks)
-    with pytest.raises(CheckpointError, match="what they all must hold alike") as error:
+    with pytest.raises(CheckpointError, match="that must be equal in all of them") as error:
         convert(folder, tmp_path / "none", to="dcp")
     for name, number in ((wk, 1), (wv, count - 1)):
         assert f"{name}: consolidated.{number:02d}.pth" in error.value.message
@@ -389,7 +389,7 @@ def test_extra_shards_are_told(release, tmp_path):
 @pytest.mark.parametrize("name", ["consolidated.4.pth", "consolidated.004.pth", "consolidated.00 (1).pth"])
 def test_a_name_that_no_shard_has(four, tmp_path, name):
     shutil.copy(shard(four, 3), four / name)
-    refused(four, tmp_path, re.escape(f"{name}: not a name that a shard has"))
+    refused(four, tmp_path, re.escape(f"{name}: not the name of a shard"))
 
 
 def test_more_than_ten_shards_are_in_the_order_of_their_numbers(llama3, tmp_path):
@@ -428,7 +428,7 @@ def test_a_shard_that_is_there_twice_is_told(llama3, four, tmp_path):
     ranks[2] = ranks[1]
     for number, rank in enumerate(ranks):
         save_nameless(rank, shard(four, number))
-    refused(four, tmp_path, "a shard is there twice:\n  consolidated.02.pth: holds what consolidated.01.pth holds")
+    refused(four, tmp_path, "a shard is repeated:\n  consolidated.02.pth: the same content as consolidated.01.pth")
 
 
 def test_weights_that_are_all_alike_are_no_doubles(llama3, tmp_path):
@@ -457,7 +457,7 @@ def test_a_shard_of_another_model_has_other_norms(llama3, four, tmp_path):
     for name in other:
         other[name] = torch.randn_like(other[name])
     torch.save(other, shard(four, 2))
-    error = refused(four, tmp_path, "what they all must hold alike")
+    error = refused(four, tmp_path, "that must be equal in all of them")
     assert all(
         f"layers.{n}.{norm}.weight: consolidated.02.pth" in error.message
         for n in (0, 1)
@@ -470,7 +470,7 @@ def test_one_bit_of_one_norm_is_told(llama3, four, tmp_path):
     other = shards_of(full(llama3), 4)[3]
     other["norm.weight"].view(torch.int32)[7] ^= 1
     torch.save(other, shard(four, 3))
-    error = refused(four, tmp_path, "what they all must hold alike")
+    error = refused(four, tmp_path, "that must be equal in all of them")
     assert error.message.endswith(":\n  norm.weight: consolidated.03.pth")
 
 
@@ -482,7 +482,7 @@ def test_shards_that_differ_in_names_shapes_and_dtypes_are_all_told(llama3, four
     del ranks[3]["output.weight"]
     for number, rank in enumerate(ranks):
         torch.save(rank, shard(four, number))
-    message = refused(four, tmp_path, "the shards differ in what they hold").message
+    message = refused(four, tmp_path, "the shards have different contents").message
     for line in (
         "layers.0.attention.wq.weight: bfloat16 [16, 64] in consolidated.01.pth, float32 [16, 64] in others",
         "norm.weight: float32 [63] in consolidated.00.pth, float32 [64] in others",
@@ -560,7 +560,7 @@ def test_a_bare_pickle_as_second_shard_is_refused_and_not_run(four, tmp_path):
 def test_params_json_that_is_wrong_is_told_with_its_place(four, tmp_path):
     params = json.loads((four / "params.json").read_text())
     (four / "params.json").write_text(json.dumps(params | {"n_layers": 5000}))
-    refused(four, tmp_path, "tensors cannot be the 5,000 layers")
+    refused(four, tmp_path, "tensors are too few for 5,000 layers")
     (four / "params.json").write_text(json.dumps(params | {"dim": "64"}))
     refused(four, tmp_path, re.escape(f"{four}: params.json lacks numbers"))
     (four / "params.json").unlink()

@@ -48,7 +48,7 @@ class OwnTensor(torch.Tensor):
     ("value", "message"),
     [
         ([torch.zeros(2)], "holds a list, not a dict"),
-        ({"a": torch.zeros(2), "b": {torch.zeros(1)}}, r"b: holds a tensor where only plain values may stand"),
+        ({"a": torch.zeros(2), "b": {torch.zeros(1)}}, r"b: holds a tensor, and only plain values are allowed"),
         ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, "two entries are called 'a.b'"),
         ({"bomb": torch.zeros(1).expand(1 << 20, 1 << 20)}, "overlap"),
         ({"module": torch.nn.Linear(1, 1)}, "refused, it asks for `torch.nn"),

@@ -48,7 +48,7 @@ def test_long_rows_in_parts():
 
 def test_parts_of_rows_out_of_order_are_refused():
     total = TensorDigest("float32", (2, 4))
-    with pytest.raises(ValueError, match="digest whole rows"):
+    with pytest.raises(ValueError, match="add whole rows"):
         total.update(Box((0, 2), (2, 2)), np.zeros((2, 2), "float32"))
 
 

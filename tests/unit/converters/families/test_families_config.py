@@ -246,11 +246,11 @@ def test_the_class_is_chosen_as_transformers_chooses_it(named):
     [
         ({"model_type": "llama"}, "architectures ['Qwen3ForCausalLM'] and model_type 'llama', which are of different"),
         ({"model_type": "mistral"}, "['Qwen3ForCausalLM'] and model_type 'mistral', which are of different models"),
-        ({"architectures": ["Qwen3Model"]}, "['Qwen3Model'] and model_type 'qwen3', which no family here reads"),
+        ({"architectures": ["Qwen3Model"]}, "['Qwen3Model'] and model_type 'qwen3', which no family supports"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "['Qwen3ForSequenceClassification']"),
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "'mistral', which no family here reads"),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "'mistral', which no family supports"),
         ({"architectures": None, "model_type": "qwen2"}, "architectures [] and model_type 'qwen2', which no family"),
-        ({"architectures": None, "model_type": None}, "architectures [], which no family here reads"),
+        ({"architectures": None, "model_type": None}, "architectures [], which no family supports"),
         ({"architectures": ["Qwen3ForCausalLM", "Other"], "model_type": None}, "['Qwen3ForCausalLM', 'Other']"),
     ],
 )

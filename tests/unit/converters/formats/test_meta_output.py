@@ -136,7 +136,7 @@ def test_what_params_json_cannot_say_is_refused_before_the_copy(tmp_path):
 
 def test_unknown_formats_are_refused(folders, tmp_path):
     for unknown in ("gguf", "META", ""):
-        with pytest.raises(UnsupportedError, match=f"no format {unknown!r}") as error:
+        with pytest.raises(UnsupportedError, match=f"unknown format: {unknown!r}") as error:
             convert(folders / "hf", tmp_path / "x", to=unknown)
         assert error.value.hint.startswith("known: dcp, hf, meta")
     assert list(tmp_path.iterdir()) == []

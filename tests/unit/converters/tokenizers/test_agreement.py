@@ -82,10 +82,10 @@ def lower_case(content):
 
 
 CHANGES = {
-    swap_two_tokens: "2 tokens have other ids",
-    cut_spaces_off: "does not cut text by Llama 3's pattern",
-    leave_out_merges: "comes about another way",
-    other_order: "not in the order of the tokens",
+    swap_two_tokens: "2 tokens have different ids",
+    cut_spaces_off: "does not split text by Llama 3's pattern",
+    leave_out_merges: "is merged differently",
+    other_order: "not in the order of their tokens",
     lower_case: "normalizes text",
 }
 
@@ -157,10 +157,10 @@ def no_bytes(content):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (swap_two_tokens, "2 tokens have other ids"),
+        (swap_two_tokens, "2 tokens have different ids"),
         (drop_a_merge, "its merges are not those"),
-        (lower_case, "normalizes or cuts text another way"),
-        (no_bytes, "does not spell unknown characters as bytes"),
+        (lower_case, "normalizes or splits text differently"),
+        (no_bytes, "does not encode unknown characters as bytes"),
     ],
 )
 def test_sentencepiece_against_another_json(of_sentencepiece, tmp_path, change, told):

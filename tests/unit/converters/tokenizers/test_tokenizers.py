@@ -134,10 +134,10 @@ CHANGES = {
     "<|eot_id|>": lambda c: c | {"added_tokens": moved(c["added_tokens"], "<|eot_id|>", "<|python_tag|>")},
     "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
     "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
-    "count up from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
-    "make no token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
-    "order of the tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
-    "another way": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
+    "consecutive from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
+    "do not result in a token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
+    "order of their tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
+    "is merged differently": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][:-1]}},
 }  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def test_another_way_to_a_token_is_another_tokenizer(tmp_path, monkeypatch):
     """Merging "bc" before "ab" by rank, though only ("ab", "c") is listed: the judges disagree, so it is refused."""
     content = table([(b"b", b"c"), (b"a", b"b"), (b"ab", b"c")], whole=True)
     path = write(tmp_path, content)
-    with pytest.raises(UnsupportedError, match="another way"):
+    with pytest.raises(UnsupportedError, match="is merged differently"):
         ranks_of_tokenizer_json(path, vocab_size=ROWS)
     vocab = {text.encode(): id for text, id in content["model"]["vocab"].items() if text.isascii() and len(text) > 1}
     write_ranks(tmp_path / "tokenizer.model", {bytes([i]): i for i in range(256)} | vocab)
@@ -341,7 +341,7 @@ def test_other_sentencepiece_models_are_carried_and_told(changes, said, tmp_path
     assets = find_assets(path.parent)
     assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=64) == []
     remark = tokenizer_remark(assets, to="hf", vocab_size=ROWS)
-    assert said in remark and "carried along untranslated" in remark
+    assert said in remark and "copied without a translation" in remark
     assert tokenizer_remark(assets, to="meta", vocab_size=ROWS) == ""
     assert write_assets(tmp_path / "out", assets, {}) == ["tokenizer.model"]
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()
@@ -408,7 +408,9 @@ def test_what_goes_with_the_weights_goes_everywhere(name, tmp_path):
     if family_of(name) != "qwen3":
         report = convert(tmp_path / "dcp", tmp_path / "meta", to="meta")
         assert read(tmp_path / "meta", files) == files
-        assert any("tokenizer.json is carried along untranslated" in remark for remark in report.remarks)  # GPT-2's cut
+        assert any(
+            "tokenizer.json is copied without a translation" in remark for remark in report.remarks
+        )  # GPT-2's cut
         assert not (tmp_path / "meta" / "tokenizer.model").exists()
         last = "meta"
     convert(tmp_path / last, tmp_path / "back", to="hf")

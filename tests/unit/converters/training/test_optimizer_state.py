@@ -177,7 +177,7 @@ def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
     assert "optimizer.state.output.weight.exp_avg" not in open_checkpoint(tmp_path / "ours").tensors
     states["state.lm_head.weight.exp_avg"] = states["state.lm_head.weight.exp_avg"] * 2
     save(tmp_path / "bad", hf | {"optimizer": states}, tied)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg: is not .*embed_tokens.*, though .* tied"):
+    with pytest.raises(CheckpointError, match=r"lm_head.weight.exp_avg: differs from .*embed_tokens.*, but .* tied"):
         reshard(tmp_path / "bad", tmp_path / "out")
 
 
@@ -205,7 +205,7 @@ def test_a_factored_state_is_not_permuted_by_guess(tmp_path):
     save(tmp_path / "hf", hf | {"optimizer": states})
     with pytest.raises(CheckpointError, match="4 problems") as error:
         reshard(tmp_path / "hf", tmp_path / "out")
-    assert error.value.message.count("nothing says how to permute it") == 4  # q and k of two layers
+    assert error.value.message.count("its permutation is unknown") == 4  # q and k of two layers
 
 
 def test_frozen_parameters_are_missing_unless_that_is_allowed(tmp_path):
@@ -231,7 +231,7 @@ def test_what_is_told_twice_or_of_nobody_is_refused(tmp_path):
         reshard(tmp_path / "hf", tmp_path / "out")
     for part in (
         "optimizer.state.model.model.norm.weight.exp_avg  and optimizer.state.model.norm.weight.exp_avg are one state",
-        "twice       optimizer.param_groups.1.lr  is told of output.weight already",
+        "twice       optimizer.param_groups.1.lr  is a repeated setting of output.weight",
         "unexpected  optimizer.param_groups.1.params  lists nobody, ['a list']",
     ):
         assert part in error.value.message
@@ -304,7 +304,7 @@ def test_what_is_not_known_is_kept_and_told(tmp_path):
     state = weights("model.") | {"optimizer": optimizer() | {"loss_scale": 128.0}, "epoch": 4, "note": {"a": [1, "b"]}}
     save(tmp_path / "step", state)
     report = reshard(tmp_path / "step", tmp_path / "out")
-    assert "not known here, kept as they are: optimizer.loss_scale, epoch, note.a" in report.remarks
+    assert "unknown, copied unchanged: optimizer.loss_scale, epoch, note.a" in report.remarks
     assert read(tmp_path / "out", "note.a") == [1, "b"] and read(tmp_path / "out", "epoch") == 4
     report = reshard(tmp_path / "step", tmp_path / "less", drop=["note"])
     assert report.dropped_sections == {"note": 1} and "note.a" not in open_checkpoint(tmp_path / "less").blobs
@@ -322,10 +322,7 @@ def test_kinds_of_loader_state():
 
     loader = TokenLoader(Index(), "train", seq_len=4, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0)
     ours = [f"dataloader.{key}" for key in loader.state_dict()]
-    assert (
-        describe_loader_state(ours, MeshShape(dp_shard=3))
-        == "dataloader: titan's; kept, it means the same for any mesh"
-    )
+    assert describe_loader_state(ours, MeshShape(dp_shard=3)) == "dataloader: titan's; kept, it fits any mesh"
     stream = StreamLoader(
         Index(),
         None,
@@ -344,5 +341,5 @@ def test_kinds_of_loader_state():
     assert "at the same dp degree" in describe_loader_state(theirs, MeshShape(dp_replicate=2, tp=2))
     with pytest.raises(UnsupportedError, match="2 data-parallel ranks"):
         describe_loader_state(theirs, MeshShape(tp=2))
-    assert "not known here" in describe_loader_state(["dataloader.anything"], None)
+    assert "unknown kind" in describe_loader_state(["dataloader.anything"], None)
     assert describe_loader_state(["train_state.step"], None) == ""

@@ -13,7 +13,7 @@ from converters.errors import DataError
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Comm
 from trainer.observability import flight_recorder
-from trainer.observability.flight_recorder import CollectiveFailure, FlightRecorder, failures_told
+from trainer.observability.flight_recorder import CollectiveFailure, FlightRecorder, collective_failures
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ def test_nccls_record_is_written_where_nccl_runs(tmp_path, group, monkeypatch):
 def test_what_cannot_be_written_hides_no_other_error(tmp_path, group, capsys):
     (tmp_path / "comm_traces").touch()
     recorder = FlightRecorder.of(Comm(), tmp_path)
-    with pytest.raises(ZeroDivisionError), failures_told(recorder, Progress()):
+    with pytest.raises(ZeroDivisionError), collective_failures(recorder, Progress()):
         1 / 0  # noqa: B018
     told = capsys.readouterr().err
-    assert "WARNING: rank 0: no record of collectives can be written" in told
-    assert "rank 0: its collectives cannot be written down" in told
+    assert "WARNING: rank 0: the record of collectives cannot be written" in told
+    assert "rank 0: the record of collectives cannot be written" in told
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_what_cannot_be_written_hides_no_other_error(tmp_path, group, capsys):
 )
 def test_errors_of_collectives_are_told_with_rank_and_step(tmp_path, group, error, told):
     recorder = FlightRecorder.of(Comm(trace_buf_size=0), tmp_path)
-    with pytest.raises(CollectiveFailure) as raised, failures_told(recorder, Progress(step=4)):
+    with pytest.raises(CollectiveFailure) as raised, collective_failures(recorder, Progress(step=4)):
         raise error
     assert raised.value.message.startswith("rank 0, step 5: a collective ") and told in raised.value.message
     assert raised.value.exit_code == 3 and raised.value.__cause__ is error
@@ -114,7 +114,7 @@ def test_errors_of_collectives_are_told_with_rank_and_step(tmp_path, group, erro
     ],
 )
 def test_other_errors_stay_what_they_are(tmp_path, group, error):
-    with pytest.raises(type(error)) as raised, failures_told(FlightRecorder.of(Comm(), tmp_path), Progress()):
+    with pytest.raises(type(error)) as raised, collective_failures(FlightRecorder.of(Comm(), tmp_path), Progress()):
         raise error
     assert raised.value is error
 

@@ -5,10 +5,10 @@ import torch
 
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
+from trainer.gpus import data_sheet
 from trainer.observability.throughput import (
     StepClock,
     flops_per_token,
-    peak_flops,
     peak_memory,
 )
 
@@ -23,7 +23,7 @@ def test_flops_per_token_are_the_published_ones(flavor, gflops):
 def test_mfu_is_what_a_published_log_says():
     args = FLAVORS["8B"]  # AWS: 6,785 tokens/s on an H100 = 39.73 %
     count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
-    assert 6785 * count / peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(0.3973, abs=1e-4)
+    assert 6785 * count / data_sheet("NVIDIA H100 80GB HBM3").bf16_flops == pytest.approx(0.3973, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_tied_embedding_counts_as_the_output_projection():
 
 
 def test_peak_is_unknown_for_devices_that_are_not_listed():
-    assert peak_flops("Some CPU") is None
+    assert data_sheet("Some CPU").bf16_flops is None
 
 
 def test_clock_counts_only_time_that_is_not_paused(monkeypatch):

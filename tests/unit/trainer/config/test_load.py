@@ -20,7 +20,7 @@ from trainer.config.renamed import RENAMED
 from trainer.config.sections import Checkpoint, Config
 from trainer.config.show import as_json, toml_text, unread
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def write(folder: Path, text: str) -> Path:

@@ -15,17 +15,17 @@ from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo
-from trainer import init
 from trainer.config.sections import Config, Model, Training
-from trainer.init import InitialWeights, initial_blocks, initial_values
 from trainer.job import resolve_job
+from trainer.models import initial_weights
+from trainer.models.initial_weights import InitialWeights, initial_blocks, initial_values
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.seed import seed
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", 64)
 
 
 @pytest.mark.parametrize("tp_dim", [0, 1])
@@ -53,14 +53,14 @@ def test_memory_is_one_block(small_blocks):
 def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
     """The engine reads boxes smaller than blocks, in two threads; 17 rows a box and 100 a block never end together."""
     drawn = []
-    draw = init._draw
+    draw = initial_weights._draw
 
     def counted(spread, shape, key):
         drawn.append(key)
         return draw(spread, shape, key)
 
-    monkeypatch.setattr(init, "_draw", counted)
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100 * 128)
+    monkeypatch.setattr(initial_weights, "_draw", counted)
+    monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", 100 * 128)
     monkeypatch.setattr(copy, "BLOCK_BYTES", 17 * 128 * 4)
     monkeypatch.setattr(copy, "UNIT_BYTES", 8 * 17 * 128 * 4)
     seed(resolve_job(Config(model=Model(flavor="debug_gqa"), training=Training(seq_len=64))), tmp_path / "seed")
@@ -68,7 +68,7 @@ def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):
 
 
 def test_threads_that_meet_in_a_block_draw_it_once(monkeypatch):
-    drawn, draw = [], init._draw
+    drawn, draw = [], initial_weights._draw
 
     def slow(spread, shape, key):
         drawn.append(key)
@@ -78,7 +78,7 @@ def test_threads_that_meet_in_a_block_draw_it_once(monkeypatch):
     weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=0)
     box = Box((4, 0), (2, 128))
     expected = weights.read("output.weight", box)
-    monkeypatch.setattr(init, "_draw", slow)
+    monkeypatch.setattr(initial_weights, "_draw", slow)
     weights = InitialWeights(ModelInfo("llama3", FLAVORS["debug_gqa"]), seed=0)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: weights.read("output.weight", box), range(4)))
@@ -133,7 +133,8 @@ def test_values_do_not_move_between_versions():
 
 def test_a_source_of_every_parameter_without_torch():
     code = (
-        "import sys; from trainer.init import InitialWeights; from converters.model_info import ModelInfo;"
+        "import sys; from trainer.models.initial_weights import InitialWeights;"
+        "from converters.model_info import ModelInfo;"
         "from converters.catalog import Box; from converters.families.llama3 import FLAVORS;"
         "w = InitialWeights(ModelInfo('llama3', FLAVORS['debug_tied']), seed=0);"
         "[w.read(f, Box.whole(t.shape)) for f, t in w.tensors.items()];"

@@ -1,67 +1,11 @@
-"""Adam and AdamW over all parts of a model, their state by FQN, and clipping over every mesh."""
+"""Gradient clipping by the global norm over all meshes."""
 
-from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-from trainer.config.sections import Optimizer as OptimizerSection
-from trainer.moments import AdamOfOtherMoments
-
-_CLASSES = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_CLASSES_OF_OTHER_MOMENTS = {
-    "Adam": partial(AdamOfOtherMoments, decoupled=False),
-    "AdamW": partial(AdamOfOtherMoments, decoupled=True),
-}
-
-
-def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
-    """One optimizer over parameters by FQN. Its state is there from the start, so that a checkpoint has where to go."""
-    # One group per mesh: the multi-tensor kernels cannot take DTensors of two meshes, or plain tensors, in one call.
-    groups: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for fqn, parameter in named_parameters.items():
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
-    dtypes = {parameter.dtype for parameter in named_parameters.values()}
-    state_dtype = getattr(torch, settings.state_dtype) if settings.state_dtype else None
-    classes = _CLASSES if state_dtype is None or dtypes == {state_dtype} else _CLASSES_OF_OTHER_MOMENTS
-    optimizer = classes[settings.name](
-        [{"params": named} for named in groups.values()],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=settings.implementation == "fused",
-        foreach=settings.implementation == "foreach",
-    )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales; torch's and torchtitan's name for it
-    for parameter in named_parameters.values():
-        optimizer.state[parameter] = {
-            # the fused kernels count on the device, the others on the CPU
-            "step": torch.zeros((), device=parameter.device if settings.implementation == "fused" else "cpu"),
-            "exp_avg": torch.zeros_like(parameter, dtype=state_dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=state_dtype),
-        }
-    return optimizer
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Moments and settings by FQN, flat: `state.<fqn>.exp_avg`, `param_groups.<fqn>.lr`.
-
-    The keys of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`, made from our own FQNs: the same
-    from every layout, pipeline stages and tied weights included. Tensors are the live ones, to be filled in place.
-    """
-    flat: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
-            flat |= {f"state.{fqn}.{name}": value for name, value in optimizer.state[parameter].items()}
-            flat |= {f"param_groups.{fqn}.{name}": value for name, value in settings.items()}
-    return flat
 
 
 class GradientClip:

@@ -12,7 +12,7 @@ import pytest
 
 from converters.errors import DataError
 from tests.torchtitan_release import write_first_run
-from tests.unit.trainer.test_data_streams import write_c4
+from tests.unit.trainer.data.test_streams import write_c4
 from trainer.data import streamed_text, text_index
 from trainer.data.datasets import open_dataset
 from trainer.data.index import open_index

@@ -15,7 +15,13 @@ from trainer.config.sections import ActivationCheckpoint, Config, Parallelism, T
 from trainer.job import layout_problems
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.pipeline import keep_modules
-from trainer.stages import LOOPED_SCHEDULES, V_SCHEDULES, schedule_machine_problems, split_model, stage_problems
+from trainer.parallel.stages import (
+    LOOPED_SCHEDULES,
+    V_SCHEDULES,
+    schedule_machine_problems,
+    split_model,
+    stage_problems,
+)
 
 
 def test_one_stage_per_rank_or_two_for_looped_schedules():
@@ -74,6 +80,9 @@ def test_a_stage_keeps_its_modules_under_their_names():
     assert stage.tok_embeddings is None
     assert list(stage.layers) == ["2", "3"]
     assert names[0] == "layers.2.attention.wq.weight" and names[-2:] == ["norm.weight", "output.weight"]
+    with torch.device("meta"):
+        first = keep_modules(Transformer(FLAVORS["debug_tied"]), ("tok_embeddings", "layers.0"))
+    assert first.tok_embeddings is not None and (first.norm, first.output) == (None, None)
 
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")

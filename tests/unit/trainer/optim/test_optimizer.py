@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from trainer import moments
 from trainer.config.sections import Optimizer as OptimizerSection
-from trainer.optim import GradientClip, build_optimizer, optimizer_state
+from trainer.optim import moments
+from trainer.optim.clip import GradientClip
+from trainer.optim.optimizer import build_optimizer, optimizer_state
 
 
 def _model():

@@ -257,5 +257,5 @@ def test_initial_weights_that_bring_another_tokenizer_are_reported(folder, tmp_p
     write_tokenizer(tmp_path / "other", train_ranks(["ab " * 300, "def x " * 300], vocab_size=270))
     same, other = (ModelInfo("llama3", wanted.args, find_assets(tmp_path / name)) for name in ("same", "other"))
     assert other_tokenizer(same, wanted, tmp_path / "same") == ""
-    assert "brings a tokenizer that gives other ids than the run's" in other_tokenizer(other, wanted, tmp_path)
+    assert "has a tokenizer that gives other ids than the run's" in other_tokenizer(other, wanted, tmp_path)
     assert other_tokenizer(ModelInfo("llama3", FLAVORS["debug_gqa"]), wanted, tmp_path) == ""

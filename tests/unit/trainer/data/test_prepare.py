@@ -22,7 +22,7 @@ from trainer.data.sources import find_files, read_documents, standard_library
 from trainer.data.tokenizer import load_tokenizer
 from trainer.data.write_index import unigram_nats
 
-SHAKESPEARE = Path(__file__).resolve().parents[4] / "shared" / "data" / "tinyshakespeare.txt"
+SHAKESPEARE = Path(__file__).resolve().parents[5] / "shared" / "data" / "tinyshakespeare.txt"
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 

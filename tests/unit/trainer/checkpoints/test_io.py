@@ -178,7 +178,7 @@ def test_all_misfits_are_told_at_once(tmp_path, group):
     with pytest.raises(CheckpointError) as failure:
         refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=False)
     told = failure.value.message
-    assert "(2 missing, 1 left over, 1 of another shape, 1 of another dtype, 1 sections missing)" in told
+    assert "(2 missing, 1 unexpected, 1 of another shape, 1 of another dtype, 1 sections missing)" in told
     assert "a.weight: shape [6, 5] in the checkpoint, [6, 4] in the model" in told
     assert "b.weight: dtype bfloat16 in the checkpoint, float32 in the model" in told
     assert "new.weight: missing" in told and "train_state.steps: missing" in told

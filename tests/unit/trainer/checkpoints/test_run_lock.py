@@ -13,7 +13,7 @@ from converters.errors import CheckpointError
 from converters.names import RUN_LOCK
 from trainer.checkpoints.run_lock import only_run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 HOLDER = """
 import sys, time
 from pathlib import Path

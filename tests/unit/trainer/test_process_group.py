@@ -12,8 +12,7 @@ from converters.errors import ConfigError
 from trainer.config.sections import Parallelism
 from trainer.job import resolve
 from trainer.mesh import make_meshes
-from trainer.own_gpu import own_gpu
-from trainer.ranks import join_ranks, set_train_timeout
+from trainer.process_group import join_ranks, own_gpu, set_train_timeout
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def test_torchruns_number_comes_before_slurms(monkeypatch):
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [(None, "does not say which GPU"), ("-1", "does not say which GPU"), ("2", "rank 2 .* no GPU: torch sees 2")],
+    [(None, "not the number of this"), ("-1", "not the number of this"), ("2", "rank 2 .* no GPU: torch sees 2")],
 )
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch, number, told):
     if number is not None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainer.lr_schedule import Curve, LRSchedule
+from trainer.optim.lr_schedule import Curve, LRSchedule
 
 
 def _values(total, **settings):

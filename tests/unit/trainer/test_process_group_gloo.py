@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from trainer.gloo import use_one_worker
+from trainer.process_group import use_one_worker
 
 
 @pytest.fixture

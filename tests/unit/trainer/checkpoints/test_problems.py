@@ -26,10 +26,10 @@ def _problems(model=None, **keys):
         ({"last_save_in_hf": True}, ["last_save_in_hf converts the last step's checkpoint, and none is saved"]),
         ({"last_save_in_torchtune": True, "enable": True, "load_only": True}, ["last_save_in_torchtune converts"]),
         ({"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False}, ["weights only"]),
-        ({"initial_load_in_hf": True}, ["says no folder: set checkpoint.initial_load_path or model.hf_assets_path"]),
+        ({"initial_load_in_hf": True}, ["names no folder: set checkpoint.initial_load_path or model.hf_assets_path"]),
         (
             {"initial_load_in_hf": True, "initial_load_model_only": False, "last_save_in_hf": True},
-            ["last_save_in_hf", "weights only", "says no folder"],
+            ["last_save_in_hf", "weights only", "names no folder"],
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_what_goes_together_is_let_through(keys):
 @pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf", "last_save_in_torchtune"])
 def test_a_dtype_that_nothing_is_exported_in_is_told(key):
     told = idle_export_dtype(Checkpoint(export_dtype="float16"))
-    assert told.startswith("checkpoint.export_dtype = 'float16' casts nothing") and key in told
+    assert told.startswith("checkpoint.export_dtype = 'float16' has no effect") and key in told
     assert idle_export_dtype(Checkpoint()) == idle_export_dtype(Checkpoint(export_dtype="float16", **{key: True})) == ""
 
 
@@ -74,7 +74,7 @@ def test_a_process_that_shares_memory_needs_linux(monkeypatch):
     assert checkpoint_machine_problems(settings) == []
     monkeypatch.delattr(module.os, "memfd_create")
     (told,) = checkpoint_machine_problems(settings)
-    assert "only Linux" in told
+    assert "needs Linux" in told
     assert checkpoint_machine_problems(Checkpoint(async_mode="async")) == []
 
 

@@ -17,7 +17,7 @@ from trainer.data.datasets import open_dataset, register_dataset
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 SEQ_LEN = 4
 
 
@@ -167,8 +167,8 @@ def test_too_little_data_for_one_batch_is_told():
 
 def test_a_token_beyond_the_vocabulary_is_told_with_its_place():
     source = Tokens(vocab_size=300)
-    source.row[77] = 999
-    with pytest.raises(DataError, match="token 77 of the train part has id 999, but the vocabulary has 300"):
+    source.row[77] = 300
+    with pytest.raises(DataError, match="token 77 of the train part has id 300, but the vocabulary has 300"):
         list(islice(loader(source), 7))
 
 

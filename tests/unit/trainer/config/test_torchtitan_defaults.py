@@ -12,7 +12,7 @@ from trainer.config.load import load_config, origins
 from trainer.config.refused import REFUSED
 from trainer.config.show import toml_text
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "training.md").read_text()
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "training.md").read_text()
 NO_KEY = "no key"
 MARKED = "No key of torchtitan's"  # in the docstrings of trainer/config/sections.py
 
@@ -43,7 +43,7 @@ def test_the_table_has_our_defaults_and_every_key_that_only_titan_has(tmp_path):
     ours, table = our_defaults(tmp_path), documented()
     assert {key: value for key, (_, value) in table.items()} == {key: ours[key] for key in table}
     only_ours = {key for key, (theirs, _) in table.items() if theirs.startswith(NO_KEY)}
-    source = (Path(__file__).resolve().parents[3] / "trainer/config/sections.py").read_text()
+    source = (Path(__file__).resolve().parents[4] / "trainer/config/sections.py").read_text()
     assert len(only_ours) == len(re.findall(MARKED.replace(" ", r"\s+"), source))
 
 

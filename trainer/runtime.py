@@ -1,0 +1,45 @@
+"""Process-wide settings of a training run: seeding, deterministic mode, and the garbage collector."""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+
+from trainer.config.sections import Debug
+from trainer.observability.log import note
+
+
+def set_determinism(debug: Debug) -> None:
+    """Seed torch's generators, for models that use random numbers; initial weights and data are seeded apart."""
+    torch.manual_seed((debug.seed or 0) + dist.get_rank())
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+
+
+class GarbageCollection:
+    """Context around the loop that runs the garbage collector on all ranks at the same steps.
+
+    Otherwise each rank would pause at a different time, and all others would wait for it. `collect` is called after
+    every step and collects every `freq` steps, or with `debug` after each.
+    """
+
+    def __init__(self, freq: int, *, debug: bool):
+        self._freq, self._debug = freq, debug
+
+    def __enter__(self) -> "GarbageCollection":
+        gc.collect()
+        gc.disable()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        gc.enable()
+
+    def collect(self, step: int) -> None:
+        """With `debug` it reports what was found: reference cycles, which keep activations alive."""
+        if not self._debug and step % self._freq:
+            return
+        num_found = gc.collect()
+        if self._debug:
+            note(f"step {step}: {num_found} objects that only the garbage collector could free")
