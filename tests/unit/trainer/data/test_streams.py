@@ -177,6 +177,18 @@ def test_every_document_comes_once_an_epoch_and_epochs_differ(request, tokenizer
     assert first != second
 
 
+@pytest.mark.parametrize("kind", ["many_files", "few_files"])
+def test_streams_share_no_document(request, tokenizer, kind):
+    """Of fewer files than streams, each stream takes documents of every file."""
+    batches, _ = read(request.getfixturevalue(kind), tokenizer, 1, 40, num_streams=4, batch=4)
+    found = []
+    for stream in range(4):
+        tokens = [token for batch in batches for token in batch[stream]]
+        texts = tokenizer.decode(tokens).split(tokenizer.decode([tokenizer.bos_id]))[1:-1]  # the last one is cut
+        found += texts
+    assert len(found) > 20 and len(set(found)) == len(found)
+
+
 def test_seeds_give_other_orders_and_another_seed_is_refused_with_both_named(many_files, tokenizer):
     one, states = read(many_files, tokenizer, 1, 3)
     two, _ = read(many_files, tokenizer, 1, 3, seed=8)

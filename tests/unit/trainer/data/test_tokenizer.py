@@ -102,6 +102,8 @@ def test_begin_and_end_are_added_on_request(tiktoken_form, json_form, transforme
     plain = tiktoken_form.encode("a b")
     for tokenizer in (tiktoken_form, json_form):
         assert tokenizer.encode("a b", bos=True, eos=True) == [VOCAB - 10, *plain, VOCAB - 9]
+        assert tokenizer.encode("a b", bos=True) == [VOCAB - 10, *plain]
+        assert tokenizer.encode("a b", eos=True) == [*plain, VOCAB - 9]
     assert transformers_form("a b").input_ids == [VOCAB - 10, *plain]  # as Llama's own does
 
 

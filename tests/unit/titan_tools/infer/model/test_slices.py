@@ -85,3 +85,5 @@ def test_biases_are_cut_as_the_rows_of_their_weights(tp):
             for rank in range(tp):
                 whole, rows = (slice_for_rank(p, ODD, tp=tp, rank=rank) for p in (parameter, bias))
                 assert (rows.offsets, rows.sizes) == (whole.offsets[:1], whole.sizes[:1]), bias.fqn
+        elif parameter.tp_dim == 1:  # added once, to the sum of all ranks
+            assert parameter.bias().tp_dim is None
