@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Published peaks of torchtitan runs against the estimate: prints the table, writes it, exits 1 where it is not good.
+"""Compare estimates with published peaks of torchtitan runs: print a table, write it; exit 1 beyond the limits.
 
-Rows whose runs are not covered are told apart with the reason; rows that cannot be read fail alone.
+Rows that are not covered are listed with the reason; a row that cannot be read does not stop the others.
 
     python scripts/validate_memory.py ../shared/data/memory_published.csv --write docs/memory_validation.md
 
@@ -39,11 +39,11 @@ def main() -> int:
     for row in rows:
         try:
             estimates.append(estimate(row))
-            said = f"{estimates[-1].high_gib:.2f} GiB"
-        except Exception as error:  # the other rows are asked all the same; what is not covered is no failure of ours
-            said = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
-            refused.append(RejectedRow(row.id, row.run, said, row.is_scored, isinstance(error, UnsupportedError)))
-        print(f"{row.id}: {row.run}: {said}", file=sys.stderr, flush=True)
+            message = f"{estimates[-1].high_gib:.2f} GiB"
+        except Exception as error:  # continue with the other rows
+            message = error.message if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
+            refused.append(RejectedRow(row.id, row.run, message, row.is_scored, isinstance(error, UnsupportedError)))
+        print(f"{row.id}: {row.run}: {message}", file=sys.stderr, flush=True)
     print(markdown(estimates, refused), end="")
     if given.write:
         given.write.write_text(document(estimates, refused))

@@ -1,10 +1,9 @@
-"""How long `titan estimate-memory` takes for whole jobs, as a process, and how much memory it needs itself.
+"""Measure the time and host memory of `titan estimate-memory` for whole jobs.
 
     python scripts/bench/estimate.py --rounds 3
 
-Limits are for 2 quiet cores: seconds of the median, MB (10**6 bytes) of the most that the process and its
-children held at once, pages that they share counted once. Pages of libraries that processes beside them use too count
-in part: measure alone.
+Limits are for 2 quiet cores: median seconds, and MB (10**6 bytes) that the process and its children hold at most,
+shared pages counted once. Library pages shared with other processes count only in part, so run nothing else meanwhile.
 """
 
 import argparse

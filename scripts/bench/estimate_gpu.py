@@ -1,4 +1,4 @@
-"""Estimates against a real GPU: rank r of an N-GPU job on one device, its peers played by a fake process group.
+"""Compare estimates with a real GPU: one rank of an N-GPU job on one device, with a fake process group.
 
     python scripts/bench/estimate_gpu.py predict predictions.json --gpu h100-80      # anywhere, first
     python scripts/bench/estimate_gpu.py measure predictions.json                    # on the GPU

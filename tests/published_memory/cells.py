@@ -1,6 +1,6 @@
-"""What a cell of a published row says, in the spellings that its sources use. Torch-free.
+"""Parse the cells of a published row, in the spellings that its sources use. Torch-free.
 
-Each raises ConfigError for a text that it does not know, UnsupportedError for what is known and not rebuilt.
+Each function raises ConfigError for an unknown text, UnsupportedError for what is known but not rebuilt.
 """
 
 import re
@@ -177,6 +177,6 @@ def allocator(text: str) -> AllocatorName | None:
 
 
 def has_async_tp(*texts: str) -> bool:
-    """Whether a row's words tell of asynchronous tensor parallelism."""
+    """Whether a row's words mention asynchronous tensor parallelism."""
     words = re.sub(r"[ _-]", "", " ".join(texts).lower())
     return bool(re.search(r"(?<!no)(?<!without)(?<!w/o)async(tp|tensor)", words))

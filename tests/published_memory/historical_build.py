@@ -1,4 +1,4 @@
-"""Rebuilds in titan's model what a published run was built of: the one place where that is set, for every row."""
+"""Rebuild in titan's model how torchtitan built a published run at its date."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -40,18 +40,18 @@ _label_parameters = titan_tools.memory.trace.capture._label_parameters
 
 
 @contextmanager
-def historical_build(then: HistoricalBuild, *, tp: int) -> Iterator[None]:
-    """Within, a captured run is built as torchtitan built it."""
-    norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[then.norm]
+def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
+    """Build captured runs as torchtitan built them."""
+    norm = {"python": python_rms_norm, "composite": composite_rms_norm, "fused": nn.RMSNorm.forward}[build.norm]
     llama, qwen = trainer.models.llama3.model, trainer.models.qwen3.model
     with ExitStack() as patches:
         for owner, name, value in (
             (nn.RMSNorm, "forward", norm),
             (llama.Attention, "forward", llama_attention),
-            (llama.RotaryAngles, "forward", qwen_rope_cache if then.norms_queries else llama_freqs_cis),
+            (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
             (qwen.Attention, "forward", qwen_attention),
-            (trainer.build, "install_loss", partial(_install_loss, then)),
-            (trainer.build, "apply_fsdp", _separate_groups if not then.has_ends_in_root else _ends_in_root(then)),
+            (trainer.build, "install_loss", partial(_install_loss, build)),
+            (trainer.build, "apply_fsdp", _separate_groups if not build.has_ends_in_root else _ends_in_root(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
             (trainer.parallel.tensor, "RowsOfVocabulary", _split_embedding),
             (titan_tools.memory.trace.capture, "build_optimizer", _without_states),
@@ -65,14 +65,14 @@ def historical_build(then: HistoricalBuild, *, tp: int) -> Iterator[None]:
         yield
 
 
-def _ends_in_root(then: HistoricalBuild) -> Callable[..., None]:
-    """Blocks in groups of their own; embeddings, norm and output in the root's, which no FSDP2 reshards."""
+def _ends_in_root(build: HistoricalBuild) -> Callable[..., None]:
+    """Each block in its own group; embeddings, norm and output in the root's, which FSDP2 does not reshard."""
 
     def apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, **policy) -> None:
         shared = _shared(mesh, **policy)
         last = len(model.layers) - 1
         for number, layer in enumerate(model.layers.values()):
-            is_kept = number == last and then.is_last_block_kept
+            is_kept = number == last and build.is_last_block_kept
             fully_shard(layer, **shared, reshard_after_forward=reshard_after_forward and not is_kept)
         fully_shard(model, **shared, reshard_after_forward=False)
 
@@ -99,7 +99,7 @@ def _shared(mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.d
 
 
 def _install_loss(
-    then: HistoricalBuild,
+    build: HistoricalBuild,
     part: nn.Module,
     training: Training,
     compile: Compile,
@@ -111,7 +111,7 @@ def _install_loss(
     if part.output is None:
         install_loss(part, training, compile, tp_mesh=tp_mesh, **settings)
         return
-    loss = LossOfLogits(part.forward, tp_mesh, then)
+    loss = LossOfLogits(part.forward, tp_mesh, build)
     if compiles(compile, "loss"):
         loss.cross_entropy = torch.compile(loss.cross_entropy, backend=compile.backend)
     part.forward = loss
@@ -135,12 +135,12 @@ def _split_embedding() -> RowwiseParallel:
 
 
 def _without_states(named_parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer:
-    """Its states are made by the first step."""
+    """The first step creates the states."""
     is_fused = settings.implementation == "fused"
     return torch.optim.AdamW(list(named_parameters.values()), lr=settings.lr, fused=is_fused, foreach=not is_fused)
 
 
 def _label_after_steps(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
-    """The states, too, once the first step has made them: layers that have their own can stand for others."""
+    """Label the states too, once the first step has created them: only labelled ones can be expanded."""
     _label_parameters(model, optimizer, recorder)
     optimizer.register_step_post_hook(lambda *_: _label_parameters(model, optimizer, recorder))

@@ -1,4 +1,4 @@
-"""torchtitan's modules as far as they move memory otherwise than ours: norms, attention, loss. After its sources.
+"""torchtitan's earlier norms, attention and loss, which use memory differently from ours. After its sources.
 
 Shape letters as in trainer/models/llama3/model.py.
 """
@@ -30,26 +30,26 @@ def composite_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return (wide * scale * norm.weight).type_as(x)
 
 
-def llama_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-    """torchtitan/models/llama/model.py: q and k are rotated together, as complex. `rotations` [L, 1, P], complex."""
+def llama_attention(attention: nn.Module, x_BLD: Tensor, rotary: Tensor) -> Tensor:
+    """torchtitan/models/llama/model.py: q and k are rotated as complex numbers. `rotary` [L, 1, P], complex."""
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     pairs = [torch.view_as_complex(each.float().unflatten(-1, (-1, 2))) for each in (q, k)]
-    wide_q, wide_k = (torch.view_as_real(each * rotations).flatten(-2) for each in pairs)
+    wide_q, wide_k = (torch.view_as_real(each * rotary).flatten(-2) for each in pairs)
     del pairs
     return _attend(attention, wide_q.type_as(q), wide_k.type_as(k), v)
 
 
-def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-    """torchtitan/models/qwen3/model/model.py: q and k are normed, then turned in x's dtype.
+def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotary: Tensor) -> Tensor:
+    """torchtitan/models/qwen3/model/model.py: q and k are normalized, then rotated in x's dtype.
 
-    `rotations` [L, 2·H]: cosine and sine of both halves.
+    `rotary` [L, 2·H]: cosine and sine of both halves.
     """
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations.chunk(2, dim=-1))
-    return _attend(attention, *((each * cos) + (_halves_turned(each) * sin) for each in (q, k)), v)
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotary.chunk(2, dim=-1))
+    return _attend(attention, *((each * cos) + (_rotate_halves(each) * sin) for each in (q, k)), v)
 
 
 def llama_freqs_cis(rope: nn.Module, positions: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def qwen_rope_cache(rope: nn.Module, positions: Tensor) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _halves_turned(x: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
@@ -85,13 +85,13 @@ def _repeated(x_BLKH: Tensor, repeats: int) -> Tensor:
 
 
 class LossOfLogits:
-    """A part's forward: F.cross_entropy of its logits in fp32, as DTensors where they are cut over tensor ranks.
+    """A part's forward: F.cross_entropy of its logits in fp32, as DTensors if they are sharded over TP.
 
-    In chunks (#996) the logits are taken piece by piece. What is kept are those of all microbatches of a step.
+    In chunks (#996) the loss reads the logits piece by piece. Kept are those of all microbatches of a step.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], tp_mesh: DeviceMesh | None, then: HistoricalBuild):
-        self._forward, self._tp_mesh, self._then = forward, tp_mesh, then
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], tp_mesh: DeviceMesh | None, build: HistoricalBuild):
+        self._forward, self._tp_mesh, self._then = forward, tp_mesh, build
         self._kept: list[Tensor] = []
         self.cross_entropy = _cross_entropy
 

@@ -1,6 +1,6 @@
-"""What a published run was made of: as a config of ours, and what torchtitan built otherwise at the row's date.
+"""A published run as a config of ours, and what torchtitan built differently at the row's date.
 
-Both are told from the row's columns alone. Torch-free; `as_built_then.py` rebuilds what differs.
+Both follow from the row's columns alone. Torch-free; `historical_build.py` rebuilds what differs.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from tests.published_memory.rows import Row
 # Dates of torchtitan's git log, unless another source is named.
 # #1625: tok_embeddings and [norm, output] in FSDP groups of their own, the last block resharded, fused AdamW by default
 SEPARATE_ENDS = "2025-08-22"
-# torch's nightlies run RMSNorm on CUDA in one kernel (pytorch#153666; torchtitan#1421 of that day tells of it)
+# torch's nightlies run RMSNorm on CUDA in one kernel (pytorch#153666, mentioned in torchtitan#1421 of that day)
 FUSED_NORM = "2025-07-20"
-# The logits were deleted before backward; until then they lived until the next step's replaced them
+# The logits are deleted before backward; earlier they were kept until the next step's
 LOGITS_DELETED = "2024-04"
-# A microbatch is one sample; until then a batch was cut in as many as there were stages
+# A microbatch is one sample; earlier a batch was cut into as many as there were stages
 MICROBATCH_OF_ONE = "2025-04"
-# #985: torch's own RMSNorm in place of the model's, where a row does not say which one it was
+# #985: torch's own RMSNorm in place of the model's, if a row does not say which one it was
 NATIVE_NORM = "2025-03-19"
-# #642: the loss casts the logits; until then the model ended in fp32
+# #642: the loss casts the logits; earlier the model ended in fp32
 CAST_IN_LOSS = "2024-10-23"
-# Where the model is compiled, so is the loss: #642, until #755 turned it off (pytorch#143774); again since #1033
+# If the model is compiled, so is the loss: #642, until #755 disabled it (pytorch#143774); again since #1033
 LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 
-# Tensor-parallel collectives recorded streams, which keeps what they touch for as long as the GPU lags behind (#735,
-# pytorch#147168), but where TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them
+# Tensor-parallel collectives recorded streams, which keeps their tensors until the GPU has caught up (#735,
+# pytorch#147168), unless TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them
 STREAMS_NOT_RECORDED = "2025-04-10"
 
 _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
@@ -34,23 +34,23 @@ _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
 
 @dataclass(frozen=True, slots=True)
 class HistoricalBuild:
-    """Every difference that moves memory and that the row's degrees and sizes do not say."""
+    """The differences that affect memory and do not follow from the row's degrees and sizes."""
 
     norm: Literal["python", "composite", "fused"]
     optimizer: Literal["foreach", "fused"]
     has_ends_in_root: bool
-    has_tied_ends: bool  # of which torchtitan gathered each for itself; here both are in one group
+    has_tied_ends: bool  # torchtitan gathered each by itself; here both are in one group
     is_last_block_kept: bool
     loss_chunks: int  # of the logits; 0: none
-    norms_queries: bool  # and turns them in bf16, with a cache of both halves
+    norms_queries: bool  # and rotates them in bf16, with a cache of both halves
     has_wide_logits: bool  # the model itself ends in fp32
-    num_logits_kept: int  # microbatches whose logits live until the next step's
+    num_logits_kept: int  # microbatches whose logits are kept until the next step's
     is_loss_compiled: bool
     gathers_keys: bool  # as torchtitan's context ranks do by default ("allgather"); their ring over them is not rebuilt
-    is_floor: bool  # collectives kept buffers for a time that no trace tells
+    is_floor: bool  # collectives kept buffers for a time that no trace shows
 
     def describe(self) -> list[str]:
-        """What was set, in words."""
+        """The differences in words."""
         said = {
             f"{self.norm} RMSNorm": True,
             f"{self.optimizer} AdamW": True,
@@ -70,7 +70,7 @@ class HistoricalBuild:
 
 
 def build_of(row: Row) -> HistoricalBuild:
-    """What the row's run was built of."""
+    """How the row's run was built."""
     is_old = row.date < SEPARATE_ENDS
     native = "composite" if row.date < FUSED_NORM else "fused"
     kind = row.norm or ("python" if row.date < NATIVE_NORM else "native")

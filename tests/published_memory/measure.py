@@ -27,7 +27,7 @@ class RowEstimate:
     """What is estimated for a row, in the row's metric. [low, high] where its flags are not known, else one number."""
 
     row: Row
-    then: HistoricalBuild
+    build: HistoricalBuild
     low_gib: float
     high_gib: float
     allocated_gib: float
@@ -43,10 +43,10 @@ class RowEstimate:
 
 def estimate(row: Row) -> RowEstimate:
     """Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows."""
-    then = build_of(row)
+    build = build_of(row)
     peaks, verdicts = [], []
     for variant in _variants(row):
-        trace, peak = _fullest(variant, _traces(settings_of(variant), row.world_size, row.gpu, then))
+        trace, peak = _fullest(variant, _traces(settings_of(variant), row.world_size, row.gpu, build))
         peaks.append(peak)
         verdict = judge(
             replace(row.gpu, usable_gib=row.total_gib),
@@ -59,7 +59,7 @@ def estimate(row: Row) -> RowEstimate:
     found = [_in_metric(row, peak) / GIB for peak in peaks]
     return RowEstimate(
         row,
-        then,
+        build,
         low_gib=min(found),
         high_gib=max(found),
         allocated_gib=peaks[0].allocated_bytes / GIB,
@@ -90,15 +90,15 @@ def _in_metric(row: Row, peak: Peak) -> int:
 
 
 @lru_cache(maxsize=2)  # rows of one run follow each other
-def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, then: HistoricalBuild) -> list[Trace]:
+def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, build: HistoricalBuild) -> list[Trace]:
     """One per kind of pipeline rank."""
     job = resolve_job(load_config(settings[0], settings[1:]), world_size)
     # flash attention, also on Hopper: torchtitan preferred cuDNN's on Blackwell only
-    kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if then.norm == "fused" else "own")
+    kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if build.norm == "fused" else "own")
     if gaps := [gap.reason for gap in trace_gaps(job.config, job.dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     # Of the pipeline ranks of a kind the first has the most microbatches in flight.
-    with historical_build(then, tp=job.dims.tp):
+    with historical_build(build, tp=job.dims.tp):
         return [
             trace_rank(job, rank=global_rank(job, pp_ranks[0]), kernels=kernels) for pp_ranks in kinds_of_ranks(job)
         ]

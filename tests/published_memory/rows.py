@@ -1,4 +1,4 @@
-"""Published peaks, row by row, as shared/data/memory_published.csv spells them. Torch-free."""
+"""Read published peaks from CSV rows in the spelling of shared/data/memory_published.csv. Torch-free."""
 
 import csv
 import io

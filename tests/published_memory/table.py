@@ -103,11 +103,11 @@ def _line(estimate: RowEstimate) -> str:
     found = f"{estimate.high_gib:.2f}"
     if estimate.high_gib - estimate.low_gib >= 0.005:
         found = f"{estimate.low_gib:.2f} … {found}"
-    if estimate.then.is_floor:
+    if estimate.build.is_floor:
         found = f"≥ {found}"
     if row.gib is None:
         found = f"{found}: {estimate.verdict}"
     metric = row.metric + (", step 1" if row.is_first_step else "")
     error = "" if estimate.error is None else f"{estimate.error:+.2%}"
-    cells = (row.id, row.date, row.run, "; ".join(estimate.then.describe()), metric, published, found, error)
+    cells = (row.id, row.date, row.run, "; ".join(estimate.build.describe()), metric, published, found, error)
     return "| " + " | ".join(cells) + " |"

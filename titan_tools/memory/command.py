@@ -50,7 +50,7 @@ def estimate_from_command_line(
             f"estimated for {count(job.dims.world_size, 'rank')}: parallelism.data_parallel_shard_degree = -1 uses all"
             " ranks, and --world-size N sets how many there are"
         )
-    flags = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
+    flags: dict[str, object] = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
     flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
     if gaps := trace_gaps(settings, job.dims):
         nearest = {gap.keys[0]: gap.nearest for gap in gaps}

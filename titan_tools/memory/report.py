@@ -117,13 +117,14 @@ def engine_lines(found: Estimate) -> list[str]:
         return [f"trace only; the closed form does not describe {reason}" for reason in found.formula_gaps]
     far = found.disagreeing
     if not far:
-        most = max(abs(rank.engines_differ_by) for rank in found.ranks)
+        most = max(abs(rank.engines_differ_by or 0) for rank in found.ranks)
         return [f"the traced train step and the closed form agree to {max(most, 0.001):.1%} of what is allocated"]
     return [
         f"pp rank {rank.pp_rank}: WARNING: the closed form gives {_gib(rank.formula.total_bytes)} GiB allocated,"
         f" {rank.engines_differ_by:+.1%} relative to the trace (limit {ENGINES_AGREE:.0%}), most of it in"
         f" {LABELS[_farthest_part(rank)]}; one of them is wrong: please report this config"
         for rank in far
+        if rank.formula
     ]
 
 

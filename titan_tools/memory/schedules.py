@@ -1,4 +1,4 @@
-"""The order in which a pipeline rank runs forwards and backwards. Torch-free; a test holds it equal to torch's."""
+"""The order in which a pipeline rank runs forwards and backwards. Torch-free; a test compares it with torch's."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,29 +9,29 @@ from converters.errors import UnsupportedError
 from converters.layout import stages_of_rank
 from trainer.parallel.stages import V_SCHEDULES
 
-_MOST_GATHERED = 3  # stages of a rank at once: torch's `max_active_stages`, 2.11 to 2.13
+_MOST_GATHERED = 3  # gathered stages of a rank: torch's `max_active_stages`, 2.11 to 2.13
 
 Kind = Literal["F", "B", "I", "W", "gather", "reshard", "reduce"]
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does with one of its stages.
+    """An action of a rank on one of its stages.
 
     F, B: forward and full backward of a microbatch; I, W: backward's gradients of inputs, then those of weights. The
-    others are FSDP's, once for a stage: it gathers all of it, lets it go, reduces its gradients.
+    others are FSDP's, for a stage as a whole: gather it, reshard it, reduce its gradients.
     """
 
     kind: Kind
     stage: int
-    microbatch: int = -1  # -1: of none
+    microbatch: int = -1  # -1: none
 
 
 def actions_of_rank(schedule: str, *, pp_rank: int, pp: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """What a rank computes in a step, in time order. Raises UnsupportedError for a schedule not described here."""
+    """What a rank computes in a step, in time order. Raises UnsupportedError for an unknown schedule."""
     if schedule not in _ORDERS:
         raise UnsupportedError(
-            f"no order of microbatches is known here for the pipeline schedule {schedule!r}",
+            f"the order of microbatches in the pipeline schedule {schedule!r} is not known",
             hint=f"covered: {', '.join(_ORDERS)}",
         )
     stages = stages_of_rank(pp_rank, pp, num_stages, v_shaped=schedule in V_SCHEDULES)
@@ -39,11 +39,11 @@ def actions_of_rank(schedule: str, *, pp_rank: int, pp: int, num_stages: int, nu
 
 
 def with_sharding(actions: Sequence[Action], schedule: str) -> list[Action]:
-    """The same with what FSDP does for whole stages.
+    """The same with FSDP's actions on whole stages.
 
-    A schedule of several stages per rank gathers those that come next and lets go of others (torch's
-    `_add_unshard_reshard`); one of a single stage leaves that to the layers. Each stage is reduced after its last
-    backward (`_add_reduce_grad`).
+    A schedule of several stages per rank gathers the next stages and reshards others (torch's `_add_unshard_reshard`);
+    with a single stage the layers do that themselves. Each stage is reduced after its last backward
+    (`_add_reduce_grad`).
     """
     last = {action.stage: at for at, action in enumerate(actions) if action.kind in ("B", "W")}
     gathered: list[int] = []
@@ -67,7 +67,7 @@ def _gpipe(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> l
 
 
 def _one_f_one_b(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
-    """As many forwards as stages follow, this one included; then a backward before each further forward."""
+    """As many forwards as there are stages from this one on; then a backward before each further forward."""
     (stage,) = stages
     warmup = min(num_microbatches, pp - pp_rank)
     order = [Action("F", stage, mb) for mb in range(warmup)]
@@ -79,7 +79,7 @@ def _one_f_one_b(stages: list[int], pp_rank: int, pp: int, num_microbatches: int
 
 
 def _looped_bfs(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
-    """Every microbatch through a stage before the next stage; backwards in mirror order."""
+    """Every microbatch through a stage before the next stage; backwards in reverse order."""
     forwards = [Action("F", stage, mb) for stage in stages for mb in range(num_microbatches)]
     return forwards + [Action("B", action.stage, action.microbatch) for action in reversed(forwards)]
 
@@ -111,7 +111,7 @@ def _in_rounds(
 ) -> tuple[list[Action], list[Action], int]:
     """Forwards, backwards and the length of a round.
 
-    The i-th action goes to the stage whose turn it is and takes that stage's next microbatch.
+    The i-th action is on the next stage in turn, with that stage's next microbatch.
     """
     rounds = max(1, num_microbatches // pp)
     assert num_microbatches % rounds == 0, "trainer/stages.py refuses such a config"
@@ -132,37 +132,37 @@ def _in_rounds(
 def _zbv_zero_bubble(stages: list[int], pp_rank: int, pp: int, num_microbatches: int) -> list[Action]:
     """ZB-V (arXiv 2401.10241, section 6): down through a rank's first stage, back up through its second.
 
-    The order is laid out for at least 2·pp − 1 microbatches; what is beyond those there are is left out.
+    The order is made for at least 2·pp − 1 microbatches; those that do not exist are left out.
     """
     down, up = stages
     laid_out = max(2 * pp - 1, num_microbatches)
     order: list[Action] = []
     done: Counter[tuple[str, int]] = Counter()
 
-    def act(kinds: str, stage: int) -> None:
+    def act(kinds: Sequence[Kind], stage: int) -> None:
         for kind in kinds:
             order.append(Action(kind, stage, done[kind, stage]))
             done[kind, stage] += 1
 
     for _ in range(2 * (pp - pp_rank) - 1):
-        act("F", down)
+        act(["F"], down)
     for _ in range(pp_rank):
-        act("F", up)
-        act("F", down)
+        act(["F"], up)
+        act(["F"], down)
     for _ in range(pp - pp_rank):
-        act("FIW", up)
+        act(("F", "I", "W"), up)
     while done["F", up] < done["F", down] or done["F", down] < laid_out:
         if done["F", down] < laid_out:
-            act("F", down)
-        act("IW", down)
-        act("FIW", up)
+            act(["F"], down)
+        act(("I", "W"), down)
+        act(("F", "I", "W"), up)
     for _ in range(pp_rank):
-        act("I", down)
-        act("I", up)
+        act(["I"], down)
+        act(["I"], up)
     for _ in range(pp - pp_rank):
-        act("IW", down)
+        act(("I", "W"), down)
     for stage in (up, down):
-        act("W" * (done["I", stage] - done["W", stage]), stage)
+        act(["W"] * (done["I", stage] - done["W", stage]), stage)
     return [action for action in order if action.microbatch < num_microbatches]
 
 

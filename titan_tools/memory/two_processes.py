@@ -1,4 +1,7 @@
-"""Work done in a second process meanwhile: a copy of this one, so that what is imported is there already."""
+"""Run work in a second process: a fork of this one, so that torch need not be imported again.
+
+A pipeline's ranks are estimated in both: docs/benchmarks.md's limit for 405B on 512 ranks needs it.
+"""
 
 import ctypes
 import os
@@ -15,15 +18,15 @@ from typing import TypeVar
 from torch import cuda
 
 T = TypeVar("T")
-_SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
 def run_in_child(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
-    """What `work` yields, made in another process: each when the one before was taken, the first one at once.
+    """What `work` yields, computed in a child process: the first result at once, each other when the last was taken.
 
-    Where no process can be copied, and where the other one fails for whatever reason, `work` is done here instead, once
-    its results are asked for: errors are as they would be without it. Leaving ends the other process.
+    If no process can be forked, or the child fails for any reason, `work` runs here instead when its results are
+    needed, so errors are as without a child. Leaving the context ends the child.
     """
     if not _can_fork():
         yield work()
@@ -33,7 +36,7 @@ def run_in_child(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
     process = context.Process(target=_serve, args=(work, here, there, os.getpid()), daemon=True)
     try:
         process.start()
-    except OSError:  # no process or no memory for one is left
+    except OSError:  # too many processes, or too little memory
         yield work()
         return
     there.close()
@@ -46,8 +49,8 @@ def run_in_child(work: Callable[[], Iterator[T]]) -> Iterator[Iterator[T]]:
 
 
 def _can_fork() -> bool:
-    """Locks that threads hold stay locked in a copy, and a driver that was started does not work there."""
-    return sys.platform == "linux" and threading.active_count() == 1 and not cuda.is_initialized()
+    """Locks held by other threads stay locked in a fork, and an initialized CUDA driver does not work there."""
+    return sys.platform == "linux" and threading.active_count() == 1 and not cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _results(work: Callable[[], Iterator[T]], there: Connection) -> Iterator[T]:
@@ -64,13 +67,13 @@ def _results(work: Callable[[], Iterator[T]], there: Connection) -> Iterator[T]:
 
 
 def _serve(work: Callable[[], Iterator[T]], theirs: Connection, there: Connection, parent: int) -> None:
-    """The other process, which says nothing of how it ends. Ctrl-C reaches it too, and is the first one's to answer."""
-    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_END, signal.SIGKILL)  # also where that one is killed, amid a capture
-    if os.getppid() != parent:  # it was before that
+    """The child process, which fails silently. Ctrl-C reaches it too; the parent handles it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed during a capture
+    if os.getppid() != parent:  # the parent ended before that
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    theirs.close()  # so that the first one's end is noticed
+    theirs.close()  # so that the parent's end closes the pipe
     try:
         for found in work():
             there.recv()

@@ -11,7 +11,10 @@ from titan_tools.memory.replay.replay import replay
 from titan_tools.memory.trace.events import Trace
 from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
 
-FITS, DOES_NOT_FIT, TOO_CLOSE = "fits", "does not fit", "too close to call"
+VerdictName = Literal["fits", "does not fit", "too close to call"]
+FITS: VerdictName = "fits"
+DOES_NOT_FIT: VerdictName = "does not fit"
+TOO_CLOSE: VerdictName = "too close to call"
 EXIT_CODES = {FITS: 0, DOES_NOT_FIT: 1, TOO_CLOSE: 5}
 # Not visible to torch's allocator. CUDA context: about 0.5 GB; NCCL: 0.2 to 1 GB per communicator. Others' reports, not
 # measured here.
@@ -24,7 +27,7 @@ class Verdict:
     """`needed_gib` is the [low, high] of what nvidia-smi will show on the fullest rank."""
 
     gpu: Gpu
-    verdict: Literal["fits", "does not fit", "too close to call"]
+    verdict: VerdictName
     needed_gib: tuple[float, float]
 
     @property

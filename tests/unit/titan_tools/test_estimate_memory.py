@@ -1,4 +1,4 @@
-"""titan estimate-memory from the command line: presets, JSON, verdicts as exit codes, everything wrong told at once."""
+"""titan estimate-memory from the command line: presets, JSON, verdicts as exit codes, all problems at once."""
 
 import contextlib
 import io
@@ -71,9 +71,9 @@ def tiny() -> dict:
     """What `--json` prints of the debug model in a pipeline of two ranks."""
     words = [*TINY, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"]
     settings = {"world_size": 4, "gpu_text": "h200", "allocator": "expandable", "as_json": True}
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as err:
         assert estimate_from_command_line("debug", words, **settings) == 0
-    return json.loads(told.getvalue())
+    return json.loads(err.getvalue())
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def estimated_once(monkeypatch):
     monkeypatch.setattr(estimate_module, "estimate", estimate)
 
 
-def test_every_pipeline_rank_is_told(tiny):
+def test_every_pipeline_rank_is_reported(tiny):
     assert [rank["pp_rank"] for rank in tiny["per_rank"]] == [0, 1]
     for view in ("per_rank", "step1", "steady"):
         for rank in tiny[view]:
@@ -134,7 +134,7 @@ def test_the_exit_code_is_the_verdict_on_a_gpu(gpu, code, capsys):
     assert (found_code, judged["verdict"]) == (code, wanted[code]), judged
 
 
-def test_engines_that_disagree_are_told(capsys, monkeypatch, estimated_once):
+def test_disagreeing_engines_are_reported(capsys, monkeypatch, estimated_once):
     own = estimate_module.peak_instant
 
     def off(*args, **kwargs):
@@ -171,13 +171,13 @@ def test_a_picture_and_a_snapshot_are_written_whole(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step.pickle", "step.png"]
 
 
-def test_a_gpu_without_float8_is_told():
+def test_a_gpu_without_float8_is_an_error():
     words = ["--model.converters=quantize.linear.float8"]
     with pytest.raises(ConfigError, match="compute capability 8.9 or higher, and a100-80 has 8.0"):
         estimate_from_command_line("llama3_8b", words, world_size=8, gpu_text="a100-80", as_json=False)
 
 
-def test_a_place_that_cannot_be_written_is_told_with_all_else(tmp_path):
+def test_paths_that_cannot_be_written_are_reported_with_all_other_problems(tmp_path):
     with pytest.raises(ConfigError) as caught:
         estimate_from_command_line(
             "debug",
@@ -202,7 +202,7 @@ def test_a_place_that_cannot_be_written_is_told_with_all_else(tmp_path):
         (None, "pipe", "is a device or a pipe"),
     ],
 )
-def test_files_that_could_not_be_put_there_are_told_before_the_work(tmp_path, timeline, snapshot, wanted):
+def test_files_that_cannot_be_written_are_reported_before_the_estimate(tmp_path, timeline, snapshot, wanted):
     os.mkfifo(tmp_path / "pipe")
     settings = {"world_size": 2, "gpu_text": None, "as_json": False}
     paths = {"timeline": timeline and tmp_path / timeline, "snapshot": snapshot and tmp_path / snapshot}
@@ -380,7 +380,7 @@ def test_changes_of_a_run_whose_config_names_its_ranks_need_no_number_of_them():
         resolve_job(load_config("debug", ["--parallelism.data_parallel_replicate_degree=2", *change.words.split()]))
 
 
-def test_a_lean_run_is_told_of_no_change():
+def test_a_lean_run_gets_no_suggestions():
     words = ["--activation_checkpoint.mode=full", "--parallelism.fsdp_reshard_after_forward=always"]
     config = load_config("llama3_8b", [*words, "--optimizer.state_dtype=bfloat16"])
     found = changes(resolve_job(config, world_size=8), GPUS["h200"])
@@ -392,9 +392,9 @@ def test_a_lean_run_is_told_of_no_change():
 
 def test_an_open_number_of_ranks_is_the_one_that_config_check_takes(titan):
     words = ("--parallelism.tensor_parallel_degree", "2", "--model.flavor", "debug_gqa", "--training.seq_len", "64")
-    code, out, told = titan("estimate-memory", "llama3_1b", *words)
+    code, out, err = titan("estimate-memory", "llama3_1b", *words)
     assert code == 0 and "on 2 ranks" in out
-    assert told.startswith("estimated for 2 ranks: parallelism.data_parallel_shard_degree = -1 uses all")
+    assert err.startswith("estimated for 2 ranks: parallelism.data_parallel_shard_degree = -1 uses all")
     assert "fine on 2 ranks" in titan("config", "check", "llama3_1b", *words)[1]
 
 
@@ -406,12 +406,12 @@ def test_short_names_of_gpus():
     assert find_gpu("80").usable_gib == 80
 
 
-def test_all_problems_are_told_at_once_with_near_choices(titan):
+def test_all_problems_are_reported_at_once_with_near_choices(titan):
     words = ["--world-size", "100", "--gpu", "h101", "--parallelism.tensor_parallel_degree", "3"]
-    code, out, told = titan("estimate-memory", "llama3_70b", *words)
+    code, out, err = titan("estimate-memory", "llama3_70b", *words)
     assert code == 2
     for wanted in ("h101", "types: a100-80", "--world-size 99", "--world-size 102", "possible: 1, 2, 4, 8", "seq_len"):
-        assert wanted in told
+        assert wanted in err
     assert out == ""
 
 
@@ -444,7 +444,7 @@ def test_the_closed_form_says_nothing_of_a_loss_of_ones_own(monkeypatch):
     assert "training.loss = 'mine': " in gaps_of_formula("llama3_8b", "--training.loss=mine")
 
 
-def test_what_the_closed_form_does_not_describe_is_told_beside_the_trace(capsys, estimated_once, monkeypatch):
+def test_gaps_of_the_closed_form_are_reported_with_the_trace(capsys, estimated_once, monkeypatch):
     monkeypatch.setattr(estimate_module, "formula_gaps", lambda job: ["training.loss: of one's own"])
     _, found = run(capsys, "debug", *TINY, world_size=2)
     assert found["peak"]["allocated_gib"] > 0
@@ -455,28 +455,28 @@ def test_what_the_closed_form_does_not_describe_is_told_beside_the_trace(capsys,
 
 def test_a_refusal_says_what_to_try_and_that_works(titan):
     words = [*TINY, "--world-size", "2", "--debug.no_deterministic", "--debug.deterministic", "true"]
-    code, out, told = titan("estimate-memory", "debug", *words, "--gpu", "0.5", "--json")
+    code, out, err = titan("estimate-memory", "debug", *words, "--gpu", "0.5", "--json")
     assert code == 2
     assert out == ""
-    error, reason, hint, line = told.splitlines()
+    error, reason, hint, line = err.splitlines()
     assert error.startswith("error:") and "debug.deterministic" in reason and hint.startswith("hint:")
     tried = shlex.split(line.removeprefix("try: titan "))
     assert tried[:2] == ["estimate-memory", "debug"]
     assert [word for word in tried if "deterministic" in word] == ["--debug.deterministic=false"]
     code, out, _ = titan(*tried)
     assert code in (0, 1, 5)
-    told = json.loads(out)
-    assert told["verdicts"].keys() == {"0.5 GiB"}
-    assert "kernels of h100-80" in told["assumptions"][0]
+    err = json.loads(out)
+    assert err["verdicts"].keys() == {"0.5 GiB"}
+    assert "kernels of h100-80" in err["assumptions"][0]
 
 
 def test_a_file_that_is_no_config_is_an_error(titan, tmp_path):
     path = tmp_path / "weights.toml"
     path.write_bytes(b"\x80\x04\x95junk")
     for wrong in (path, tmp_path, tmp_path / "missing.toml"):
-        code, _, told = titan("estimate-memory", wrong, "--world-size", "8")
+        code, _, err = titan("estimate-memory", wrong, "--world-size", "8")
         assert code == 2, wrong
-        assert told.startswith("error:")
+        assert err.startswith("error:")
 
 
 def test_torchs_remarks_on_a_step_are_left_out(titan, caplog):

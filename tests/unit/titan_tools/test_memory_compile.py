@@ -103,7 +103,7 @@ def test_trace_is_what_a_step_compiled_by_inductor_asks_for(layout):
     ids=lambda layout: layout.name,
 )
 def test_trace_peaks_where_a_compiled_step_does_that_keeps_random_states_or_solves_for_a_budget(layout):
-    """Those come beside the tensors of the step: on the host, or while it compiles."""
+    """Allocations outside of the step: on the host, or during compilation."""
     fake, real = _both(layout)
     assert fake.peak_bytes == real.peak_bytes
     sizes = [Counter(num_bytes for _, num_bytes in held.asked) for held in (fake, real)]
@@ -253,7 +253,7 @@ def _fails_in_inductor(error: Exception):
     ],
     ids=["Dynamo", "Inductor", "an error of ours"],
 )
-def test_failures_of_the_compiler_are_told(function, lowering, message, monkeypatch):
+def test_compiler_failures_are_reported(function, lowering, message, monkeypatch):
     torch._dynamo.reset()
     if lowering:
         monkeypatch.setattr(GraphLowering, "call_function", lowering)
@@ -288,16 +288,16 @@ models.register("prints", replace(models.get_trainer_family("llama3"), build_mod
 """
 
 
-def test_own_model_that_does_not_compile_in_a_pipeline_is_told_with_a_command_that_works(titan, tmp_path, monkeypatch):
+def test_a_model_that_does_not_compile_in_a_pipeline_is_refused_with_a_working_command(titan, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "_FAMILIES", {**families.all_families()})
     monkeypatch.setattr(models, "_FAMILIES", {**models._FAMILIES})
     (tmp_path / "family_that_prints.py").write_text(_OWN_FAMILY)
     words = ["debug", "--experimental.custom_import", tmp_path / "family_that_prints.py", "--model.name", "prints"]
     words += ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_parallel_degree=2"]
     words += ["--parallelism.data_parallel_shard_degree=1", "--model.flavor=debug_gqa"]
-    code, out, told = titan("estimate-memory", *words, "--world-size", "2", "--compile.enable")
+    code, out, err = titan("estimate-memory", *words, "--world-size", "2", "--compile.enable")
     assert (code, out) == (2, "")
-    error, hint, line = told.splitlines()
+    error, hint, line = err.splitlines()
     assert "torch.compile fails on this model: Unsupported: " in error and "family_that_prints.py" in error
     assert hint.startswith("hint: uncompiled, ")
     tried = shlex.split(line.removeprefix("try: titan "))
@@ -305,7 +305,7 @@ def test_own_model_that_does_not_compile_in_a_pipeline_is_told_with_a_command_th
     assert titan(*tried)[0] == 0
 
 
-def test_written_code_that_cannot_be_followed_is_told_and_what_else_fails_is_not():
+def test_generated_code_that_cannot_be_followed_is_refused_and_other_errors_are_raised():
     module = run_without_kernels("def call(args):\n    return unheard_of(args)\n", {})
     with pytest.raises(UnsupportedError, match="NameError: name 'unheard_of'"), translate_compiler_errors():
         module.call([])

@@ -84,12 +84,12 @@ def test_fused_products_ask_for_the_same_in_a_trace_as_in_real_memory(monkeypatc
     monkeypatch.setattr(async_tensor, "_workspace", workspace)
     with fake_ranks(TP, rank=0), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         products(Recorder())
-    real, beside = [], set()
+    real, symmetric = [], set()
     for call in _calls(seen.profiler.kineto_results.experimental_event_tree()):
         if call.is_within("symmetric memory"):
-            beside.add(call.address)
-        elif call.num_bytes < 0 and call.address in beside:
-            beside.remove(call.address)
+            symmetric.add(call.address)
+        elif call.num_bytes < 0 and call.address in symmetric:
+            symmetric.remove(call.address)
         else:
             real.append(call.num_bytes)
     assert traced == real
@@ -145,8 +145,8 @@ def test_a_step_fuses_what_tensor_parallelism_moves_and_deep_models_come_out_of_
     config = job()
     dims, kernels = resolve(config.parallelism, 4), gpu_kernels(GPUS["h100-80"])
     trace = capture(Job.of(config, args, dims), rank=0, kernels=kernels)
-    beside = [block for block in trace.blocks if block.stream == BACKEND_STREAM]
-    assert [(block.num_bytes, block.part) for block in beside] == [(32 * MIB, "workspaces")] * 2
+    symmetric = [block for block in trace.blocks if block.stream == BACKEND_STREAM]
+    assert [(block.num_bytes, block.part) for block in symmetric] == [(32 * MIB, "workspaces")] * 2
     assert trace.symmetric_bytes == SYMMETRIC_GRANULE
     assert trace_rank(Job.of(config, args, dims), rank=0, kernels=kernels) == trace
     plain = capture(Job.of(job(is_async=False), args, dims), rank=0, kernels=kernels)
@@ -157,7 +157,7 @@ def test_a_step_fuses_what_tensor_parallelism_moves_and_deep_models_come_out_of_
 
 
 @pytest.mark.slow
-def test_what_the_workspace_takes_is_told_beside_what_is_reserved(capsys):
+def test_symmetric_memory_is_reported_in_addition_to_reserved_memory(capsys):
     words = ["parallelism.tensor_parallel_degree=2", "parallelism.enable_async_tensor_parallel", "compile.enable"]
     words += ["parallelism.data_parallel_shard_degree=2", "parallelism.pipeline_parallel_degree=1"]
     words += ["training.mixed_precision_param=bfloat16", "training.local_batch_size=64", "training.seq_len=256"]
@@ -174,7 +174,7 @@ def test_what_the_workspace_takes_is_told_beside_what_is_reserved(capsys):
     for is_async, each in found.items():
         assert ("TORCH_SYMMMEM" in "".join(each["assumptions"])) == (is_async == "true")
         (rank,) = each["per_rank"]
-        beside = [rank["nvidia_smi_gib"][i] - rank["reserved_gib"] * factor for i, factor in enumerate((0.95, 1.05))]
+        symmetric = [rank["nvidia_smi_gib"][i] - rank["reserved_gib"] * factor for i, factor in enumerate((0.95, 1.05))]
         own = each["symmetric_memory_gib"]
-        assert beside == pytest.approx([0.5 + 2 * 0.2 + own, 0.5 + 2 * 1.0 + own], abs=0.01)
+        assert symmetric == pytest.approx([0.5 + 2 * 0.2 + own, 0.5 + 2 * 1.0 + own], abs=0.01)
         assert each["verdicts"]["h100-80"]["needed_gib"] == rank["nvidia_smi_gib"]

@@ -110,10 +110,10 @@ def test_fsdp_gathers_a_byte_of_each_weight():
     low = gathered(enable_fsdp_float8_all_gather=True)
     assert LAYER + norms in low
     assert 2 * LAYER + norms not in low
-    told = gathered(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
-    assert LAYER + norms in told
+    gathered_blocks = gathered(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
+    assert LAYER + norms in gathered_blocks
     # Scales that are there need no absolute values of the shards
-    assert len(told) < len(low)
+    assert len(gathered_blocks) < len(low)
 
 
 @pytest.mark.parametrize(

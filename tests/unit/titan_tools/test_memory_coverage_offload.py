@@ -1,4 +1,4 @@
-"""CPU offload in a trace: what lies in host memory, and what a GPU holds of it meanwhile."""
+"""CPU offload in a trace: what is in host memory, and what the GPU holds of it."""
 
 from collections import Counter
 from dataclasses import replace

@@ -91,14 +91,14 @@ def test_norms_compute_what_torch_does(rms_norm):
 def test_the_loss_computes_what_ours_does_and_keeps_the_logits_of_a_step(chunks, num_kept):
     torch.manual_seed(0)
     row = row_of(PIPELINED)
-    then = replace(build_of(row), loss_chunks=chunks, num_logits_kept=num_kept)
+    build = replace(build_of(row), loss_chunks=chunks, num_logits_kept=num_kept)
     made = []
 
     def forward(x, positions):
         made.append(torch.randn(2, 8, 16))
         return made[-1]
 
-    loss = rebuilt.LossOfLogits(forward, None, then)
+    loss = rebuilt.LossOfLogits(forward, None, build)
     targets = torch.randint(16, (2, 8))
     for _ in range(3):
         for _ in range(max(num_kept, 1)):
@@ -127,7 +127,7 @@ def test_the_output_layer_of_a_float8_run_stays_in_bf16():
     assert (float8.recipe_name, float8.enable_fsdp_float8_all_gather) == (None, True)
 
 
-def test_asynchronous_tensor_parallelism_is_told_from_a_row_s_words():
+def test_asynchronous_tensor_parallelism_is_found_in_a_row_s_words():
     for words, has_it in (("3D + AsyncTP", True), ("async TP", True), ("no async TP", False), ("", False)):
         preset, *overrides = settings_of(row_of(PIPELINED, notes=words))
         assert load_config(preset, overrides).parallelism.enable_async_tensor_parallel is has_it

@@ -91,7 +91,7 @@ def test_every_row_can_be_read():
     assert not UNREAD
 
 
-def test_what_was_built_is_told_by_columns_alone():
+def test_the_historical_build_follows_from_columns_alone():
     (row,) = some("A01")
     assert build_of(row) == build_of(replace(row, id="other", gib=1.0, metric="reserved"))
     assert build_of(row).describe() == [

@@ -1,4 +1,4 @@
-"""A trace replayed: peaks of the first step and of later ones, what they consist of, and what is reserved besides."""
+"""Replayed traces: peaks of the first step and of later ones, their parts, and unused reserved memory."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_reserved_by_hand():
     assert found.steady.fragmentation_bytes == 20 * MIB and found.steady.idle_pools_bytes == 0
 
 
-def test_the_worst_of_all_steps_is_told_where_step_1_allocates_the_most_and_a_later_one_reserves_the_most():
+def test_the_worst_of_all_steps_combines_allocated_and_reserved_peaks():
     maker = TraceMaker()
     maker.at(1, "forward", 0, 0, "layers.0")
     maker.free(maker.allocate(100 * MIB, "activations"))

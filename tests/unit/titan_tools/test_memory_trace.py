@@ -122,7 +122,7 @@ def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
 
 
 @_each([case for case in CASES if "uneven" not in case[0].name])  # where FSDP holds a padded shard
-def test_what_a_rank_holds_for_good_is_told_as_such(layout, flavor, rank):
+def test_persistent_blocks_have_their_part(layout, flavor, rank):
     trace, (config, args, dims) = captured(layout, flavor, rank)
     held = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for block in live_at(trace, 2, "zero_grad"):
@@ -169,7 +169,7 @@ def test_a_step_leaves_what_it_found(layout, flavor, rank):
 
 
 @_each(CASES)
-def test_every_block_is_told_what_it_is(layout, flavor, rank):
+def test_every_block_has_a_part(layout, flavor, rank):
     trace, (_, _, dims) = captured(layout, flavor, rank)
     parts = Counter(block.part for block in trace.blocks if block.num_bytes > NUMBER_BYTES)
     assert parts["other"] == 0

@@ -56,10 +56,10 @@ def read() -> dict[tuple[str, str], str]:
     return found
 
 
-def write(told: Callable[[Layout], str]) -> None:
-    """Put this version's peaks beside those of the others."""
+def write(describe: Callable[[Layout], str]) -> None:
+    """Add this version's peaks to the file."""
     found = read() if GOLDEN.exists() else {}
-    found |= {(layout.name, VERSION): told(layout) for layout in LAYOUTS}
+    found |= {(layout.name, VERSION): describe(layout) for layout in LAYOUTS}
     order = [layout.name for layout in LAYOUTS]
     lines = [f"{name:32} | {version} | {peaks}" for (name, version), peaks in found.items()]
     lines.sort(key=lambda line: (order.index(line.split("|")[0].strip()), line))

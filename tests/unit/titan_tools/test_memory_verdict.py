@@ -15,8 +15,8 @@ from trainer.job import resolve_job
 
 def test_what_the_driver_shows_by_hand():
     assert nvidia_smi_gib(10 * GIB, num_communicators=2) == pytest.approx((9.5 + 0.5 + 0.4, 10.5 + 0.5 + 2.0))
-    beside = nvidia_smi_gib(10 * GIB, num_communicators=0, symmetric_bytes=GIB // 4)
-    assert beside == pytest.approx((9.5 + 0.5 + 0.25, 10.5 + 0.5 + 0.25))  # known to the byte
+    with_symmetric = nvidia_smi_gib(10 * GIB, num_communicators=0, symmetric_bytes=GIB // 4)
+    assert with_symmetric == pytest.approx((9.5 + 0.5 + 0.25, 10.5 + 0.5 + 0.25))  # known to the byte
 
 
 @pytest.mark.parametrize(

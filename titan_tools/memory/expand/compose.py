@@ -1,7 +1,7 @@
-"""A pipeline rank's trace with all microbatches in its full order, played from the templates of a short one.
+"""Compose a pipeline rank's trace, with all microbatches in its full order, from the templates of a short one.
 
-Each action is played by the template of its context. That this is right is checked, not assumed: in what comes out each
-block is freed at most once, after it was allocated, with the size that its template saw, and kept if that keeps it.
+Each action is written with the template of its context. The result is checked: each block is freed at most once, after
+its allocation, with the size that its template has, and it is kept if its template keeps it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from titan_tools.memory.trace.events import Block, StepPoint, Trace, TraceSegmen
 def compose(
     templates: Templates, captured: ShortCapture, order: Order, *, stages: Sequence[int], layers: Mapping[int, int]
 ) -> Trace:
-    """The trace of a rank that holds `stages` and goes by `order`; `layers`: what each captured layer's number becomes.
+    """The trace of a rank that holds `stages` and runs `order`; `layers`: captured layer's number → the rank's.
 
     Raises NotComposable.
     """
@@ -44,7 +44,7 @@ def compose(
         for action, context in steps:
             template = templates.of_context.get((*entry[:2], context))
             if template is None:
-                raise NotComposable(f"{action} comes in a context that was not captured: {context}")
+                raise NotComposable(f"{action} occurs in a context that was not captured: {context}")
             key = entry._replace(what=action)
             player.play(key, point_of(key, stages, captured.num_microbatches), template)
     return player.finish()
@@ -52,7 +52,7 @@ def compose(
 
 @dataclass(slots=True)
 class _Ready:
-    """A template as a rank plays it."""
+    """A template prepared for a rank."""
 
     references: list[Reference]
     about: np.ndarray  # of each event: the number of the reference whose block it frees, or -1 where it allocates
@@ -110,7 +110,7 @@ class _Player:
             self.history.add(key)
 
     def finish(self) -> Trace:
-        """The trace, merged where a place goes on, and proven."""
+        """The trace, with segments at the same point merged, after the checks."""
         trace = self.trace
         events = np.concatenate(self.events)
         sizes = np.fromiter((block.num_bytes for block in trace.blocks), np.int64, len(trace.blocks))
@@ -119,9 +119,9 @@ class _Player:
         made[events[events >= 0]] = when[events >= 0]
         freed = ~events[events < 0]
         if len(np.unique(freed)) != len(freed) or (made[freed] > when[events < 0]).any():
-            raise NotComposable("a block is freed twice, or before it is there")
+            raise NotComposable("a block is freed twice, or before it is allocated")
         if (sizes[freed] != self.freed_bytes).any():
-            raise NotComposable("what is freed has another size than in the short trace")
+            raise NotComposable("a freed block has another size than in the short trace")
         if not np.array_equal(np.setdiff1d(np.arange(len(sizes)), freed), self.kept):
             raise NotComposable("other blocks are kept than in the short trace")
         merged: list[TraceSegment] = []
@@ -133,13 +133,13 @@ class _Player:
         return Trace(trace.blocks, merged)
 
     def _home(self, key: SpanKey, reference: Reference) -> tuple[int, Template]:
-        home = reference.key
+        home: SpanKey | None = reference.key
         if reference.how == "same":
-            home = of_microbatch(home, key.what.microbatch)
+            home = of_microbatch(reference.key, key.what.microbatch)
         elif reference.how != "key":
             home = self.history.find(reference)
-        if home not in self.spans:
-            raise NotComposable(f"{key} frees what {reference} would have made, which is not there")
+        if home is None or home not in self.spans:
+            raise NotComposable(f"{key} frees a block of {reference}, which does not exist")
         return self.spans[home]
 
     def _ready(self, template: Template) -> _Ready:
@@ -184,11 +184,11 @@ class _Player:
 
 
 def _numbers(ready: _Ready, template: Template, homes: Sequence[Template]) -> np.ndarray:
-    """The number of each event's block among those of its span, where references lead to spans of these templates."""
+    """The number of each event's block in its span; `homes` are the templates of the referenced spans."""
     found = []
     for at, name in zip(ready.about.tolist(), ready.names, strict=True):
         home = template if at < 0 else homes[at]
         if name not in home.blocks:
-            raise NotComposable(f"a block is freed that is not made: {name}")
+            raise NotComposable(f"a block is freed that does not exist: {name}")
         found.append(home.blocks[name][0])
     return np.array(found)

@@ -1,8 +1,8 @@
-"""The order in which every pipeline rank acts in a step, and a short one with the same kinds of actions in it."""
+"""The order of every pipeline rank's actions in a step, and a short order with the same kinds of actions."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from types import SimpleNamespace
@@ -16,16 +16,17 @@ from titan_tools.memory.trace.tracking import PHASES
 from trainer.parallel.stages import StageSplit
 
 NO_MICROBATCH = -1
-_FEWEST_MICROBATCHES = 2  # a first one, and one for all others
+Context = tuple[Any, ...]  # see Order.contexts
+_FEWEST_MICROBATCHES = 2  # the first one, and one for all others
 _MOST_MICROBATCHES = 6
 
 
 class RankAction(NamedTuple):
-    """One thing that a rank does, as its places tell it. Sends belong to the forward or backward before them."""
+    """An action of a rank, as its points identify it. A send belongs to the forward or backward before it."""
 
-    phase: str  # forward, backward, weight, reduce; end: all microbatches are through
+    phase: str  # forward, backward, weight, reduce; end: all microbatches are done
     part: int  # which of the rank's stages, from 0
-    microbatch: int  # NO_MICROBATCH for what is done once per stage
+    microbatch: int  # NO_MICROBATCH for an action on the stage as a whole
 
     @property
     def kind(self) -> tuple[str, int, bool]:
@@ -37,21 +38,21 @@ END = RankAction("end", 0, NO_MICROBATCH)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A rank's actions in a step, and what makes torch's schedule take them."""
+    """A rank's actions in a step, and the settings with which torch's schedule runs them."""
 
     actions: tuple[RankAction, ...]
     num_microbatches: int
-    reshards: bool  # whether FSDP lets go of a layer after its forward
-    planned: tuple[Any, ...] = ()  # torch's own actions, where a schedule goes by a list of them
+    reshards: bool  # whether FSDP reshards a layer after its forward
+    planned: tuple[Any, ...] = ()  # torch's own actions, for a schedule that runs a list of them
     warmup: int = 0  # 1F1B: forwards before the first backward
 
-    def contexts(self) -> list[tuple]:
-        """What decides the events of each action: of one context they are the same, relative to what was done before.
+    def contexts(self) -> list[Context]:
+        """What decides the events of each action: in one context they are the same, relative to earlier actions.
 
-        The first of a kind allocates what later ones add to; a loop's locals keep the newest forward's output; and
-        where FSDP reshards after forward, it gathers anew or not by what its stage did last.
+        The first of a kind allocates what later ones add to; a loop's local variables keep the newest forward's output;
+        and if FSDP reshards after forward, it gathers again or not depending on its stage's last action.
         """
-        seen: Counter[tuple] = Counter()
+        seen: Counter[tuple[Any, ...]] = Counter()
         last_of_part: dict[int, str] = {}
         newest: dict[int, int] = {}
         found = []
@@ -70,7 +71,7 @@ class Order:
 def orders_of_ranks(
     schedule: str, split: StageSplit, pp: int, num_microbatches: int, *, reshards: bool
 ) -> dict[int, Order]:
-    """What each pipeline rank does in a step, by torch's own account."""
+    """What each pipeline rank does in a step, by torch's own schedules."""
     ranks = range(pp)
     schedule_class = get_schedule_class(schedule)
     if not issubclass(schedule_class, PipelineScheduleMulti):
@@ -84,9 +85,9 @@ def orders_of_ranks(
 
 
 def shortest(orders: Sequence[Order], schedule: str) -> tuple[int, Order] | None:
-    """The shortest order with every context that comes in any of these, and which of them it was made from.
+    """The shortest order with every context that occurs in any of these, and the index of its source among them.
 
-    `orders` are of ranks whose stages are of the same kinds. None where no short one has all.
+    `orders` are of ranks whose stages are of the same kinds. None if no short one has all contexts.
     """
     wanted = set().union(*(order.contexts() for order in orders))
     count = orders[0].num_microbatches
@@ -122,7 +123,7 @@ def _of_plan(planned: Sequence[Any], stages: Sequence[int], num_microbatches: in
 
 
 def _shortened(order: Order, size: int, schedule: str) -> Iterable[Order]:
-    """Orders of `size` microbatches that torch can run in this one's stead."""
+    """Orders of `size` microbatches that torch can run instead of this one."""
     if not order.planned:
         for warmup in range(1, min(size, order.warmup) + 1):
             yield _of_loop(schedule, 0, warmup, size, order.reshards)
@@ -146,20 +147,24 @@ def _shortened(order: Order, size: int, schedule: str) -> Iterable[Order]:
 
 @contextmanager
 def run_short_order(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
-    """Within, torch's schedule splits its batch and makes its buffers for all microbatches, and runs the first few.
+    """Make torch's schedule split its batch and allocate its buffers for all microbatches, but run only the first few.
 
-    `orders`: what it runs in each batch, one after the other.
-
-    The losses of those that are left out are the last one's.
+    `orders`: what it runs in each batch, in turn. Microbatches that do not run get the last one's loss.
     """
     schedule_class = get_schedule_class(schedule)
     own = schedule_class._step_microbatches
-    coming = iter(orders)
+    remaining = iter(orders)
 
     def step_microbatches(
-        self: Any, arg_mbs: list, kwarg_mbs: list, target_mbs: list | None, losses: list | None, *rest: Any, **more: Any
+        self: Any,
+        arg_mbs: list[Any],
+        kwarg_mbs: list[Any],
+        target_mbs: list[Any] | None,
+        losses: list[Any] | None,
+        *rest: Any,
+        **more: Any,
     ) -> None:
-        short = next(coming)
+        short = next(remaining)
         count, true_count = short.num_microbatches, self._n_microbatches
         settings: dict[str, Any] = {"_n_microbatches": count}
         if short.planned:
@@ -173,10 +178,13 @@ def run_short_order(schedule: str, orders: Sequence[Order]) -> Iterator[None]:
             with patch.object(self, "_n_microbatches", true_count):
                 own_initialize(*args, **kwargs)
 
-        def cut(microbatches: list | None) -> list | None:
+        def cut(microbatches: list[Any] | None) -> list[Any] | None:
             return microbatches and microbatches[:count]
 
-        with patch.multiple(self, **settings, **{initialize: initialized}):
+        settings[initialize] = initialized
+        with ExitStack() as patches:
+            for name, value in settings.items():
+                patches.enter_context(patch.object(self, name, value))
             own(self, cut(arg_mbs), cut(kwarg_mbs), cut(target_mbs), losses, *rest, **more)
         if losses:
             losses += losses[-1:] * (true_count - count)

@@ -1,23 +1,23 @@
-"""A trace cut into pieces that name what they free relative to where they stand, so that they can be played elsewhere.
+"""A trace cut into pieces whose frees are relative references, so that pieces can be copied to other layers.
 
-A piece is a run of events at one place about one layer (or none). A block that outlives its piece is named by it, and
-by its number among those of its size that do, whatever else comes and goes there; so a free is a reference to a piece
-and a name. To expand a trace:
+A piece is a run of events at one point about one layer (or none). A block that outlives its piece has a name: its
+number among the piece's outliving blocks of its size and stream. So a free is a reference to a piece and a name. To
+expand a trace:
 
-1. `cut(trace)` gives the pieces in time order, each under a `Key`.
-2. Decide the sequence of pieces of the larger trace: for each the key that it is to have, and the piece that it copies.
-3. `play(sequence, translate)` writes the larger trace. `translate(source, target, reference)` says under which key the
-   copy of `source` that stands at `target` finds what `source` finds under `reference`: what is relative moves along
-   (the layer below, the same microbatch's forward), what is not stays (the embedding's output).
+1. `cut(trace)` returns the pieces in time order, each with a `PieceKey`.
+2. Choose the sequence of pieces of the larger trace: for each its new key, and the piece that it copies.
+3. `play(sequence, translate)` writes the larger trace. `translate(source, target, reference)` returns the key under
+   which the copy of `source` at `target` finds what `source` finds under `reference`: relative references move along
+   (the layer below, the same microbatch's forward), others stay (the embedding's output).
 
-`play` proves what it can: each free finds a block of the right size and stream that is allocated at that moment, and a
-copy keeps until the end exactly what its source keeps. Else it raises Aperiodic, and only a full capture will do.
+`play` checks that each free finds an allocated block of the right size and stream, and that a copy keeps until the end
+exactly what its source keeps. Otherwise it raises Aperiodic, and only a full capture is right.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titan_tools.memory.trace.events import NO_LAYER, Block, StepPoint, Trace, TraceSegment, layer_of
 
@@ -25,7 +25,7 @@ _ANY_LAYER = "layers.*"
 
 
 class BlockName(NamedTuple):
-    """A block that outlives its piece: the so many-th of its size and stream."""
+    """A block that outlives its piece: the `number`-th of its size and stream."""
 
     num_bytes: int
     stream: str
@@ -33,18 +33,18 @@ class BlockName(NamedTuple):
 
 
 class Aperiodic(Exception):
-    """A trace whose pieces do not repeat as they would have to."""
+    """The pieces of a trace do not repeat."""
 
 
 class PieceKey(NamedTuple):
-    """What a piece goes by: a Place whose layer stands apart, and how many of the same came before."""
+    """The identity of a piece: a StepPoint with its layer separate, and how many pieces of the same came before."""
 
     step: int
     phase: str
     stage: int
     microbatch: int
     module: str  # "layers.*" within a layer
-    layer: int  # the number of the layer that runs; outside of layers, of the one whose blocks come or go; or NO_LAYER
+    layer: int  # that runs; outside of layers, of the blocks that are allocated or freed; or NO_LAYER
     time: int = 0
 
     @property
@@ -57,8 +57,8 @@ class PieceKey(NamedTuple):
 class TracePiece:
     """Events of one key.
 
-    `events`: (-1, i) allocates blocks[i]; (r, name) frees the block of that Name of the piece references[r], or, where
-    that is this piece itself, (r, i) frees blocks[i]. A block's owner is kept as (layer or NO_LAYER, FQN with "*" for
+    `events`: (-1, i) allocates blocks[i]; (r, name) frees the block of that name of the piece references[r], or, if
+    that is this piece itself, (r, i) frees blocks[i]. A block's owner is stored as (layer or NO_LAYER, FQN with "*" for
     that layer).
     """
 
@@ -66,8 +66,8 @@ class TracePiece:
     blocks: list[Block] = field(default_factory=list)
     owners: list[tuple[int, str]] = field(default_factory=list)
     references: list[PieceKey] = field(default_factory=list)
-    events: list[tuple[int, int | BlockName]] = field(default_factory=list)
-    freed: list[Block] = field(default_factory=list)  # by each event that frees, in turn
+    events: list[tuple[int, Any]] = field(default_factory=list)
+    freed: list[Block] = field(default_factory=list)  # by each free, in order
     outlive: dict[BlockName, int] = field(default_factory=dict)  # name → index
     kept: set[int] = field(default_factory=set)  # indices of the blocks that are never freed
 
@@ -75,23 +75,24 @@ class TracePiece:
 def cut(trace: Trace) -> list[TracePiece]:
     """The pieces of a trace in time order.
 
-    What happens outside of layers is about the layer of the block's owner where it allocates, of the block where it
-    frees: updates, clipping, zeroing of gradients pass over the layers as forward and backward do.
+    Events outside of layers are about a layer too: an allocation about that of the block's owner, a free about the
+    block's. So updates, clipping and zeroing of gradients pass over the layers as forward and backward do.
     """
     pieces: list[TracePiece] = []
-    times: dict[tuple, int] = {}
+    times: Counter[PieceKey] = Counter()
     homes: list[tuple[TracePiece, int]] = []  # of each block: its piece, and its number there
     about: list[int] = []  # the layer of each block
     for segment in trace.segments:
         point = segment.point
         in_layer = layer_of(point.module)
         module = point.module if in_layer == NO_LAYER else _ANY_LAYER
-        piece = None
+        piece: TracePiece | None = None
+        slots: dict[PieceKey, int] = {}
         for event, layer in zip(segment.events, _layers(segment, trace.blocks, about), strict=True):
             if piece is None or piece.key.layer != layer:
-                key = (point.step, point.phase, point.stage, point.microbatch, module, layer)
-                times[key] = time = times.get(key, -1) + 1
-                piece, slots = TracePiece(PieceKey(*key, time)), {}
+                key = PieceKey(point.step, point.phase, point.stage, point.microbatch, module, layer)
+                piece, slots = TracePiece(key._replace(time=times[key])), {}
+                times[key] += 1
                 pieces.append(piece)
             if event >= 0:
                 number = len(piece.blocks)
@@ -113,7 +114,7 @@ def cut(trace: Trace) -> list[TracePiece]:
 
 
 def _name_what_outlives(pieces: Sequence[TracePiece]) -> None:
-    """Frees of other pieces' blocks, so far by index → by name."""
+    """Replace the indices of other pieces' freed blocks by names."""
     names: dict[PieceKey, dict[int, BlockName]] = {}
     for piece in pieces:
         within = {i for slot, i in piece.events if slot >= 0 and piece.references[slot] == piece.key}
@@ -131,7 +132,7 @@ def _name_what_outlives(pieces: Sequence[TracePiece]) -> None:
 
 
 def _layers(segment: TraceSegment, blocks: Sequence[Block], about: list[int]) -> list[int]:
-    """The layer that each event of a segment is about. `about` grows by that of each block that is allocated."""
+    """The layer that each event of a segment is about. Appends that of each allocated block to `about`."""
     in_layer = layer_of(segment.point.module)
     if in_layer != NO_LAYER:
         about += [in_layer for event in segment.events if event >= 0]
@@ -145,7 +146,7 @@ def _layers(segment: TraceSegment, blocks: Sequence[Block], about: list[int]) ->
         about.append(layer)
         layers.append(layer)
         if last is not None and layer == layers[last] != NO_LAYER:
-            # a loop over parameters lets go of what it made of the one before while it is at the next
+            # a loop over parameters frees what it made for one parameter while it is at the next
             between = layers[last + 1 : position]
             layers[last + 1 : position] = [layer if one in (NO_LAYER, layer - 1, layer + 1) else one for one in between]
         last = position
@@ -164,7 +165,7 @@ def play(
 ) -> Trace:
     """The trace of copies of pieces, each under the key given.
 
-    `layer(source's, target's, an owner's)`: the layer of a copied block's owner; `resize`: bytes of a copied block.
+    `layer(source's, target's, an owner's)`: the layer of a copied block's owner; `resize`: the bytes of a copied block.
     Raises Aperiodic.
     """
     trace = Trace()
@@ -175,16 +176,17 @@ def play(
     is_live = bytearray()
     for target, piece in sequence:
         if target in numbers:
-            raise Aperiodic(f"{target} comes twice")
+            raise Aperiodic(f"{target} occurs twice")
         source, point = piece.key, target.point
-        numbers[target] = own = []
+        own: list[int] = []
+        numbers[target] = own
         played.append((target, piece))
-        found = []
+        found: list[Any] = []  # numbers of this piece's own blocks by index, or of another's by name
         for reference in piece.references:
             key = translate(source, target, reference)
-            if (theirs := own if key == target else outliving.get(key)) is None:
-                raise Aperiodic(f"{target} frees what {key} would have made, which is not there")
-            found.append(theirs)
+            if key != target and key not in outliving:
+                raise Aperiodic(f"{target} frees a block of {key}, which does not exist")
+            found.append(own if key == target else outliving[key])
         if not segments or segments[-1].point != point:
             segments.append(TraceSegment(point))
         events = segments[-1].events
@@ -204,7 +206,9 @@ def play(
                 like, theirs = next(freed), found[slot]
                 freeing = theirs[number] if theirs is own else theirs.get(number)
                 if freeing is None or not is_live[freeing]:
-                    raise Aperiodic(f"{target} frees block {number} of {piece.references[slot]}'s, which is not there")
+                    raise Aperiodic(
+                        f"{target} frees block {number} of {piece.references[slot]}, which is not allocated"
+                    )
                 block = blocks[freeing]
                 if block.num_bytes != resize(like) or block.stream != like.stream:
                     raise Aperiodic(f"{target} frees a block of {block.num_bytes} bytes for one of {like.num_bytes}")

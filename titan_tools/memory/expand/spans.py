@@ -1,4 +1,4 @@
-"""How the spans of a pipeline rank's trace are named, and what a template of one holds."""
+"""The spans of a pipeline rank's trace: their keys, references between them, and templates."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from titan_tools.memory.trace.tracking import NO_STAGE
 
 
 class NotComposable(Exception):
-    """A trace whose actions do not repeat as they would have to."""
+    """The actions of a trace do not repeat."""
 
 
 class OtherSpan(NamedTuple):
-    """What is no action of a schedule: `name` and how many of the same came before; buffers have a microbatch."""
+    """A span that is not an action of a schedule: its name, and how many of the same came before."""
 
     name: str
     number: int
     part: int = NO_MICROBATCH
-    microbatch: int = NO_MICROBATCH
+    microbatch: int = NO_MICROBATCH  # of a receive buffer
 
 
 class SpanKey(NamedTuple):
-    """A span of events; a step has one batch, or several to accumulate."""
+    """The identity of a span of events; a step has one batch, or several that it accumulates."""
 
     step: int
     batch: int
@@ -32,20 +32,23 @@ class SpanKey(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Whose block is freed: `key`'s; that of the `same` microbatch; the `first` or `last` of a kind, or some `back`.
+    """The span whose block is freed.
 
-    Where the microbatch is not meant, `key` has microbatch 0.
+    `how`: "key": that of `key`; "same": of the same microbatch; "first" or "last" of a kind; or `back` before the last.
+    Except for "key", `key` has microbatch 0.
     """
 
     how: str
     key: SpanKey
-    kind: tuple = ()
+    kind: tuple[Any, ...] = ()
     back: int = 0
 
 
 class SpanBlock(NamedTuple):
-    """A block among those of its span: the `number`-th that looks like this. Numbers alone would not do: the first
-    action of a kind makes some that later ones do not."""
+    """A block of a span: the `number`-th with these properties.
+
+    A number alone is not enough: the first action of a kind makes blocks that later ones do not.
+    """
 
     num_bytes: int
     stream: str
@@ -55,9 +58,9 @@ class SpanBlock(NamedTuple):
 
 
 class RepeatedFrees(NamedTuple):
-    """Frees, each a (Reference to the same microbatch, Name), that come for each microbatch in turn.
+    """Frees, each a (Reference to the same microbatch, SpanBlock), repeated for each microbatch.
 
-    From microbatch `first` to `spare` before the last, or the other way round.
+    From microbatch `first` to `spare` before the last, rising or falling.
     """
 
     frees: tuple[tuple[Reference, SpanBlock], ...]
@@ -68,10 +71,10 @@ class RepeatedFrees(NamedTuple):
 
 @dataclass(slots=True)
 class Template:
-    """Events of a span: (None, name) allocates a block; (reference, name) frees that block of another span; or Several.
+    """The events of a span: (None, name) allocates a block; (reference, name) frees a block; or RepeatedFrees.
 
-    `blocks`: each block's number and owner by name, in the order of allocation. `modules`: which run, and how many of
-    `events` each.
+    `blocks`: each block's number and owner by name, in the order of allocation. `modules`: the modules that run, each
+    with its number of events.
     """
 
     events: list[Any] = field(default_factory=list)
@@ -82,7 +85,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class ShortCapture:
-    """How a short trace was made."""
+    """How a short trace was captured."""
 
     stages: tuple[int, ...]  # that the rank holds
     short: Order  # in the last step
@@ -101,14 +104,14 @@ class ShortCapture:
 
 @dataclass(slots=True)
 class Templates:
-    """All that a rank's traces are played from. `sequence`: what comes outside of orders, and where an order comes."""
+    """The source of a rank's traces. `sequence`: the spans outside of orders, and a key where an order starts."""
 
     sequence: list[tuple[SpanKey, StepPoint, Template] | SpanKey]
-    of_context: dict[tuple, Template]  # (step, batch, context)
+    of_context: dict[tuple[Any, ...], Template]  # (step, batch, context)
 
 
 class ActionHistory:
-    """Which actions of each kind have come. What FSDP gathers has kinds of its own: by what a stage did before."""
+    """The actions of each kind so far. For what FSDP gathers, a kind includes the stage's last action."""
 
     def __init__(self, orders: Mapping[int, Order]):
         """`orders`: of each step."""
@@ -117,45 +120,47 @@ class ActionHistory:
             for step, order in orders.items()
             for action, context in zip(order.actions, order.contexts(), strict=True)
         }
-        self._come: dict[tuple, list[SpanKey]] = defaultdict(list)
+        self._so_far: dict[tuple[Any, ...], list[SpanKey]] = defaultdict(list)
 
     def add(self, key: SpanKey) -> None:
         for is_gathered in (False, True):
-            self._come[self._kind(key, is_gathered)].append(key)
+            self._so_far[self._kind(key, is_gathered)].append(key)
 
     def reference(self, key: SpanKey, name: SpanBlock, *, prefer_first: bool = False) -> Reference:
-        """An action by its number among those of its kind that have come until now.
+        """An action by its number among those of its kind so far.
 
-        `prefer_first`: where only one has come, which is both the first and the last.
+        `prefer_first`: if there is only one, which is both the first and the last.
         """
         kind = self._kind(key, name.part == "all_gather")
-        come = self._come[kind]
-        back = len(come) - come.index(key)
+        found = self._so_far[kind]
+        back = len(found) - found.index(key)
         anonymous = of_microbatch(key, 0)
-        if back == len(come) and (back > 1 or prefer_first):
+        if back == len(found) and (back > 1 or prefer_first):
             return Reference("first", anonymous, kind)
         if back == 1:
             return Reference("last", anonymous, kind)
         return Reference("back", anonymous, kind, back)
 
     def find(self, reference: Reference) -> SpanKey | None:
-        come = self._come[reference.kind]
+        found = self._so_far[reference.kind]
         number = {"first": 0, "last": -1}.get(reference.how, -reference.back)
-        return come[number] if -len(come) <= number < len(come) else None
+        return found[number] if -len(found) <= number < len(found) else None
 
-    def _kind(self, key: SpanKey, is_gathered: bool) -> tuple:
+    def _kind(self, key: SpanKey, is_gathered: bool) -> tuple[Any, ...]:
+        assert isinstance(key.what, RankAction)
         return key.step, key.batch, *key.what.kind, self._before[key.step, key.what] if is_gathered else None
 
 
 def of_microbatch(key: SpanKey, microbatch: int) -> SpanKey:
-    """The same of another microbatch; as it is, where it belongs to none."""
+    """The same key for another microbatch; unchanged if it has none."""
     if key.what.microbatch == NO_MICROBATCH:
         return key
     return key._replace(what=key.what._replace(microbatch=microbatch))
 
 
 def point_of(key: SpanKey, stages: Sequence[int], num_microbatches: int) -> StepPoint:
-    """Where an action stands, as pipeline_places.py tells it."""
+    """The point of an action, as trace/tracking.py sets it."""
+    assert isinstance(key.what, RankAction)
     phase, part, microbatch = key.what
     if key.what == END:
         return StepPoint(key.step, "forward", NO_STAGE, NO_MICROBATCH)

@@ -1,10 +1,10 @@
-"""A pipeline rank's trace, cut at its actions: a forward, a backward, a reduction, and what comes outside of them.
+"""Cut a pipeline rank's trace at its actions (forward, backward, reduction) into templates.
 
-A template names what it frees relative to itself, so that it can be played for other microbatches: what its own
-microbatch made before, what the last or the first action of a kind made.
+A template refers to what it frees relative to itself, so that it applies to other microbatches: to blocks of its own
+microbatch, or of the first or last action of a kind.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -27,7 +27,7 @@ from titan_tools.memory.expand.spans import (
 from titan_tools.memory.trace.events import StepPoint, Trace, TraceSegment
 
 _AFTER = ("clip", "optimizer", "zero_grad", "validation")
-_LONGEST_PERIOD = 8  # frees that come again for each microbatch, where all are let go in turn
+_LONGEST_PERIOD = 8  # frees that repeat for each microbatch
 
 
 def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
@@ -46,7 +46,7 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
     buffers_kept: dict[SpanKey, frozenset[int]] = {}
     for key, segments in _named(trace, captured):
         template, kept = Template(), set()
-        alike: Counter[tuple] = Counter()
+        alike: Counter[tuple[Any, ...]] = Counter()
         for segment in segments:
             module = segment.point.module
             template.modules.append((module, len(segment.events)))
@@ -67,7 +67,7 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
         if key.what.microbatch == NO_MICROBATCH:
             template = _combine_repeated_frees(template, captured, history)
         if isinstance(key.what, OtherSpan):
-            if key.what.microbatch >= captured.short.num_microbatches:  # a buffer that no action took in
+            if key.what.microbatch >= captured.short.num_microbatches:  # a buffer that no action used
                 template.kept = buffers_kept[of_microbatch(key, 0)]
             elif key.what.microbatch == 0:
                 buffers_kept[key] = template.kept
@@ -79,13 +79,13 @@ def read_templates(trace: Trace, captured: ShortCapture) -> Templates:
         history.add(key)
         known = templates.of_context.setdefault((*key[:2], context_of[key.step, key.what]), template)
         if known != template:
-            raise NotComposable(f"{key} differs from what came before in the same context")
+            raise NotComposable(f"{key} differs from an earlier action in the same context")
     _share_with_earlier_steps(templates, captured)
     return templates
 
 
 def _share_with_earlier_steps(templates: Templates, captured: ShortCapture) -> None:
-    """Give the steps before the last one its templates, if what they have themselves is the same."""
+    """Use the last step's templates for the steps before it, if their own templates are the same."""
     last = captured.num_steps
     if captured.shorter == captured.short:
         return
@@ -94,16 +94,17 @@ def _share_with_earlier_steps(templates: Templates, captured: ShortCapture) -> N
             moved = _moved(template, earlier - last)
             known = templates.of_context.get((earlier, batch, context), moved)
             (_, _, belongs_to_none), *_ = context
-            if known != moved and not belongs_to_none:  # which may free what all microbatches made: not shown by one
+            # What belongs to no microbatch may free blocks of all of them, which one microbatch does not show
+            if known != moved and not belongs_to_none:
                 raise NotComposable(f"{context} differs in step {earlier}")
             templates.of_context[earlier, batch, context] = moved
 
 
 def _moved(template: Template, steps: int) -> Template:
-    """As it is so many steps later."""
+    """The template `steps` later."""
 
-    def moved(reference: Reference | None) -> Reference | None:
-        if reference is None or not reference.key.step:
+    def moved(reference: Reference) -> Reference:
+        if not reference.key.step:
             return reference
         kind = reference.kind and (reference.kind[0] + steps, *reference.kind[1:])
         return reference._replace(key=reference.key._replace(step=reference.key.step + steps), kind=kind)
@@ -111,27 +112,29 @@ def _moved(template: Template, steps: int) -> Template:
     events = [
         event._replace(frees=tuple((moved(reference), name) for reference, name in event.frees))
         if isinstance(event, RepeatedFrees)
-        else (moved(event[0]), event[1])
+        else (event[0] and moved(event[0]), event[1])
         for event in template.events
     ]
     return Template(events, template.blocks, template.kept, template.modules)
 
 
 def _cut(trace: Trace) -> list[tuple[StepPoint, list[TraceSegment]]]:
-    """Runs of segments at places that differ by no more than the module; each place as it is without one."""
+    """Runs of segments at points that differ only in the module; each with its point without a module."""
     runs = groupby(trace.segments, lambda segment: segment.point._replace(module=""))
     return [(point, list(segments)) for point, segments in runs]
 
 
 def _named(trace: Trace, captured: ShortCapture) -> Iterator[tuple[SpanKey, list[TraceSegment]]]:
-    """Each span with what it is, in time order. Actions without events come too."""
+    """Each span with its key, in time order; actions without events included."""
     spans = _cut(trace)
     at = 0
     steps = sorted({point.step for point, _ in spans})
     for step in steps:
-        counts: dict[tuple, int] = defaultdict(int)
+        counts: Counter[tuple[Any, ...]] = Counter()
 
-        def outside(batch: int, name: str, *more: int, step: int = step, counts: dict = counts) -> SpanKey:
+        def outside(
+            batch: int, name: str, *more: int, step: int = step, counts: dict[tuple[Any, ...], int] = counts
+        ) -> SpanKey:
             number = counts[batch, name, more]
             counts[batch, name, more] += 1
             return SpanKey(step, batch, OtherSpan(name, number, *more))
@@ -160,7 +163,7 @@ def _named(trace: Trace, captured: ShortCapture) -> Iterator[tuple[SpanKey, list
             yield outside(captured.num_batches, "after"), spans[at][1]
             at += 1
     if at < len(spans):
-        raise NotComposable(f"{spans[at][0]} comes where the order has something else")
+        raise NotComposable(f"{spans[at][0]} does not follow the order")
 
 
 def _point(key: SpanKey, captured: ShortCapture) -> StepPoint:
@@ -168,7 +171,7 @@ def _point(key: SpanKey, captured: ShortCapture) -> StepPoint:
 
 
 def _reference(key: SpanKey, home: SpanKey, history: ActionHistory, name: SpanBlock) -> Reference:
-    """How `key` finds `home`, whose block it frees. What belongs to no microbatch names it as it is, for now."""
+    """How `key` finds `home`, whose block it frees. A key without a microbatch refers to it directly, for now."""
     microbatch = key.what.microbatch
     if home == key:
         return Reference("key" if microbatch == NO_MICROBATCH else "same", of_microbatch(home, 0))
@@ -182,7 +185,7 @@ def _reference(key: SpanKey, home: SpanKey, history: ActionHistory, name: SpanBl
 
 
 def _combine_repeated_frees(template: Template, captured: ShortCapture, history: ActionHistory) -> Template:
-    """With frees of all microbatches in turn taken together, and those of one named by its number."""
+    """Combine frees that repeat for all microbatches; refer to the others by their number in their kind."""
     old = template.events
     events: list[Any] = []
     modules: list[tuple[str, int]] = []
@@ -197,9 +200,11 @@ def _combine_repeated_frees(template: Template, captured: ShortCapture, history:
                 continue
             reference, name = old[at]
             if reference and _is_per_microbatch(reference.key):
-                reference = history.reference(reference.key, name, prefer_first=True)  # gradients are the first one's
+                reference = history.reference(
+                    reference.key, name, prefer_first=True
+                )  # gradients belong to the first one
                 if reference.how == "back":
-                    raise NotComposable(f"one of several {reference.key} is freed where none of them runs")
+                    raise NotComposable(f"one of several {reference.key} is freed outside of them")
             events.append((reference, name))
             at += 1
         modules.append((module, len(events) - before))
@@ -211,7 +216,7 @@ def _is_per_microbatch(key: SpanKey) -> bool:
 
 
 def _repeated_frees(events: Sequence[Any], captured: ShortCapture) -> tuple[RepeatedFrees | None, int]:
-    """What the first events free of each microbatch in turn, and how many of them; (None, 0) if they do not."""
+    """The frees that repeat for each microbatch from the first event on, and their number; else (None, 0)."""
     best: tuple[RepeatedFrees | None, int] = None, 0
     if not events or (reference := events[0][0]) is None or not _is_per_microbatch(reference.key):
         return best
@@ -237,7 +242,7 @@ def _repeated_frees(events: Sequence[Any], captured: ShortCapture) -> tuple[Repe
 
 
 def _frees_of_one_microbatch(events: Sequence[Any]) -> tuple[tuple[tuple[Reference, SpanBlock], ...], int] | None:
-    """Events that all free blocks of one microbatch: what they free, and which microbatch."""
+    """What events free if all of it belongs to one microbatch, and that microbatch."""
     found = set()
     frees = []
     for reference, name in events:

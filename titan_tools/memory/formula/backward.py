@@ -38,6 +38,7 @@ def backward(rank: Rank, action: Action) -> Iterator[Instant]:
 
 def _backward_of_block(rank: Rank, key: Key, group: FsdpGroup, which: str, gathered: int) -> Iterator[Instant]:
     sizes, layer, casts, is_kept = rank.sizes, group.layer, rank.casts(group), rank.is_kept_whole(group)
+    assert layer is not None
     when = f"backward of {which} block"
     one_by_one = max(group.full_sizes) * rank.run.gradient_bytes  # the largest weight whose gradient is added at once
     for moment in sizes.backward[layer]:

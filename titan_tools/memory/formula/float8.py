@@ -34,6 +34,10 @@ from trainer.gpus import Gpu
 CAST_BYTES = 2 * FP32 + 1  # per element, the most that an eager cast holds; one byte stays
 
 
+def _gathers(run: RunShape) -> bool:
+    return run.float8 is not None and run.float8.gathers
+
+
 def eager_activations(run: RunShape) -> Activations:
     """What a microbatch takes, block by block, where blocks are not compiled."""
     layers = range(run.args.num_layers)
@@ -55,7 +59,7 @@ class _Sizes:
 
     def __init__(self, run: RunShape, t: BlockTensors):
         self.hidden, self.stream, self.whole = (size // run.compute_bytes for size in (t.hidden, t.stream, t.whole))
-        gathers = run.float8 is not None and run.float8.gathers
+        gathers = _gathers(run)
         self.weight = 0 if gathers else run.args.dim * run.args.ffn_hidden // run.mesh.tp  # one of the feed-forward's
         self.output_weight = 0 if gathers else run.args.dim * run.args.num_heads * run.args.head_dim // run.mesh.tp
 
@@ -108,7 +112,7 @@ def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
     if run.mesh.tp > 1:
         again += sizes.whole * (1 if run.microbatch_size == 1 else 4 if is_full else 2)
     else:
-        again += sizes.stream + (0 if is_full else t.stream) + (0 if run.float8.gathers else t.key)
+        again += sizes.stream + (0 if is_full else t.stream) + (0 if _gathers(run) else t.key)
     if not is_full and run.mesh.cp > 1:
         again += t.query
     return BlockMoment(recompute=again + kernel)

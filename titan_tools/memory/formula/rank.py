@@ -51,7 +51,7 @@ def groups_of_stage(run: RunShape, stage: int) -> list[FsdpGroup]:
     the rank at coordinate 0 of each axis, which holds the largest part where a division leaves a remainder.
     """
     held = _parameters_by_module(run, stage)
-    ends = [module for module in ("norm", "output") if module in held]
+    ends = [module for module in held if module in ("norm", "output")]
     if "tok_embeddings" in held and ends and run.args.tied:
         ends.insert(0, "tok_embeddings")
     members = [[module] for module in held if module not in ends] + ([ends] if ends else [])

@@ -1,6 +1,6 @@
-"""A replayed trace as a snapshot file of torch's memory history, which PyTorch's viewer (pytorch.org/memory_viz) opens.
+"""Write a replayed trace as a snapshot of torch's memory history, for the viewer at pytorch.org/memory_viz.
 
-The format is that of torch.cuda.memory._snapshot (torch 2.11 to 2.13), of one device. Where a stack trace would be, the
+The format is that of torch.cuda.memory._snapshot (torch 2.11 to 2.13), of one device. In place of a stack trace the
 viewer shows a block's part, owner, phase, module, step and stream; its colors are the parts.
 """
 
@@ -13,12 +13,12 @@ from titan_tools.memory.replay.pool import TAKING, DriverCall, granule
 from titan_tools.memory.replay.replay import Replayed
 from titan_tools.memory.trace.events import COMPUTE, Block, StepPoint
 
-# The viewer's own unpickler reads protocols 2 to 4. It adds the category "unknown", by a statement that has a typing
-# error (`categores`) in some versions, unless it is there: so it is.
+# The viewer's own unpickler reads protocols 2 to 4. If the category "unknown" is missing, it adds it with a statement
+# that has a typo (`categores`) in some versions: so it is always present.
 _PROTOCOL = 4
 _UNKNOWN = "unknown"
-_POOL = (0, 0)  # not a private one
-_ACTIONS_OF_FREE = ("free_requested", "free_completed")  # the same moment: no stream but the block's own uses it
+_POOL = (0, 0)  # not a private pool
+_ACTIONS_OF_FREE = ("free_requested", "free_completed")  # at once: only the block's own stream uses it
 
 Frames = list[dict[str, str | int]]
 
@@ -30,7 +30,7 @@ def write_snapshot(replayed: Replayed, path: Path) -> None:
 
 
 def make_snapshot(replayed: Replayed) -> dict[str, Any]:
-    """The dictionary that torch.cuda.memory._snapshot would give; times are numbers of events."""
+    """The dictionary that torch.cuda.memory._snapshot would return; times are numbers of events."""
     streams = _number_streams(replayed)
     live: dict[int, Frames] = {}
     return {
@@ -49,7 +49,7 @@ def _number_streams(replayed: Replayed) -> dict[str, int]:
 def _entries(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames]) -> list[dict[str, Any]]:
     """Entries of the trace, in time order. Fills `live`: blocks that are allocated at the end, with their frames."""
     calls = iter(replayed.driver_calls)
-    call_at, call = next(calls, (-1, None))
+    next_call = next(calls, None)
     num_events = len(replayed.allocated)
     entries = []
 
@@ -70,9 +70,10 @@ def _entries(replayed: Replayed, streams: dict[str, int], live: dict[int, Frames
     for number, (segment, event) in enumerate(replayed.trace.events()):
         if number == num_events:
             break
-        while call_at == number:
+        while next_call and next_call[0] == number:
+            call = next_call[1]
             add(call.action, call.address, call.num_bytes, call.stream, _frames_of_call(call, segment.point), _UNKNOWN)
-            call_at, call = next(calls, (-1, None))
+            next_call = next(calls, None)
         index = event if event >= 0 else ~event
         block, address = replayed.trace.blocks[index], replayed.addresses[index]
         if event >= 0:
@@ -122,7 +123,7 @@ def _segments(replayed: Replayed, streams: dict[str, int], live: dict[int, Frame
 
 
 def _mapped(replayed: Replayed) -> list[tuple[int, int, DriverCall]]:
-    """Begin and end of what is taken from the driver at the end, by address; granules that touch are one segment."""
+    """Begin and end of memory held from the driver at the end, by address; adjacent granules are one segment."""
     pieces: dict[int, tuple[int, DriverCall]] = {}  # begin → size
     for _, call in replayed.driver_calls:
         step = call.num_bytes if replayed.allocator == "classic" else granule(call.is_small)
@@ -158,7 +159,7 @@ def _frames_of_call(call: DriverCall, point: StepPoint) -> Frames:
 
 @cache
 def _frames_at(part: str, what: str, point: StepPoint, stream: str) -> Frames:
-    """Innermost first, as a stack trace; shown as `filename:line:name`. Cached, so that a file has each once."""
+    """Innermost first, as in a stack trace; shown as `filename:line:name`. Cached: a file has each once."""
     lines = (
         (part, what or "-"),
         (point.phase, point.module or "-"),

@@ -1,4 +1,4 @@
-"""A picture of one step of a replayed trace: memory by part as stacked areas, what is reserved, and the GPU's limit."""
+"""Draw one step of a replayed trace: memory by part as stacked areas, reserved memory, and the GPU's limit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from converters.sizes import GIB
 from titan_tools.memory.replay.replay import Peak, Replayed
 from titan_tools.memory.trace.events import StepPoint
 
-_MOST_COLUMNS = 3000  # more events than this share columns; of each the event is drawn that has most allocated
-# A column is as wide as its event's bytes, and as this share of an average event's: small ones are seen, too
+_MOST_COLUMNS = 3000  # if there are more events, several share a column, which shows the one with most allocated
+# A column is as wide as its event's bytes plus this share of an average event's, so that small ones are visible
 _LEAST_WIDTH = 0.15
 
 
 class Band(NamedTuple):
-    """Where a phase of one microbatch and stage is drawn."""
+    """The x range of a phase of one microbatch and stage."""
 
     begin: float
     end: float
@@ -26,10 +26,10 @@ class Band(NamedTuple):
 
 @dataclass(slots=True)
 class Columns:
-    """A step from left (0) to right (1). Column i reaches from x[i] to x[i + 1]; bytes are those after its event."""
+    """A step from left (0) to right (1). Column i spans x[i] to x[i + 1]; bytes are those after its event."""
 
     x: list[float]  # one more than there are columns
-    by_part: dict[str, list[int]]  # in the order asked for, without parts that the step never has
+    by_part: dict[str, list[int]]  # in the given order, without parts that are always zero
     allocated: list[int]
     reserved: list[int]
     bands: list[Band]
@@ -38,7 +38,7 @@ class Columns:
 
 
 def step_columns(replayed: Replayed, parts: Sequence[str], *, step: int) -> Columns:
-    """Columns of a step, of the parts given: all that it has. Raises ValueError if the replay has no such step."""
+    """Columns of a step, by `parts`, which must be all of its parts. Raises ValueError if there is no such step."""
     number_of = {part: row for row, part in enumerate(parts)}
     blocks = replayed.trace.blocks
     held = np.zeros((len(parts), 1), dtype=np.int64)
@@ -80,7 +80,7 @@ def step_columns(replayed: Replayed, parts: Sequence[str], *, step: int) -> Colu
 
 
 def _highest_of_each(allocated: Any, width: int) -> tuple[list[int], list[int]]:
-    """Of each `width` neighbours the first, and the highest: no peak is lost."""
+    """Of each `width` consecutive events the first, and the highest: no peak is lost."""
     starts = list(range(0, len(allocated), width))
     return starts, [start + int(allocated[start : start + width].argmax()) for start in starts]
 
@@ -98,9 +98,9 @@ def _bands(points: Sequence[StepPoint], ends: Any) -> list[Band]:
     return bands
 
 
-_LIMIT_IN_VIEW = 1.5  # a limit higher than this × reserved would squash the picture: it is named instead
+_LIMIT_IN_VIEW = 1.5  # a limit above this × reserved is written as text: drawing it would compress the areas
 
-# Bottom to top: what stays through the step, what forward leaves for backward, what comes and goes
+# Bottom to top: what stays for the whole step, what forward keeps for backward, temporary memory
 STACK = {
     "parameters": "#2f4b6e",
     "optimizer": "#5b7ea6",
@@ -126,7 +126,7 @@ _PHASES = {
 }
 _INK, _FAINT, _LIMIT = "#2b2b2b", "#7a7a7a", "#c0392b"
 _MONOSPACED = {"family": "DejaVu Sans Mono", "size": 8.6}
-_BESIDE = 1.012  # x of what stands right of the areas, in shares of their width
+_RIGHT_OF_AREAS = 1.012  # x of the legend, in shares of the areas' width
 
 
 def draw_timeline(
@@ -140,8 +140,8 @@ def draw_timeline(
 ) -> None:
     """Draw a step, the last by default. `limit`: the GPU's name and usable bytes; `labels`: names of parts.
 
-    The format is that of the path's ending: png, svg, pdf. A trace knows no time: the x axis counts bytes that are
-    allocated and freed, so that what moves much memory is seen best.
+    The path's suffix sets the format: png, svg, pdf. A trace has no clock: the x axis counts bytes that are allocated
+    and freed, so that operations on much memory are wide.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -172,7 +172,7 @@ def draw_timeline(
 
 
 def _draw_areas(axes: Any, columns: Columns, labels: Mapping[str, str]) -> None:
-    """The stack and its legend, which tells each part's share of the peak."""
+    """The areas and their legend, with each part's share of the peak."""
 
     def steps(values: list[int]) -> list[float]:
         return [value / GIB for value in (*values, values[-1])]
@@ -194,7 +194,7 @@ def _draw_areas(axes: Any, columns: Columns, labels: Mapping[str, str]) -> None:
         [handle for handle, _, _ in entries],
         [_line(name, value) for _, name, value in entries],
         loc="upper left",
-        bbox_to_anchor=(_BESIDE, 1.0),
+        bbox_to_anchor=(_RIGHT_OF_AREAS, 1.0),
         borderaxespad=0,
         frameon=False,
         title=f"GiB at the peak: {columns.allocated[peak] / GIB:.2f} allocated",
@@ -215,22 +215,22 @@ def _line(name: str, num_bytes: int) -> str:
 
 
 def _draw_limit(axes: Any, name: str, num_bytes: int, *, is_in_view: bool, at_left: bool) -> None:
-    said, height, offset = f"{name}: {num_bytes / GIB:.1f} GiB usable", num_bytes / GIB, 5
+    text, height, offset = f"{name}: {num_bytes / GIB:.1f} GiB usable", num_bytes / GIB, 5
     if is_in_view:
         axes.axhline(height, color=_LIMIT, linewidth=1.4, linestyle=(0, (6, 3)))
     else:
-        said, height, offset = f"{said} ↑", axes.get_ylim()[1], -12
+        text, height, offset = f"{text} ↑", axes.get_ylim()[1], -12
     at, offsets, align = ((0, height), (6, offset), "left") if at_left else ((1, height), (-6, offset), "right")
-    axes.annotate(said, at, offsets, textcoords="offset points", ha=align, color=_LIMIT, fontsize=10)
+    axes.annotate(text, at, offsets, textcoords="offset points", ha=align, color=_LIMIT, fontsize=10)
 
 
 def _draw_peak(axes: Any, columns: Columns) -> None:
     x, height = columns.x[columns.peak], columns.allocated[columns.peak] / GIB
     left, below = x > 0.5, height > 0.8 * axes.get_ylim()[1]
-    said = f"peak: {height:.2f} GiB allocated\nin {_said(columns.peak_point)}"
+    text = f"peak: {height:.2f} GiB allocated\nin {_in_words(columns.peak_point)}"
     axes.plot([x], [height], "o", color="white", markeredgecolor=_INK, markersize=6.5, zorder=5)
     axes.annotate(
-        said,
+        text,
         (x, height),
         (-34 if left else 34, -54 if below else 20),
         textcoords="offset points",
@@ -243,24 +243,24 @@ def _draw_peak(axes: Any, columns: Columns) -> None:
     )
 
 
-def _said(point: StepPoint) -> str:
+def _in_words(point: StepPoint) -> str:
     phase = point.phase.replace("_", " ")
     return f"{phase} of {point.module}" if point.module else phase
 
 
 def _draw_pools(axes: Any, peak: Peak) -> None:
-    """Where the memory lies that is reserved but not allocated."""
+    """A list of the pools that hold reserved but unallocated memory."""
     lines = [_line(stream, size) for stream, size in peak.unused_by_stream.items() if size >= GIB / 200]
     if not lines:
         return
-    beside = {"transform": axes.transAxes, "va": "bottom", "color": _INK}
-    axes.text(_BESIDE + 0.037, 0, "\n".join(lines), fontproperties=_MONOSPACED, linespacing=1.6, **beside)
+    style = {"transform": axes.transAxes, "va": "bottom", "color": _INK}
+    axes.text(_RIGHT_OF_AREAS + 0.037, 0, "\n".join(lines), fontproperties=_MONOSPACED, linespacing=1.6, **style)
     height = 0.034 * len(lines) + 0.012
-    axes.text(_BESIDE + 0.004, height, "Unused GiB, by stream's pool", weight="bold", size=10, **beside)
+    axes.text(_RIGHT_OF_AREAS + 0.004, height, "Unused GiB, by stream's pool", weight="bold", size=10, **style)
 
 
 def _draw_bands(strip: Any, areas: Any, columns: Columns) -> None:
-    """The phases: a strip below, and faint lines where long ones begin."""
+    """The phases: a strip below the areas, and faint lines where long ones begin."""
     is_many = len({band.point.microbatch for band in columns.bands if band.point.microbatch >= 0}) > 1
     for begin, end, point in columns.bands:
         width = end - begin
@@ -278,4 +278,4 @@ def _draw_bands(strip: Any, areas: Any, columns: Columns) -> None:
     strip.set_yticks([])
     strip.spines[:].set_visible(False)
     strip.tick_params(axis="x", length=0, labelbottom=False)
-    strip.set_xlabel("the step in order of time, as wide as bytes are allocated and freed", fontsize=9.5, color=_FAINT)
+    strip.set_xlabel("time order; width in proportion to the bytes allocated and freed", fontsize=9.5, color=_FAINT)

@@ -18,6 +18,7 @@ import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._inductor.fx_passes import micro_pipeline_tp
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -70,8 +71,8 @@ def trace_async_tp(config: Config, kernels: Kernels, recorder: Recorder) -> Iter
 
 def fused_products() -> SimpleNamespace:
     """The operations of `torch.ops.symm_mem` that Inductor's pass inserts, as CUDA runs them."""
-    names = ("fused_all_gather_matmul", "fused_all_gather_scaled_matmul")
-    names += ("fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter")
+    names = ["fused_all_gather_matmul", "fused_all_gather_scaled_matmul"]
+    names += ["fused_matmul_reduce_scatter", "fused_scaled_matmul_reduce_scatter"]
     return SimpleNamespace(**{name: SimpleNamespace(default=_as_on_cuda(f"_{name}")) for name in names})
 
 
@@ -85,11 +86,11 @@ def _as_on_cuda(name: str) -> Callable[..., Any]:
     return run
 
 
-def _is_tp_group(degree: int, group_name: str) -> bool:
+def _is_tp_group(degree: int, group_name: Any) -> bool:
     """Whether a group is this rank's tensor-parallel one (the innermost axis): only that one is enabled."""
     rank = dist.get_rank()
     first = rank - rank % degree
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = _resolve_process_group(group_name)
     return dist.get_process_group_ranks(group) == list(range(first, first + degree))
 
 
@@ -98,12 +99,12 @@ def _restride_on_meta(restride: Callable[..., Tensor], tensor: Tensor, perm: lis
     return restride(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), perm)
 
 
-def _workspace(recorder: Recorder, group_name: str, min_size: int) -> SimpleNamespace:
+def _workspace(recorder: Recorder, group_name: Any, min_size: int) -> SimpleNamespace:
     """A handle of the group's workspace, with what the fused products use of it."""
     block = SIGNAL_PAD_BYTES + min_size
     trace = recorder.trace
     trace.symmetric_bytes = max(trace.symmetric_bytes, -(-block // SYMMETRIC_GRANULE) * SYMMETRIC_GRANULE)
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = _resolve_process_group(group_name)
     return SimpleNamespace(
         rank=group.rank(),
         world_size=group.size(),

@@ -1,7 +1,7 @@
 """Trace the real train step of one rank of any job, on fake tensors and without the other ranks."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -43,11 +43,15 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: 
     model's depth only. `host` counts what CPU offload keeps in host memory.
     """
     config, dims = job.config, job.dims
-    is_offloaded = config.training.enable_cpu_offload and kernels.device == "cuda"
-    recorder = OffloadRecorder(host or HostBytes()) if is_offloaded else Recorder()
-    kind = OffloadedTensors if is_offloaded else RecordedTensors
-    tensors = kind(recorder, kernels.workspaces)
-    on_parameters_side = recorder.on_host if is_offloaded else nullcontext
+    recorder = Recorder()
+    offloaded: AbstractContextManager[None] = nullcontext()
+    on_parameters_side: Callable[[], AbstractContextManager[None]] = nullcontext
+    if config.training.enable_cpu_offload and kernels.device == "cuda":
+        recorder = offload_recorder = OffloadRecorder(host or HostBytes())
+        tensors: RecordedTensors = OffloadedTensors(offload_recorder, kernels.workspaces)
+        offloaded, on_parameters_side = track_offload(offload_recorder), offload_recorder.on_host
+    else:
+        tensors = RecordedTensors(recorder, kernels.workspaces)
     with (
         _reject_value_dependent_shapes(),
         _silence_torch_logs(),
@@ -57,7 +61,7 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: 
         _compilation(config, kernels, recorder),
         recorder.resizes_recorded(),
         track_points(recorder),
-        track_offload(recorder) if is_offloaded else nullcontext(),
+        offloaded,
     ):
         meshes = make_meshes(dims, "cpu")
         model = build(job, meshes, torch.device("cpu"), memory=tensors)

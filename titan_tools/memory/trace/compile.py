@@ -22,6 +22,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._functorch.partitioners
 import torch._inductor.compile_fx as inductor
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -103,6 +104,7 @@ def translate_compiler_errors() -> Iterator[None]:
         errors = list(chain(error))
         if own := next((each for each in errors if isinstance(each, TitanError)), None):
             raise own from None
+        failed: BaseException | None
         if failed := next((each for each in errors if isinstance(each, _COMPILER_ERRORS)), None):
             what = "torch.compile fails on this model"
         elif failed := next(filter(_is_from_generated_code, errors), None):
@@ -168,7 +170,9 @@ def _plan_with_inductor(kernels: Kernels) -> Iterator[None]:
     with ExitStack() as stack:
         if kernels.device == "cuda":
             stack.enter_context(describe_gpu())
-        stack.enter_context(inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1))
+        stack.enter_context(
+            torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
+        )
         stack.enter_context(patch.object(GraphLowering, "compile_to_module", _load_without_kernels))
         stack.enter_context(patch.object(inductor, "get_input_idxs_to_check", lambda inputs, static: ()))  # all aligned
         planned = partial(_compile_for_device, inductor.compile_fx_inner, torch.device(kernels.device, 0))

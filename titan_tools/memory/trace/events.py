@@ -1,4 +1,4 @@
-"""What one rank asks of its GPU's allocator, in time order: blocks, and segments of events that allocate or free them.
+"""A trace: the blocks that a rank allocates on its GPU, and the events that allocate or free them, in time order.
 
 Torch-free: traces are captured with torch, and expanded, replayed and drawn without.
 """
@@ -9,24 +9,24 @@ from typing import NamedTuple
 
 COMPUTE = "compute"  # the default stream
 NO_LAYER = -1
-PER_PARAMETER = "*"  # how the owner of a block begins that holds one number for each parameter of the rank
+PER_PARAMETER = "*"  # the owner of a block with one number per parameter of the rank starts with this
 _LAYERS = "layers."
 
 
 def layer_of(fqn: str) -> int:
-    """The layer that an FQN lies in, NO_LAYER if none."""
+    """The layer that an FQN is in, NO_LAYER if none."""
     if not fqn.startswith(_LAYERS):
         return NO_LAYER
     return int(fqn[len(_LAYERS) :].partition(".")[0])
 
 
 class StepPoint(NamedTuple):
-    """Where a step stands. A segment's events all happen at one place; places may come again within a step."""
+    """A point of a step. All events of a segment are at one point; a point may occur again within a step."""
 
     step: int  # 0: before the first; then from 1
     phase: str  # build, forward, backward, weight (of a split backward), reduce, clip, optimizer, zero_grad, validation
     stage: int = 0
-    microbatch: int = 0  # within a step, accumulated batches included; -1 where it belongs to none
+    microbatch: int = 0  # within a step, over all accumulated batches; -1: none
     module: str = ""  # FQN: tok_embeddings, layers.N, norm, output; "" outside of the model
 
 
@@ -34,11 +34,11 @@ class StepPoint(NamedTuple):
 class Block:
     """One allocation."""
 
-    num_bytes: int  # as asked for; the allocator rounds
-    stream: str  # whose pool it comes from
-    part: str  # one of parts.py's
+    num_bytes: int  # as requested; the allocator rounds
+    stream: str  # whose pool it is from
+    part: str  # one of constants.PARTS
     point: StepPoint  # at which it was allocated
-    owner: str = ""  # FQN of the parameter, or module, that it belongs to, where that is known
+    owner: str = ""  # FQN of its parameter or module, if known
 
 
 @dataclass(slots=True)
@@ -51,11 +51,11 @@ class TraceSegment:
 
 @dataclass(slots=True)
 class Trace:
-    """A rank's whole run, from build to the end of a steady step. What is never freed stays."""
+    """A rank's run from build to the end of a steady step. Some blocks are never freed."""
 
     blocks: list[Block] = field(default_factory=list)
     segments: list[TraceSegment] = field(default_factory=list)
-    symmetric_bytes: int = 0  # what lies outside of the allocator: the workspace that ranks copy from
+    symmetric_bytes: int = 0  # outside of the allocator: the workspace through which ranks copy
 
     def events(self) -> Iterator[tuple[TraceSegment, int]]:
         """All events in time order, each with its segment."""

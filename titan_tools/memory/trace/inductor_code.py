@@ -52,22 +52,22 @@ _GPU = _H100()
 def describe_gpu() -> Iterator[None]:
     """Describe a GPU and Triton to Inductor, enough to generate code for them."""
     with ExitStack() as patches:
-        for owner, name, value in (
+        static: tuple[tuple[Any, str, Any], ...] = (
             (CudaInterface, "get_device_properties", _properties),
             (CudaInterface, "get_compute_capability", lambda device=None: _GPU.major * 10 + _GPU.minor),
             (CudaInterface, "is_bf16_supported", lambda including_emulation=False: True),
             (CudaInterface, "current_device", lambda: 0),
             (CudaInterface.Worker, "get_device_properties", _properties),
             (CudaInterface.Worker, "current_device", lambda: 0),
-        ):
-            patches.enter_context(patch.object(owner, name, staticmethod(value)))
-        for owner, name, value in (
+        )
+        plain: tuple[tuple[Any, str, Any], ...] = (
             (torch.cuda, "get_device_properties", _properties),
             (torch.cuda, "get_device_capability", lambda device=None: (_GPU.major, _GPU.minor)),
             (torch.cuda, "current_device", lambda: 0),
             (torch._inductor.scheduler, "has_triton", lambda: True),
             (torch.utils._triton, "triton_hash_with_backend", lambda: ""),  # names a cache that is not used
-        ):
+        )
+        for owner, name, value in (*((owner, name, staticmethod(value)) for owner, name, value in static), *plain):
             patches.enter_context(patch.object(owner, name, value))
         DeviceProperties.create.cache_clear()
         try:
@@ -86,7 +86,7 @@ def run_without_kernels(source: str, constants: dict[str, Any]) -> SimpleNamespa
     Operations that Inductor leaves to torch run on the given tensors, whatever device the code names.
     """
     names = {**_NAMES, **constants}
-    body = []
+    body: list[ast.stmt] = []
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.ClassDef | ast.FunctionDef):
             body.append(statement)

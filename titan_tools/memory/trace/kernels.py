@@ -26,11 +26,12 @@ from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UN
 from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
 from trainer.optim import clip
+from trainer.parallel.float8 import float8_styles
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
-KernelBuffers = Callable[[tuple[Any, ...]], int]  # an operation's inputs → bytes that its kernel allocates internally
-Attend = Callable[..., Tensor]
+KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
+Attend = Callable[..., Any]
 
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
@@ -78,8 +79,7 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(clip, "_square_sums", clip.square_sums_on_gpu))
             # Float8 is gathered over tensor-parallel ranks, as with NCCL: gloo has no float8. Everything else in
             # torchao is the same on any device.
-            styles = _for_cuda(trainer.build.float8_styles)
-            patches.enter_context(patch.object(trainer.build, "float8_styles", styles))
+            patches.enter_context(patch.object(trainer.build, "float8_styles", _float8_styles_on_cuda))
         yield
 
 
@@ -87,38 +87,35 @@ def cublas_bytes(kernels: Kernels) -> int:
     return round(kernels.cublas_mib * MIB)
 
 
-def _for_cuda(own: Callable[..., Any]) -> Callable[..., Any]:
-    def float8_styles(*args: Any, device_type: str, **kwargs: Any) -> Any:
-        return own(*args, device_type="cuda", **kwargs)
-
-    return float8_styles
+def _float8_styles_on_cuda(*args: Any, device_type: str, **kwargs: Any) -> Any:
+    return float8_styles(*args, device_type="cuda", **kwargs)
 
 
 # --- attention
 
 
 def _choose_by_dtype(attend: Attend, *, fp32: Attend) -> Attend:
-    def attend_by_dtype(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def attend_by_dtype(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (fp32 if q.dtype == torch.float32 else attend)(q, *args, **kwargs)
 
     return attend_by_dtype
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
-def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
     return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
-def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Any:
     """On a GPU torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right."""
     q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
     return _flash_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Tensor:
+def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
     """scaled_dot_product_attention in fp32, which neither flash attention nor cuDNN's supports.
 
     ATen chooses the memory-efficient kernel, which has no grouped queries; for those it runs plain products, which keep
@@ -129,7 +126,7 @@ def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bo
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, is_causal)[0]
 
 
-def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Any:
     """trainer/parallel/context.py's `attend_to_prefix` in fp32; torch/nn/attention/bias.py, CausalBias."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
     if q_BCNH.shape[2] == k_BEKH.shape[2]:
@@ -155,7 +152,7 @@ def _flash_backward_bytes(args: tuple[Any, ...]) -> int:
     _, q, k, v = args[:4]
     batch, heads, length, dim = q.shape
     padded = _round_up(length, 128)
-    size = batch * heads * padded * 4 * (_round_up(dim, 32) + 1)
+    size: int = batch * heads * padded * 4 * (_round_up(dim, 32) + 1)
     if heads != k.shape[1]:
         size += 2 * batch * k.shape[2] * heads * dim * k.element_size()
     return size
@@ -165,7 +162,8 @@ def _cudnn_backward_bytes(args: tuple[Any, ...]) -> int:
     """cuDNN's dq in fp32 and a row sum, as in flash attention; it groups heads without copies."""
     _, q, *_ = args
     batch, heads, length, dim = q.shape
-    return batch * heads * length * 4 * (dim + 1)
+    num_bytes: int = batch * heads * length * 4 * (dim + 1)
+    return num_bytes
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -206,10 +204,10 @@ def _placed_like(x: Tensor, own: Tensor) -> Tensor:
     return DTensor.from_local(own, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Any:
     if torch.compiler.is_compiling():  # a compiler decomposes the operation, and needs to see what it computes
         return torch.ops.aten._fused_rms_norm(x, list(normalized_shape), weight, eps)[0]
-    return _FusedRMSNorm.apply(x, list(normalized_shape), weight)
+    return _FusedRMSNorm.apply(x, list(normalized_shape), weight)  # type: ignore[no-untyped-call]
 
 
 # --- what kernels allocate internally
@@ -228,7 +226,8 @@ def embedding_backward_bytes(args: tuple[Any, ...]) -> int:
     num_segments = min(count, num_weights)
     num_partial = count // EMBEDDING_ROWS_PER_THREAD + num_segments
     index_bytes = indices.element_size() * (3 * count + 2 * num_segments + num_partial)
-    return index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
+    num_bytes: int = index_bytes + num_partial * gradient.shape[-1] * max(gradient.element_size(), 4)
+    return num_bytes
 
 
 def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
@@ -238,7 +237,8 @@ def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
     """
     tensors = args[0]
     most_chunks = max(ceil(tensor.numel() / _FOREACH_CHUNK) for tensor in tensors)
-    return len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
+    num_bytes: int = len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
+    return num_bytes
 
 
 def sum_bytes(args: tuple[Any, ...]) -> int:
@@ -249,5 +249,6 @@ def sum_bytes(args: tuple[Any, ...]) -> int:
     tensor, dims = args[:2]
     if tensor.element_size() != 2 or tensor.numel() <= 2**30:
         return 0
-    summed = prod(tensor.shape[dim] for dim in (dims or range(tensor.dim())))
-    return 4 * (tensor.numel() // summed)
+    summed: int = prod(tensor.shape[dim] for dim in (dims or range(tensor.dim())))
+    num_elements: int = tensor.numel()
+    return 4 * (num_elements // summed)

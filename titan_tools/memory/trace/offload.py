@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_iter
 
 import trainer.build
 from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
+from trainer.parallel.fsdp import keep_on_cpu
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class OffloadRecorder(Recorder):
             self.host.add(-num_bytes)
 
 
-class OffloadedTensors(RecordedTensors):
+class OffloadedTensors(RecordedTensors):  # type: ignore[no-untyped-call]
     """A result whose inputs are all in host memory is there too; every other result is on the GPU."""
 
     recorder: OffloadRecorder
@@ -104,11 +106,12 @@ class OffloadedTensors(RecordedTensors):
 @contextmanager
 def track_offload(recorder: OffloadRecorder) -> Iterator[None]:
     """Keep the parameters of a model that is built in host memory, and record FSDP's copies."""
-    to_gpu = _copying(recorder, FSDPParam.all_gather_inputs.fget, to_host=False)
-    to_host = _copying(recorder, _fsdp_param_group.foreach_reduce, to_host=True)
+    getter = FSDPParam.__dict__["all_gather_inputs"].fget
+    to_gpu = _copying(recorder, getter, to_host=False)
+    to_host = _copying(recorder, foreach_reduce, to_host=True)
     with ExitStack() as patches:
         for owner, name, new in (
-            (trainer.build, "keep_on_cpu", _keeping_on_host(recorder, trainer.build.keep_on_cpu)),
+            (trainer.build, "keep_on_cpu", _keeping_on_host(recorder, keep_on_cpu)),
             (FSDPParam, "all_gather_inputs", property(to_gpu)),
             (_fsdp_param_group, "foreach_reduce", to_host),
         ):
@@ -117,7 +120,7 @@ def track_offload(recorder: OffloadRecorder) -> Iterator[None]:
 
 
 def _keeping_on_host(recorder: OffloadRecorder, own: Callable[..., None]) -> Callable[..., None]:
-    def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
+    def keep(model: nn.Module, device: torch.device) -> None:
         """`own`; then make again, for the GPU, what does not stay in host memory."""
         with recorder.on_host():
             own(model, device)
@@ -127,7 +130,7 @@ def _keeping_on_host(recorder: OffloadRecorder, own: Callable[..., None]) -> Cal
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
-    return keep_on_cpu
+    return keep
 
 
 def _copying(recorder: OffloadRecorder, own: Callable[..., Any], *, to_host: bool) -> Callable[..., Any]:

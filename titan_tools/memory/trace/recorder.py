@@ -95,7 +95,7 @@ class Recorder:
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that holds a tensor, or a DTensor's local part; None if there is none."""
         # DTensor.to_local would make a view, an operation that would be traced
-        local = getattr(tensor, "_local_tensor", tensor)
+        local: Any = getattr(tensor, "_local_tensor", tensor)
         if hasattr(local, "fsdp_pre_all_gather"):  # torchao's wrapper of a weight
             local = local._tensor
         block = self._live.get(local.untyped_storage()._cdata)
@@ -141,7 +141,7 @@ class Recorder:
         def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             if storage.nbytes() == size:
                 return storage
-            result = own(storage, size)
+            result: torch.UntypedStorage = own(storage, size)
             self.record_resize(storage, size)
             return result
 

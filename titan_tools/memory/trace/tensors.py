@@ -23,7 +23,7 @@ _NONFINITE_CHECKS = {aten.isnan.default, aten.isinf.default, aten.any.default, a
 UseCounts = tuple[int, int, int]  # references to a tensor, to its storage, and to its Python object
 
 
-class RecordedTensors(FakeTensorMode):
+class RecordedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that a recorder sees. `workspaces`: what kernels allocate internally, by operation."""
 
     def __init__(self, recorder: Recorder, workspaces: Mapping[Any, KernelBuffers]):
@@ -125,7 +125,7 @@ def gradient_use_counts() -> UseCounts:
     """
     seen: list[UseCounts] = []
 
-    class Sums(FakeTensorMode):
+    class Sums(FakeTensorMode):  # type: ignore[no-untyped-call]
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
             if func is aten.add.Tensor:
                 seen.append(_use_counts(args))
@@ -134,6 +134,6 @@ def gradient_use_counts() -> UseCounts:
     with Sums(), torch.enable_grad():
         x = torch.ones(2, requires_grad=True)
         y = x * 2
-        torch.cat((y.sin(), y.cos())).sum().backward()
+        torch.cat((y.sin(), y.cos())).sum().backward()  # type: ignore[no-untyped-call]
     assert len(seen) == 1, seen
     return seen[0]

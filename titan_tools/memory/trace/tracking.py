@@ -48,7 +48,7 @@ def track_points(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def track_modules(parts: Sequence[nn.Module], recorder: Recorder) -> None:
+def track_modules(parts: Sequence[Any], recorder: Recorder) -> None:
     """Follow the modules of the model: forward from a module's start to the next, backward from its output's gradient.
 
     Call this after everything that wraps modules, so that the work of their hooks is at the right point.
@@ -72,7 +72,7 @@ def _track_module(module: nn.Module, fqn: str, recorder: Recorder, *, forward: b
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(start_backward)
+                tensor.register_hook(start_backward)  # type: ignore[no-untyped-call]
 
     def start_backward(gradient: Tensor) -> None:
         phase = "weight" if recorder.point.phase == "weight" else "backward"
@@ -140,7 +140,7 @@ def _name_streams(own: Function, recorder: Recorder) -> Function:
 def _pad_once(own: Function, recorder: Recorder) -> Function:
     """Do not pad an uneven shard again that is padded already: FSDP compares addresses, which fake tensors lack."""
 
-    def reset_sharded_param(parameter: FSDPParam) -> None:
+    def reset_sharded_param(parameter: Any) -> None:
         held = parameter._sharded_param_data.untyped_storage()
         if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
             own(parameter)
@@ -168,7 +168,7 @@ def _set_point(recorder: Recorder, phase: str, stage: int, microbatch: int = -1)
 def _wrap_action(own: Function, recorder: Recorder) -> Function:
     """Schedules of several stages per rank name each action for the profiler, just before they run it."""
 
-    def name(action: Any) -> str:
+    def name(action: Any) -> Any:
         microbatch = -1 if action.microbatch_index is None else action.microbatch_index
         _set_point(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
         return own(action)
@@ -222,7 +222,7 @@ def _wrap_buffers(own: Function, recorder: Recorder) -> Function:
 def _wrap_buffer(own: Function, recorder: Recorder) -> Function:
     """A stage receives one tensor per microbatch, and allocates their buffers in order."""
 
-    def make_tensor(*args: Any) -> Tensor:
+    def make_tensor(*args: Any) -> Any:
         if recorder.point.phase == "build":
             recorder.point = recorder.point._replace(microbatch=recorder.point.microbatch + 1)
         return own(*args)
