@@ -119,6 +119,8 @@ def convert(
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )
+    is_indexed = catalog.container == "safetensors" and src.is_dir()
+    index = index_remarks(catalog.root, catalog.num_bytes) if is_indexed else []
     ledger = weights.source.ledger
     return ConvertReport(
         source=str(src),
@@ -138,17 +140,18 @@ def convert(
         missing=tuple(ledger.missing),
         extra=tuple(ledger.extra),
         non_finite=done.non_finite,
-        remarks=(
-            *filter(None, [_describe_long_files(plan.target.file_bytes, options.shard_bytes)]),
-            *filter(None, [unchecked_remark(catalog, vouched)]),
-            *filter(None, remarks),
-            *catalog.notes,
-            *(
-                index_remarks(catalog.root, catalog.num_bytes)
-                if catalog.container == "safetensors" and src.is_dir()
-                else ()
-            ),
-            *done.remarks,
+        remarks=tuple(
+            filter(
+                None,
+                [
+                    _describe_long_files(plan.target.file_bytes, options.shard_bytes),
+                    unchecked_remark(catalog, vouched),
+                    *remarks,
+                    *catalog.notes,
+                    *index,
+                    *done.remarks,
+                ],
+            )
         ),
         other_files=tuple(done.other_files),
         resumed_bytes=done.resumed_bytes,

@@ -1,5 +1,6 @@
-"""Check that the chunks of a tensor cover each element exactly once. Stock DCP does not: holes stay uninitialized."""
+"""Check that chunks cover each element of a tensor exactly once, and find the chunks that overlap a box."""
 
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -52,3 +53,24 @@ def overlap(boxes: list[Box]) -> bool:
         if common.all(axis=1).any():
             return True
     return False
+
+
+_FEW = 8  # up to so many a loop over all boxes is faster than numpy
+
+
+class BoxIndex:
+    """Boxes of one tensor, searchable by overlap."""
+
+    def __init__(self, boxes: Sequence[Box]):
+        self._num_boxes = len(boxes)
+        if len(boxes) > _FEW:
+            self._low = np.array([box.offsets for box in boxes], dtype=np.int64)
+            self._high = self._low + np.array([box.sizes for box in boxes], dtype=np.int64)
+
+    def touching(self, box: Box) -> Sequence[int]:
+        """Positions of all boxes that share elements with `box`, and possibly of others."""
+        if self._num_boxes <= _FEW:
+            return range(self._num_boxes)
+        low = np.array(box.offsets, dtype=np.int64)
+        common = (self._low < low + np.array(box.sizes, dtype=np.int64)) & (low < self._high)
+        return np.flatnonzero(common.all(axis=1)).tolist()

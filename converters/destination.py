@@ -1,4 +1,4 @@
-"""Where an output is written: a folder, or one file. Both check the place first and appear whole or not at all."""
+"""The destination of an output: a folder, or one file. Both are checked first, and appear complete or not at all."""
 
 import os
 import shutil

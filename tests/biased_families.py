@@ -101,14 +101,14 @@ def _family(name: str) -> Family:
 
 
 class _HalvesAttention(Attention):
-    def forward(self, x_BLD, turns):
+    def forward(self, x_BLD, rotations):
         q, k, v = (w(x_BLD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return self.wo(self.inner_attention(rotate_halves(q, turns), rotate_halves(k, turns), v).flatten(-2))
+        return self.wo(self.inner_attention(rotate_halves(q, rotations), rotate_halves(k, rotations), v).flatten(-2))
 
 
 def _builder(name: str):
     def build_model(args):
-        halves = {"make_attention": _HalvesAttention, "turns_stacked_on": 0} if name == "qwen2" else {}
+        halves = {"make_attention": _HalvesAttention, "rotations_stacked_on": 0} if name == "qwen2" else {}
         model = Transformer(args, **halves)
         for path, module in model.named_modules():
             if path.rpartition(".")[2] in BIASED[name]:

@@ -136,6 +136,6 @@ def list_models() -> list[dict[str, Any]]:
     >>> [family["family"] for family in list_models()][:3]
     ['llama3', 'llama2', 'qwen3']
     """
-    from titan_tools.catalog_of_models import list_models as _list_models
+    from titan_tools.model_list import list_models as _list_models
 
     return _list_models()

@@ -155,7 +155,7 @@ class MetadataEmitter:
         yield _END_RECORD
 
     def _between(self, fqn: str) -> tuple[bytes, ...]:
-        """What stands before index, offset, file, start and length of a place, all of it in the memo by now."""
+        """The constant parts between index, offset, file, start and length of a location, all in the memo already."""
         text = self.text
         return (
             self.record(METADATA_MODULE, "MetadataIndex") + text("fqn") + text(fqn) + text("index"),

@@ -51,7 +51,7 @@ def stranger(path: Path, start: bytes) -> TitanError | None:
     """The error for a file whose first bytes are not those of weights, where they tell what it is."""
     text = start.lstrip().lower()
     if not start:
-        return CheckpointError(f"{path}: is empty", hint="the download or the copy was cut off")
+        return CheckpointError(f"{path}: is empty", hint="the download or the copy was interrupted")
     if start.startswith(b"version https://git-lfs"):
         return CheckpointError(
             f"{path}: a Git LFS pointer, not the weights", hint="fetch them in the repository", tries=["git lfs pull"]

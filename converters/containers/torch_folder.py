@@ -30,7 +30,7 @@ def open_file(path: Path) -> Catalog:
 
 
 def _find(files: FolderFiles) -> str:
-    """A single file; several are recognised only beside safetensors, for the error that lists both."""
+    """A single file; several are recognized only together with safetensors, for the error that lists both."""
     if files.entry:
         return files.entry if files.entry.endswith((*TORCH_SUFFIXES, TORCH_INDEX)) else ""
     if files.dcp_metadata or files.meta:

@@ -17,9 +17,9 @@ import numpy as np
 
 from converters.catalog import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
+from converters.cover import BoxIndex
 from converters.crc import join_crc32
 from converters.dtypes import itemsize
-from converters.engine.box_index import BoxIndex
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest
 from converters.engine.journal import Journal
@@ -260,7 +260,7 @@ def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
 def _write(
     files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _Piece | None
 ) -> _Piece:
-    """Write the `common` part of a box to a slot; its piece, joined with the one `after` which it comes."""
+    """Write the `common` part of a box to a slot; returns its piece, joined with the preceding one, `after`."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
     data = part.reshape(-1).view(np.uint8).data
     element = 0  # of the slot, in which whole rows (or parts of one row) are contiguous

@@ -12,8 +12,8 @@ import numpy as np
 from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
+from converters.cover import BoxIndex
 from converters.dtypes import itemsize, numpy_dtype
-from converters.engine.box_index import BoxIndex
 from converters.engine.open_files import OpenFiles
 from converters.errors import CheckpointError
 

@@ -63,7 +63,7 @@ FLAVORS = {
 
 
 def _as_they_are(naming: Naming, *, norms: tuple[str, str]) -> Naming:
-    """Llama's names with every row in its place, for Qwen 3 turns halves on both sides; and the norms of q and k."""
+    """Llama's names without permutations, because Qwen 3 rotates halves in both forms, and the norms of q and k."""
     rules = tuple(Rule(r.native, r.foreign) for r in naming.rules if not _is_feed_forward_bias(r.native))
     natives = ("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")
     return Naming(naming.name, (*rules, *map(Rule, natives, norms)), naming.drops)

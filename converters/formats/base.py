@@ -66,7 +66,7 @@ def _option(flag: str, help: str, *, refusal: str, **details: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a user may ask of an output. A field that is not None is refused by a format that does not take it."""
+    """The options of an output. A format refuses fields that are not None and that it does not take."""
 
     # the mesh whose ranks will read the output: each chunk is one rank's
     mesh: MeshShape | None = _option(

@@ -1,10 +1,10 @@
-"""Inference speed of whole `titan infer` runs, as they report it, beside transformers and a bare loop of products.
+"""Inference speed of whole `titan infer` runs, compared with transformers and a bare loop of matrix products.
 
 python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8, with and without --compile
 python scripts/bench/infer.py --on cpu   1.2B in fp32 and bf16 on two threads, and the time from start to first token
 
-The rows take turns, `--rounds` times; of each the medians count. Weights are random: speed does not depend on them.
-Where a limit is missed, the exit code is 1. `--dir` keeps the checkpoints for the next time.
+All rows are run in turn, `--rounds` times; the medians count. Weights are random: speed does not depend on them. The
+exit code is 1 where a limit is missed. `--dir` keeps the checkpoints for the next time.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _START_SECS = 6.0
 
 @dataclass(slots=True)
 class Row:
-    """A process to run, and what each of its runs told, its wall time among that."""
+    """A process to run, and the readings of each run, its wall time included."""
 
     name: str
     argv: Sequence[str]
@@ -59,7 +59,7 @@ class Limit:
     is_most: bool = False
 
     def value(self, rows: Mapping[str, Row]) -> float | None:
-        """None where a row does not tell, such as a bandwidth's share on a GPU that is not known."""
+        """None where a row has no such reading, such as the bandwidth share on an unknown GPU."""
         values = [rows[name].middle(self.what) for name in filter(None, (self.row, self.over))]
         if None in values:
             return None
@@ -73,7 +73,7 @@ class Limit:
 
 
 def cpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
-    """Two threads. Of one prompt: rates behind the first token, that in a fresh process; of a batch: all its tokens."""
+    """Two threads. One prompt: rates after the first token, in a fresh process; a batch: all its tokens."""
     rows, limits = [], []
     for dtype, faster in (("float32", 1.05), ("bfloat16", 1.1)):
         titan, peer, bare = (f"{who}, {dtype}" for who in ("titan", "transformers", "bare loop"))
@@ -104,7 +104,7 @@ def cpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
 def gpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
     """Limits are shares of the memory's bandwidth on one H200; gpt-fast reaches 0.57 to 0.70 on H100 and A100.
 
-    They are of compiled steps, as gpt-fast's are: uncompiled, a layer takes about twenty kernels instead of ten.
+    They are for compiled steps, as gpt-fast's are: uncompiled, a layer takes about twenty kernels instead of ten.
     """
     rows, limits = [], []
     for name, options, least in (
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool) -> None:
-    """Checkpoints and prompts, those that are not there, and every file in the page cache."""
+    """Make missing checkpoints and prompts, and read every file into the page cache."""
     work.mkdir(parents=True, exist_ok=True)
     text = (ROOT / "README.md").read_text()
     for name, letters in _LETTERS.items():
@@ -178,7 +178,7 @@ def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool) -> None:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer.json as large as Llama 3's: every pair of bytes is a token, and pairs with a byte behind them."""
+    """A tokenizer.json as large as Llama 3's: tokens are all pairs of bytes, and pairs followed by one byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -196,15 +196,15 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _read(row: Row, work: Path, *, on_cpu: bool) -> dict[str, float]:
-    """What one run tells, and how long it took from its start to its end."""
+    """The readings of one run, and its wall time."""
     environment = dict(os.environ)
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if row.threads is not None:
         environment["OMP_NUM_THREADS"] = str(row.threads)
     started = time.perf_counter()
-    told = json.loads(_output(row.argv, work, environment))
-    reading = {"wall_secs": time.perf_counter() - started} | told.get("stats", told)
+    output = json.loads(_output(row.argv, work, environment))
+    reading = {"wall_secs": time.perf_counter() - started} | output.get("stats", output)
     if reading.get("tpot_ms"):
         reading["decode_per_sec"] = 1000 / reading["tpot_ms"]
     return {name: value for name, value in reading.items() if isinstance(value, int | float)}
@@ -223,7 +223,7 @@ def _output(argv: Sequence[str], work: Path, environment: Mapping[str, str]) -> 
 
 def _print_table(rows: Sequence[Row], limits: Sequence[Limit], place: dict[str, Any]) -> bool:
     columns = (
-        ("decode_per_sec", "steps/s", "{:.2f}"),  # tokens behind the first; in a batch, of each sequence
+        ("decode_per_sec", "steps/s", "{:.2f}"),  # tokens after the first; in a batch, of each sequence
         ("tokens_per_sec", "all tokens/s", "{:.2f}"),
         ("ttft_ms", "first token ms", "{:.0f}"),
         ("bandwidth_gb_per_sec", "GB/s", "{:.1f}"),
@@ -247,7 +247,7 @@ def _print_table(rows: Sequence[Row], limits: Sequence[Limit], place: dict[str, 
         value = limit.value(by_name)
         ok = value is not None and limit.holds(value)
         judged.append({"limit": str(limit), "value": value, "bound": limit.bound, "ok": ok})
-        shown = "not told" if value is None else f"{value:.2f}"
+        shown = "unknown" if value is None else f"{value:.2f}"
         print(
             f"{limit}: {shown} ({'at most' if limit.is_most else 'at least'} {limit.bound:g}){'' if ok else '  MISSED'}"
         )

@@ -1,8 +1,8 @@
-"""What infer.py compares with, each in a process of its own: transformers' generate, and products without a model.
+"""The peers of infer.py, each in its own process: transformers' generate, and matrix products without a model.
 
 python scripts/bench/infer_peers.py (transformers|bare) FOLDER DTYPE PROMPT_FILE NEW_TOKENS BATCH_SIZE
 
-PROMPT_FILE is text, or a batch of prompts where its name ends in .jsonl.
+PROMPT_FILE is text, or a batch of prompts if its name ends in .jsonl.
 """
 
 import json
@@ -20,7 +20,7 @@ from models import shapes_of  # noqa: E402
 
 
 def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
-    """Greedy generation of one prompt as its first call; times of tokens as a streamer gets them."""
+    """Greedy generation of one prompt in the first call; the times at which a streamer gets the tokens."""
 
     class Clock:
         def __init__(self) -> None:
@@ -62,7 +62,7 @@ def transformers_batch(
 
 
 def _model_and_tokenizer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """What never stops by itself, and what cuts text."""
+    """A model without stop tokens, and its tokenizer."""
     from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
@@ -73,7 +73,7 @@ def _model_and_tokenizer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def bare(folder: Path, dtype: torch.dtype, num_new: int) -> dict[str, float]:
-    """Every product with a weight that one token takes, one after another: what nobody who calls F.linear can beat."""
+    """All products with the weights that one token needs, one after another: the limit for calls of F.linear."""
     config = json.loads((folder / "config.json").read_text())
     shapes = [shape for name, shape in shapes_of(config).items() if len(shape) == 2]  # tied: the embedding's is one
     if not config["tie_word_embeddings"]:

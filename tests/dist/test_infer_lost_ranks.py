@@ -23,7 +23,7 @@ AGENT_KILLS_AFTER_SECS = 30  # what has not ended after SIGTERM
 DYING_RANK = """
 import os, signal, sys, time
 from titan_tools.infer.decoding import generate
-from titan_tools.infer import run
+from titan_tools.infer import loading
 from titan_tools.cli import main
 
 RANK, PLACE = os.environ["DYING"].split()
@@ -37,7 +37,7 @@ def dying(work, place, holds=lambda *args: True):
     return replaced
 
 generate.choose = dying(generate.choose, "generating", lambda logits, sampling, seats: seats[0].position == 18)
-run.load_model = dying(run.load_model, "loading")
+loading.load_model = dying(loading.load_model, "loading")
 main()
 """
 

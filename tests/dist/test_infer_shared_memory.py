@@ -131,7 +131,7 @@ class Naps:
 def test_naps_are_short_beside_the_wait_and_never_long(monkeypatch):
     memory = mmap.mmap(-1, shared_memory._num_bytes(2))
     read, write = os.pipe()
-    shared = shared_memory.SharedMemory(memory, rank=0, ended={read: 1})
+    shared = shared_memory.SharedMemoryCollectives(memory, rank=0, ended={read: 1})
     shared._poll = naps = Naps(shared, 3)
     monkeypatch.setattr(shared_memory, "time", naps)
     # 25,000 turns, each of which may give a core away for milliseconds: minutes on a busy machine

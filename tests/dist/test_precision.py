@@ -27,9 +27,9 @@ def dtypes(layout: Layout) -> dict[str, set[torch.dtype]]:
     seen = {"hidden": set(), "angles": set()}
 
     def look(module, args):
-        hidden, turns = args
+        hidden, rotations = args
         seen["hidden"].add(hidden.dtype)
-        seen["angles"].add(turns.dtype)
+        seen["angles"].add(rotations.dtype)
 
     for part in model.parts:
         for layer in part.layers.values():

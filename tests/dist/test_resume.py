@@ -170,7 +170,6 @@ def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
     assert pools[2].run(runs.run, config) == ["", ""]
 
 
-@pytest.mark.slow  # of saves in the background in test_async_checkpoint.py
 def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_runs, tmp_path):
     whole = whole_runs("debug_gqa", "fsdp2")
     config = runs.make_config(data, tmp_path, **FSDP2)

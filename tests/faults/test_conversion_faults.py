@@ -159,7 +159,7 @@ def test_c17_an_output_that_exists(sources, copy_of, titan, tmp_path):
     (out / "thesis.txt").write_text("ten years of work")  # somebody's folder
     for options in ((), ("--overwrite",)):
         code, _, err = titan(*convert, *options)
-        assert code == 2 and "holds something else" in err
+        assert code == 2 and "is not what would be written" in err
     assert (out / "thesis.txt").read_text() == "ten years of work"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".tmp-")] == []
 

@@ -236,7 +236,7 @@ def test_links_in_a_circle_and_to_nowhere(folders, tmp_path):
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
     for path in (tmp_path / "a", tmp_path / "a" / "deeper"):
-        with pytest.raises(CheckpointError, match=r"nowhere|no such"):
+        with pytest.raises(CheckpointError, match=r"broken link|no such"):
             open_checkpoint(path)
     checkpoint = shutil.copytree(folders / "hf", tmp_path / "hf")
     shards = sorted(checkpoint.glob("*.safetensors"))[:2]

@@ -31,9 +31,13 @@ MORE = (
     *(
         "titan_tools/test_estimate_memory.py",
         "titan_tools/test_convert_command.py",
-        "titan_tools/test_infer_command.py",
+        "titan_tools/infer/test_command.py",
     ),
-    *("titan_tools/test_infer_chat_terminal.py", "titan_tools/test_infer_ranks.py", "trainer/test_flight_recorder.py"),
+    *(
+        "titan_tools/infer/tasks/test_chat_terminal.py",
+        "titan_tools/infer/test_ranks.py",
+        "trainer/test_flight_recorder.py",
+    ),
     *("trainer/test_metrics.py", "trainer/test_ranks.py", "trainer/test_build.py"),
     *("trainer/test_determinism.py", "trainer/test_data_text.py", "converters/tokenizers/test_tokenizers.py"),
     *("converters/test_open.py", "converters/test_commit.py", "../dist/test_launch_scripts.py"),

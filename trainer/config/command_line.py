@@ -15,9 +15,9 @@ _BOOLS = {"true": True, "false": False}
 def read_overrides(
     words: Sequence[str], *, kind_of: Callable[[str], Any | None], unknown: Callable[[str], str]
 ) -> tuple[dict[str, Setting], list[str]]:
-    """The settings that the words spell, and the problems met; a key given twice takes its last value.
+    """The settings in the words, and the problems; a key given twice takes its last value.
 
-    `kind_of` gives a key's type (None: no such key), `unknown` what to say about a key that does not exist.
+    `kind_of` returns a key's type (None: no such key), `unknown` the message for an unknown key.
     """
     settings: dict[str, Setting] = {}
     problems: list[str] = []
@@ -25,7 +25,7 @@ def read_overrides(
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
-            problems.append(f"{ORIGIN}: {word!r} stands alone; an override is `--section.key value`")
+            problems.append(f"{ORIGIN}: {word!r} is not an option; an override is `--section.key value`")
             continue
         name, equals, text = word[2:].partition("=")
         key = name.replace("-", "_")
@@ -55,7 +55,7 @@ def _without_no(key: str) -> str | None:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """Text as a value of the type; what cannot be read stays text, and the type check names it."""
+    """Text as a value of the type; invalid text is returned unchanged, and the type check reports it."""
     if NoneType in get_args(kind) and text.lower() == "none":
         return None
     plain = plain_type(kind)
@@ -70,7 +70,7 @@ def _parse(text: str, kind: Any) -> Any:
 
 
 def _parse_list(text: str) -> Any:
-    if text.startswith("["):  # lists of lists are typed as TOML
+    if text.startswith("["):  # lists of lists in TOML syntax
         try:
             return tomllib.loads(f"list = {text}")["list"]
         except tomllib.TOMLDecodeError:

@@ -1,6 +1,6 @@
-"""Load a config: defaults, then a TOML file or preset, then the command line; strict, and all problems told at once.
+"""Load a config: defaults, then a TOML file or preset, then the command line. All problems are reported together.
 
-Loads neither torch nor numpy, so that a typo is told in a blink, before any rank starts.
+Imports neither torch nor numpy, so that errors appear quickly, before any rank starts.
 """
 
 import difflib
@@ -30,7 +30,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError that lists every unknown key, wrong value and uncovered feature, with file and line.
     """
     settings = _read(source)
-    typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_what_about)
+    typed, typed_problems = read_overrides(overrides, kind_of=_kind_of, unknown=_unknown_key)
     found = [(setting, problem_of(key, setting)) for key, setting in [*settings.items(), *typed.items()]]
     problems = [f"{setting.origin}: {problem}" for setting, problem in found if problem] + typed_problems
     merged = settings | typed
@@ -40,7 +40,7 @@ def load_config(source: Path | str, overrides: Sequence[str] = ()) -> Config:
     custom = config.experimental.custom_import
     if custom and not problems:
         import_custom(custom)
-    if not (custom and problems):  # a module that was not imported may bring the family
+    if not (custom and problems):  # the module that was not imported may register the family
         problems += _model_problems(config)
     if problems:
         raise _error(source, problems, upgradable=any(is_older(key, s.value) for key, s in settings.items()))
@@ -69,13 +69,13 @@ def _read(source: Path | str) -> dict[str, Setting]:
     if preset:
         return read_toml(preset, shown_as=f"preset {source}")
     if path.exists():
-        return read_toml(path)  # a folder or a device: told there
+        return read_toml(path)  # raises for a folder or a device
     if str(source).startswith("--"):
         raise ConfigError(f"the config comes before the overrides, but {source!r} came first")
     presets = preset_names()
     near = difflib.get_close_matches(path.stem, presets, n=2)
     raise ConfigError(
-        f"{source}: no such config file, and no preset is called so",
+        f"{source}: no such config file or preset",
         hint=f"presets: {', '.join(presets)}",
         tries=[f"titan config show {name}" for name in near],
     )
@@ -90,7 +90,7 @@ def _sections() -> dict[str, tuple[str, type]]:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Each key that is read, and its type."""
+    """Each supported key with its type."""
     return {
         f"{section}.{name}": kind
         for section, (_, record) in _sections().items()
@@ -103,21 +103,21 @@ def _kind_of(key: str) -> Any | None:
 
 
 def is_known(key: str) -> bool:
-    """Whether the vocabulary has the key, be it that something reads it or that it is refused with a reason."""
+    """Whether the vocabulary has the key, supported or refused with a reason."""
     return _kind_of(key) is not None or _extension(key) != ""
 
 
 def is_older(key: str, value: Any) -> bool:
-    """Whether an earlier vocabulary has the key, or the value of it, that this one calls otherwise or dropped."""
+    """Whether the key, or its value, is from an earlier vocabulary, renamed or removed since."""
     items = value if isinstance(value, list) else [value]
     return key in RENAMED or key in GONE or any(isinstance(i, str) and (key, i) in RENAMED_VALUES for i in items)
 
 
 def problem_of(key: str, setting: Setting) -> str:
-    """What is wrong with one setting, or nothing."""
+    """What is wrong with one setting; empty if nothing."""
     kind = _kind_of(key)
     if kind is None:
-        return f"{key}: {_what_about(key)}"
+        return f"{key}: {_unknown_key(key)}"
     shown = f"{key} = {_shown(setting.value)}"
     if isinstance(setting.value, str) and (key, setting.value) in REFUSED_VALUES:
         return f"{shown}: {REFUSED_VALUES[key, setting.value]}"
@@ -133,8 +133,8 @@ def problem_of(key: str, setting: Setting) -> str:
     return ""
 
 
-def _what_about(key: str) -> str:
-    """What to say about a key that does not exist: its new name, or the nearest one."""
+def _unknown_key(key: str) -> str:
+    """A message for an unknown key: its new name, or the nearest one."""
     if key in RENAMED:
         return f"is called `{RENAMED[key]}` now"
     if key in GONE:
@@ -145,7 +145,7 @@ def _what_about(key: str) -> str:
     last = key.rpartition(".")[2]
     same_name = [name for name in known if name.rpartition(".")[2] == last]
     near = same_name or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if not near:  # the section is off by more than the name
+    if not near:  # the section differs more than the name
         last_names = {name.rpartition(".")[2]: name for name in reversed(known)}
         near = [last_names[name] for name in difflib.get_close_matches(last, last_names, n=1, cutoff=0.7)]
     return f"no such key; did you mean `{near[0]}`?" if near else "no such key"
@@ -169,7 +169,7 @@ def _build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
 
 
 def _model_problems(config: Config) -> list[str]:
-    """A family or flavor that does not exist: known only after custom_import."""
+    """An unknown family or flavor; checked after custom_import."""
     families = all_families()
     model = config.model
     if model.name in REFUSED_FAMILIES and model.name not in families:

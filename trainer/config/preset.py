@@ -1,4 +1,4 @@
-"""The configs that come with titan: TOML files beside this one, found by their name."""
+"""The presets: config files that come with titan, found by name."""
 
 import difflib
 from pathlib import Path
@@ -13,22 +13,22 @@ def preset_names() -> list[str]:
 
 
 def find_preset(name: str) -> Path | None:
-    """The preset's file, or None where no preset is called so."""
+    """The preset's file; None for an unknown name."""
     return _FOLDER / f"{name}.toml" if name in preset_names() else None
 
 
 def write_preset(name: str, out: Path) -> None:
-    """Copy a preset to a file of the user's own. Raises ConfigError for a name that is none, or a file that exists."""
+    """Copy a preset to a new file. Raises ConfigError for an unknown name, or if the file exists."""
     preset = find_preset(name)
     if preset is None:
         near = difflib.get_close_matches(name, preset_names(), n=2)
         raise ConfigError(
-            f"no preset is called {name!r}",
+            f"there is no preset {name!r}",
             hint=f"presets: {', '.join(preset_names())}",
             tries=[f"titan config init {match}" for match in near],
         )
     try:
-        file = out.open("x", encoding="utf-8")  # x: never over a file that somebody has edited
+        file = out.open("x", encoding="utf-8")  # x: never overwrite
     except FileExistsError:
         raise ConfigError(f"{out} exists already", tries=[f"titan config init {name} ANOTHER.toml"]) from None
     except OSError as error:
@@ -36,7 +36,7 @@ def write_preset(name: str, out: Path) -> None:
     try:
         with file:
             file.write(preset.read_text("utf-8"))
-    except OSError as error:  # a full disk; what is there of the file would be in the way of the next try
+    except OSError as error:  # a full disk: remove the incomplete file
         out.unlink()
         raise ConfigError(f"{out}: {error.strerror}") from None
 

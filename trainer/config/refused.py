@@ -1,6 +1,6 @@
-"""The vocabulary's keys that nothing here reads: which values ask for nothing, and why the others are refused.
+"""torchtitan's keys that titan does not support: the values that have no effect, and why others are refused.
 
-To accept a key and ignore it would be a lie, so a file may carry these only with values that change nothing.
+A config file may contain these keys only with values that change nothing; silently ignoring others would be wrong.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`harmless` None means any value: the key matters only together with another one, named in `reason`."""
+    """`harmless` None allows any value: the key only matters with another one, named in `reason`."""
 
     kind: Any
     harmless: tuple[Any, ...] | None
@@ -25,7 +25,7 @@ def _unread(kind: Any, switch: str) -> Refused:
 
 
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
-_MX = 'model.converters = ["quantize.linear.mx"] or its kin'
+_MX = 'model.converters = ["quantize.linear.mx"] or similar'
 _NO_EXPERTS = "mixture-of-experts models are not covered yet"
 
 REFUSED: dict[str, Refused] = {
@@ -80,7 +80,7 @@ _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     (_SCHEDULE, "DualPipeV"): "it is made for experts, which are not covered yet; ZBVZeroBubble has the same stages",
 }
-"""Values of keys that are read, which the vocabulary allows and nothing here does."""
+"""Values of supported keys that torchtitan allows and titan does not."""
 
 REFUSED_FAMILIES: dict[str, str] = {
     "llama4": _NO_EXPERTS,
@@ -101,7 +101,7 @@ REFUSED_FLAVORS: dict[tuple[str, str], str] = {
     ("llama3", "8B_flex"): _MASKS,
     ("llama3", "8B_varlen"): _MASKS,
 }
-"""Flavors that torchtitan has of families that are here."""
+"""Flavors of supported families that only torchtitan has."""
 
 _FLUX = "it belongs to Flux, which makes images; language models are covered"
 _TORCHFT = "it belongs to TorchFT's replica groups, which are not covered"
@@ -124,4 +124,4 @@ REFUSED_EXTENSIONS: dict[str, str] = {
     "fault_tolerance.num_fragments": _TORCHFT,
     "compile.graph_passes": "it belongs to an experiment of torchtitan's, SimpleFSDP",
 }
-"""How keys begin that torchtitan has only with an extension."""
+"""Prefixes of keys that torchtitan has only with an extension."""

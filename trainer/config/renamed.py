@@ -1,6 +1,6 @@
-"""What older files call things: names and values of torchtitan's earlier releases, and what became of each.
+"""Keys and values of torchtitan's earlier releases, with their current names.
 
-Read by the loader, which says the new name, and by `titan config upgrade`, which writes it.
+The loader uses them in error messages, `titan config upgrade` to rewrite files.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ RENAMED: dict[str, str] = {
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
     "memory_estimation.enabled": "memory_estimation.enable",
 }
-"""Old key → the key that says it now. Where the value changes too, `upgrade.py` says how."""
+"""Old key → current key. `upgrade.py` converts values that changed too."""
 
 RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("model.converters", "float8"): _FLOAT8,
@@ -70,7 +70,7 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("parallelism.pipeline_parallel_schedule", "interleaved1f1b"): "Interleaved1F1B",
     ("parallelism.pipeline_parallel_schedule", "looped_bfs"): "LoopedBFS",
 }
-"""Key and the value that it had, also as one of a list → that value's name now."""
+"""Key and old value, also as an item of a list → current value."""
 
 GONE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "job.use_for_integration_test": (None, "it marked torchtitan's own tests"),
@@ -84,7 +84,7 @@ GONE: dict[str, tuple[tuple[Any, ...] | None, str]] = {
     "model.tokenizer_type": (None, "the tokenizer's kind is read from its files"),
     "checkpoint.interval_type": (("steps",), "checkpoint.interval counts steps, never seconds"),
 }
-"""Keys without a successor: the values with which one can be left out (None: any), and the reason."""
+"""Removed keys: the values with which a key can be omitted (None: any), and the reason."""
 
 CHANGED_DEFAULTS: dict[str, str] = {
     "checkpoint.last_save_model_only": "its default was false in 0.1.0 and true from 0.2.0 on; here it is false: the"
@@ -92,4 +92,4 @@ CHANGED_DEFAULTS: dict[str, str] = {
     "job.dump_folder": 'its default was "./torchtitan/outputs" in 0.2.0; it is "./outputs"',
     "activation_checkpoint.preserve_rng_state": "its default was false up to 0.2.1; it is true",
 }
-"""Keys that an old file may have left to a default which is another now."""
+"""Keys whose default has changed since."""

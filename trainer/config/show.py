@@ -1,4 +1,4 @@
-"""A config for reading: every value as TOML would write it, with its origin, and what the file carries in vain."""
+"""Show a config: every value in TOML syntax with its origin, and the keys without effect."""
 
 import json
 from dataclasses import asdict
@@ -17,19 +17,19 @@ def rows(config: Config) -> list[tuple[str, str, str]]:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The merged config by section, and the origin of each key that is no default."""
+    """The merged config by section, and the origin of each value that is not a default."""
     sections = {name: asdict(record) for name, record in by_section(config).items()}
     given = {key: setting.origin for key, setting in origins(config).items() if setting.origin != DEFAULT}
     return {"config": sections, "origins": given}
 
 
 def unread(config: Config) -> list[str]:
-    """Keys that were given with a harmless value and change nothing, each with the reason."""
+    """Unsupported keys that are set to a value without effect, each with the reason."""
     return [f"{key} ({where}): {REFUSED[key].reason}" for key, where in config.origins.items() if key in REFUSED]
 
 
 def toml_text(value: Any) -> str:
-    """A value as TOML writes it; None, which TOML cannot write, as `unset`."""
+    """A value in TOML syntax; None, which TOML does not have, as `unset`."""
     if value is None:
         return "unset"
     if isinstance(value, tuple):

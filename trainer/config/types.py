@@ -1,4 +1,4 @@
-"""Whether a value is what its field's type says: exact types, choices, limits of numbers, patterns."""
+"""Check values against field types: exact types, choices, limits of numbers, patterns."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Limits of a number: low ≤ x ≤ high, above < x < below; `also` are allowed all the same, `without` never are."""
+    """Limits of a number: low ≤ x ≤ high, above < x < below; `also` adds values, `without` excludes some."""
 
     low: float | None = None
     high: float | None = None
@@ -38,13 +38,13 @@ class Number:
 
 
 def _plain(number: float) -> str:
-    """Whole numbers to the last digit: what is written is what is allowed."""
+    """Integers in full: the printed limit is the exact limit."""
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A string that matches a regular expression as a whole; `meaning` says so to a person."""
+    """A string that fully matches a regular expression; `meaning` describes it in messages."""
 
     regex: str
     meaning: str
@@ -95,7 +95,7 @@ def _fit_annotated(kind: Any, value: Any) -> Any:
 def _fit_plain(kind: type, value: Any) -> Any:
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):  # `type`, for True is also an int
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):  # `type`, because True is an int
         raise ValueError(describe(kind))
     return value
 

@@ -1,11 +1,11 @@
-"""Output projection and loss in pieces of the tokens, so that whole logits never exist, forward or backward.
+"""Output projection and loss on chunks of the tokens, so that whole logits never exist, forward or backward.
 
-Each piece goes forward and back at once, while the model's forward still runs: what is left of it are the gradient of
-its hidden states and its share of the output's gradient, which is added up in fp32. Backward only scales them. So the
-output's products are computed as often as under a plain loss, and memory is that of one piece.
+Forward and backward of each chunk run together, during the model's forward pass. They leave the gradient of the hidden
+states and of the output's parameters, which are summed in fp32; the model's backward only scales these. So the output's
+products are computed as often as with a plain loss, with the memory of one chunk.
 
-Where many microbatches go forward before the first one goes back, each would hold a whole gradient of the output; there
-(`in_backward`) the pieces wait for backward, and their logits are computed twice.
+Under schedules that run many forward passes before the first backward, each microbatch would hold a whole gradient of
+the output. There (`in_backward`) the chunks are computed in backward, and their logits twice.
 """
 
 from collections.abc import Callable
@@ -20,21 +20,21 @@ LossSum = Callable[[Tensor, Tensor], Tensor]
 
 
 class ChunkedOutput:
-    """Stands in for `output.forward`: hidden states [B, L, D] → the summed loss of the targets [B, L] given beforehand.
+    """Replaces `output.forward`: hidden states [B, L, D] → the summed loss of the targets [B, L] set by `given`.
 
-    It stands inside of the module, so that what hooks onto it happens once per pass: FSDP gathers its weights, tensor
-    parallelism gathers the sequence. The module itself may be anything that maps [1, T, D] to logits [1, T, V].
+    As the module's forward it runs inside the module's hooks, once per pass: FSDP gathers its weights, tensor
+    parallelism gathers the sequence. The module may be anything that maps [1, T, D] to logits [1, T, V].
     """
 
     def __init__(self, output: nn.Module, loss_sum: LossSum, *, num_chunks: int, in_backward: bool):
-        """`loss_sum` takes logits as `output` makes them; they are DTensors under tensor parallelism."""
+        """`loss_sum` takes the logits that `output` returns, which are DTensors under tensor parallelism."""
         self._output, self._project, self._loss_sum = output, output.forward, loss_sum
         self._num_chunks, self.in_backward = num_chunks, in_backward
         self._targets: Tensor | None = None
 
     @contextmanager
     def given(self, targets_BL: Tensor):
-        """Within, a call of `output` computes the loss of these targets."""
+        """Context in which a call of `output` computes the loss of these targets."""
         self._targets = targets_BL
         try:
             yield
@@ -43,13 +43,13 @@ class ChunkedOutput:
 
     def __call__(self, h_BLD: Tensor) -> Tensor:
         targets_BL = self._targets
-        assert targets_BL is not None, "the part's forward gives targets"
-        # Sequence parallelism gathers h and sums what each rank's columns say of it: once for all pieces.
+        assert targets_BL is not None, "the part's forward sets the targets"
+        # Sequence parallelism gathers h and sums its gradients over the ranks' columns: once for all chunks.
         is_sharded = isinstance(h_BLD, DTensor)
-        wrap = _replicated_over(h_BLD) if is_sharded else _as_it_is
+        wrap = _replicated_over(h_BLD) if is_sharded else _unchanged
         own_BLD = h_BLD.to_local(grad_placements=[Partial()]) if is_sharded else h_BLD
         if torch.is_grad_enabled():
-            # Local ones for autograd; read anew each time, because FSDP has put the gathered ones there.
+            # Local tensors for autograd; read at each call, because FSDP replaces the parameters while gathered.
             parameters = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters())
             loss = _ChunkedLossSum.apply(self, wrap, own_BLD, targets_BL, *parameters)
         else:
@@ -62,7 +62,7 @@ class ChunkedOutput:
     def loss(self, wrap: Callable[[Tensor], Tensor], h_BLD: Tensor, targets_BL: Tensor) -> Tensor:
         """The summed loss, without gradients."""
         total = torch.zeros((), device=h_BLD.device)
-        for h_1TD, targets_1T in self._pieces(h_BLD, targets_BL):
+        for h_1TD, targets_1T in self._chunks(h_BLD, targets_BL):
             total += self._loss_sum(self._project(wrap(h_1TD)), targets_1T)
         return total
 
@@ -74,29 +74,29 @@ class ChunkedOutput:
         total = torch.zeros((), device=h_BLD.device)
         grad_BLD = torch.empty_like(h_BLD, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
-        pieces = self._pieces(h_BLD, targets_BL), self._pieces(grad_BLD, targets_BL)
-        for (h_1TD, targets_1T), (grad_1TD, _) in zip(*pieces, strict=True):
+        chunks = self._chunks(h_BLD, targets_BL), self._chunks(grad_BLD, targets_BL)
+        for (h_1TD, targets_1T), (grad_1TD, _) in zip(*chunks, strict=True):
             with torch.enable_grad():
-                piece_1TD = wrap(h_1TD).detach().requires_grad_()
-                loss = self._loss_sum(self._project(piece_1TD), targets_1T)
-            grad_piece, *grads = torch.autograd.grad(loss, [piece_1TD, *parameters])
+                chunk_1TD = wrap(h_1TD).detach().requires_grad_()
+                loss = self._loss_sum(self._project(chunk_1TD), targets_1T)
+            grad_chunk, *grads = torch.autograd.grad(loss, [chunk_1TD, *parameters])
             total += loss.detach()
-            grad_1TD.copy_(_local_as(grad_piece, [Partial()]))
+            grad_1TD.copy_(_local_as(grad_chunk, [Partial()]))
             _add_up(sums, parameters, grads)
-            del grad_piece, grads  # as large as the output: not beside those of the next piece
+            del grad_chunk, grads  # free them before the next chunk's, which are as large as the output
         gradients = [grad_BLD]
-        while sums:  # one after another: an fp32 sum makes room for the next one
+        while sums:  # one at a time: each fp32 sum is freed before the next cast
             gradients.append(sums.pop(0).to(parameters[len(gradients) - 1].dtype))
         return total, gradients
 
-    def _pieces(self, h_BLD: Tensor, targets_BL: Tensor):
+    def _chunks(self, h_BLD: Tensor, targets_BL: Tensor):
         h_1ND, targets_1N = h_BLD.reshape(1, -1, h_BLD.shape[-1]), targets_BL.reshape(1, -1)
         size = ceil(targets_1N.numel() / self._num_chunks)
         return zip(h_1ND.split(size, dim=1), targets_1N.split(size, dim=1), strict=True)
 
 
 class _ChunkedLossSum(torch.autograd.Function):
-    """Not destructive: a schedule that computes gradients of weights apart goes through this backward twice."""
+    """Backward may run twice: schedules with a split backward compute gradients of weights separately."""
 
     @staticmethod
     def forward(ctx, chunked: ChunkedOutput, wrap, h_BLD: Tensor, targets_BL: Tensor, *parameters: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class _ChunkedLossSum(torch.autograd.Function):
 
 
 def _add_up(sums: list[Tensor], parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
-    """Add gradients of parameters to sums, in fp32: a whole product rounds once, and bf16 would at every piece."""
+    """Add gradients of parameters to sums in fp32: one product would round once, bf16 sums at every chunk."""
     is_first = not sums
     for i, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         local = _local_as(grad, getattr(parameter, "placements", None))
@@ -129,7 +129,7 @@ def _add_up(sums: list[Tensor], parameters: list[nn.Parameter], grads: list[Tens
             sums[i] += local
 
 
-def _as_it_is(h: Tensor) -> Tensor:
+def _unchanged(h: Tensor) -> Tensor:
     return h
 
 
@@ -139,5 +139,5 @@ def _replicated_over(h: DTensor) -> Callable[[Tensor], Tensor]:
 
 
 def _local_as(gradient: Tensor, placements) -> Tensor:
-    """This rank's part of a gradient; it has those placements already, unless an output module is an unusual one."""
+    """This rank's part of a gradient, which usually has these placements already."""
     return gradient.redistribute(placements=placements).to_local() if isinstance(gradient, DTensor) else gradient

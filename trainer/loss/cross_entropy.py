@@ -1,7 +1,7 @@
-"""Cross-entropy, summed over valid tokens, of whole logits or of vocabulary shards.
+"""Cross-entropy of whole logits or of vocabulary shards, summed over valid tokens.
 
-Sums, not means: the caller divides by the number of valid tokens of the whole step, over ranks, microbatches and
-accumulation, so that every layout optimises the same number.
+Sums, not means: the caller divides by the number of valid tokens of the whole step (all ranks, microbatches and
+accumulated batches), so that every layout optimizes the same number.
 """
 
 import torch
@@ -13,16 +13,16 @@ from trainer.data.batch import IGNORED
 
 
 def cross_entropy_sum(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """The summed loss in fp32; targets that are IGNORED add nothing."""
+    """The summed loss in fp32; IGNORED targets add nothing."""
     return F.cross_entropy(
         logits_BLV.flatten(0, -2).float(), targets_BL.flatten(), reduction="sum", ignore_index=IGNORED
     )
 
 
 def sharded_cross_entropy_sum(logits_BLV: Tensor, targets_BL: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """The same from this rank's columns of the logits (loss parallel): whole logits never exist.
+    """The summed loss from this rank's columns of the logits (loss parallel), without whole logits.
 
-    The vocabulary is split evenly over `group` in rank order; every rank of it gets the whole loss.
+    The vocabulary is split evenly over `group` in rank order; every rank of it returns the whole loss.
     """
     return _ShardedCrossEntropySum.apply(logits_BLV.flatten(0, -2), targets_BL.flatten(), group)
 
@@ -39,7 +39,7 @@ class _ShardedCrossEntropySum(torch.autograd.Function):
 
         num_columns = logits_TV.shape[-1]
         columns_T = targets_T - dist.get_rank(group) * num_columns
-        here_T = (columns_T >= 0) & (columns_T < num_columns)  # an IGNORED target is in nobody's columns
+        here_T = (columns_T >= 0) & (columns_T < num_columns)  # IGNORED targets are in no rank's columns
         columns_T = columns_T.clamp(0, num_columns - 1)
         picked_T = shifted_TV.gather(-1, columns_T.unsqueeze(-1)).squeeze(-1) * here_T
 

@@ -1,4 +1,4 @@
-"""Settles at build which loss a run computes, and makes the model's last part compute it."""
+"""Choose the loss of a run and make the model's last part compute it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -61,7 +61,7 @@ def choose_loss(name: str, compile: Compile, group: "dist.ProcessGroup | None") 
 
 
 def maybe_compile_loss(loss_sum: LossSum, settings: Compile) -> LossSum:
-    """Compiled, if `compile.components` says so: cast, softmax and sum in one go, without the fp32 logits."""
+    """The loss, compiled if `compile.components` includes it: cast, softmax and sum fused, without fp32 logits."""
     return torch.compile(loss_sum, backend=settings.backend) if compiles(settings, "loss") else loss_sum
 
 

@@ -1,4 +1,4 @@
-"""Which losses there are: `chunked`, `plain`, and those that a user's module registers. Torch-free."""
+"""The losses: `chunked`, `plain`, and those that a user's module registers. Torch-free."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNKED, PLAIN = "chunked", "plain"
-# Schedules that send all microbatches forward before the first one goes back: there the pieces wait for backward
+# Schedules that run all forward passes before the first backward: there the chunks are computed in backward
 ALL_FORWARD_FIRST = ("GPipe", "LoopedBFS")
 
 
@@ -27,15 +27,15 @@ _REGISTERED: dict[str, RegisteredLoss] = {}
 
 
 def register_loss(name: str, loss_sum: "Callable[..., Tensor]", *, takes_columns: bool = False) -> None:
-    """Make `training.loss = name` mean `loss_sum(logits_BLV, targets_BL)`: the summed loss, fp32, of whole logits.
+    """Make `training.loss = name` compute `loss_sum(logits_BLV, targets_BL)`: the summed loss, fp32, of whole logits.
 
-    A sum over tokens, which adds nothing for targets of `trainer.data.batch.IGNORED`: the trainer divides it by the
-    valid tokens of the whole step. With `takes_columns` it also works under loss parallel: it is then called as
-    `loss_sum(logits_BLV, targets_BL, group=group)`, the logits being this rank's even share of the vocabulary in rank
-    order, and returns the whole loss on every rank of `group`; without tensor parallelism there is no `group`.
+    It is a sum over tokens, without targets equal to `trainer.data.batch.IGNORED`; the trainer divides it by the valid
+    tokens of the whole step. With `takes_columns` it also works with loss parallelism: it is called as
+    `loss_sum(logits_BLV, targets_BL, group=group)`, the logits are this rank's even share of the vocabulary in rank
+    order, and it returns the whole loss on every rank of `group`. Without tensor parallelism there is no `group`.
     """
     if name in (CHUNKED, PLAIN):
-        raise ConfigError(f"{name!r} is a loss of titan's own; register yours under another name")
+        raise ConfigError(f"{name!r} is one of titan's losses; register yours under another name")
     _REGISTERED[name] = RegisteredLoss(loss_sum, takes_columns)
 
 
@@ -69,7 +69,7 @@ def loss_problems(
         )
     if name != CHUNKED and compiles_loss and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
         problems.append(
-            f"schedule {schedule} goes back through the loss twice, which a compiled one cannot unless it is"
+            f"schedule {schedule} runs the loss's backward twice, which a compiled loss only supports if it is"
             f' {CHUNKED!r}; set training.loss = "{CHUNKED}", or compile.components = []'
         )
     return problems

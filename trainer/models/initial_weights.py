@@ -1,7 +1,7 @@
-"""First weights as a function of (seed, FQN, row block): the same for any layout, any rank and any slice. Torch-free.
+"""Initial weights as a function of (seed, FQN, row block), independent of the layout. Torch-free.
 
-A parameter is cut into blocks of whole rows; each block has a random stream of its own, keyed by seed, FQN and block
-number. Whoever needs a slice draws the blocks that touch it: a rank its shard, `titan seed` one box after another.
+A parameter is split into blocks of whole rows; each block has its own random stream, keyed by seed, FQN and block
+number. To get a slice, draw the blocks that overlap it: a rank its shard, `titan seed` one box after another.
 """
 
 from collections import OrderedDict
@@ -21,9 +21,9 @@ from converters.model_info import ModelInfo
 from trainer.models.initialization import Constant, Distribution
 from trainer.models.registry import get_trainer_family
 
-# Part of the definition of the values: another size gives other weights for the same seed.
+# Part of the definition: another size gives other weights for the same seed.
 BLOCK_ELEMENTS = 1 << 20
-_REMEMBERED = 8  # blocks, 4 MiB each
+_NUM_CACHED = 8  # blocks, 4 MiB each
 
 Draw = Callable[[Distribution, Sequence[int], str], np.ndarray]  # (distribution, shape, key of the stream) → values
 
@@ -31,9 +31,9 @@ Draw = Callable[[Distribution, Sequence[int], str], np.ndarray]  # (distribution
 def initial_blocks(
     parameter: Parameter, distribution: Distribution, *, seed: int, box: Box, draw: Draw | None = None
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """The first values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time.
+    """The initial values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time.
 
-    `draw` draws a block, for a caller who remembers some.
+    `draw` replaces the drawing of a block, for a caller with a cache.
     """
     draw = draw or _draw
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))
@@ -65,7 +65,7 @@ def _draw_again_beyond(values: np.ndarray, cut: float, stream: np.random.Generat
 def initial_values(
     parameter: Parameter, distribution: Distribution, *, seed: int, box: Box, draw: Draw | None = None
 ) -> np.ndarray:
-    """The first values of a box, fp32."""
+    """The initial values of a box, fp32."""
     values = np.empty(box.sizes, np.float32)
     for part, block in initial_blocks(parameter, distribution, seed=seed, box=box, draw=draw):
         values[part.slices_within(box)] = block
@@ -73,10 +73,10 @@ def initial_values(
 
 
 class InitialWeights:
-    """The first weights of a model as a TensorSource: reads draw what they return, and a few blocks are remembered.
+    """The initial weights of a model as a TensorSource, drawn when they are read, with a cache of a few blocks.
 
-    A copy reads boxes that are smaller than the blocks of values, and several threads meet in one: without a memory
-    each block would be drawn four times and more.
+    The copy engine reads boxes that are smaller than blocks, from several threads: without the cache each block would
+    be drawn four or more times.
     """
 
     def __init__(self, info: ModelInfo, *, seed: int):
@@ -87,27 +87,27 @@ class InitialWeights:
         self._distributions = {p.fqn: initial_distribution(p, info.args) for p in parameters}
         self._seed = seed
         self._lock = Lock()
-        self._blocks: OrderedDict[str, Future[np.ndarray]] = OrderedDict()  # the last few that were asked for
+        self._blocks: OrderedDict[str, Future[np.ndarray]] = OrderedDict()  # most recently used
 
     def read(self, fqn: str, box: Box) -> np.ndarray[Any, Any]:
         parameter, distribution = self._parameters[fqn], self._distributions[fqn]
-        return initial_values(parameter, distribution, seed=self._seed, box=box, draw=self._remember)
+        return initial_values(parameter, distribution, seed=self._seed, box=box, draw=self._cached)
 
     def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
-        """The same in parts, so that a large box needs one block of memory."""
+        """The values of a box in parts, so that a large box needs the memory of one block."""
         return initial_blocks(self._parameters[fqn], self._distributions[fqn], seed=self._seed, box=box)
 
-    def _remember(self, distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:
+    def _cached(self, distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:
         """Draw a block, or wait for the thread that is drawing it."""
         with self._lock:
-            mine = key not in self._blocks
+            is_new = key not in self._blocks
             block = self._blocks.setdefault(key, Future())
             self._blocks.move_to_end(key)
-            if len(self._blocks) > _REMEMBERED:
+            if len(self._blocks) > _NUM_CACHED:
                 self._blocks.popitem(last=False)
-        if mine:
+        if is_new:
             try:
                 block.set_result(_draw(distribution, shape, key))
-            except BaseException as error:  # who waits for it must hear of it, too
+            except BaseException as error:  # waiting threads raise it too
                 block.set_exception(error)
         return block.result()

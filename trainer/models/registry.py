@@ -1,4 +1,4 @@
-"""How each family is built and trained; numbers and names are in `converters/families`. Imports torch only to build."""
+"""The model families that can be trained; their numbers and names are in `converters/families`. Torch-free."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFamily:
-    """What the trainer needs of a family beside `converters`' Family of the same name.
+    """How to build and shard the model of the `converters` Family of the same name.
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
-    stage may take out, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
-    Forward ends with a call of `output`, if there is one, and that treats each token by itself: a chunked loss computes
-    it in pieces.
+    stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
+    Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
+    it on chunks of the tokens.
     """
 
     build_model: "Callable[[ModelArgs], nn.Module]"
@@ -43,18 +43,18 @@ def _build_qwen3(args: ModelArgs) -> "nn.Module":
 _LLAMA = TrainerFamily(_build_llama3)
 _FAMILIES = {
     "llama3": _LLAMA,
-    "llama2": _LLAMA,  # one computation; the numbers differ
+    "llama2": _LLAMA,  # the same computation with other numbers
     "qwen3": TrainerFamily(_build_qwen3),
 }
 
 
 def register(name: str, family: TrainerFamily) -> None:
-    """Make a family trainable; its numbers are registered with `converters.families.registry`."""
+    """Make a family trainable; register its numbers with `converters.families.registry`."""
     _FAMILIES[name] = family
 
 
 def trained_families() -> tuple[str, ...]:
-    """Names of the families that have a model here."""
+    """Names of the families that can be trained."""
     return tuple(_FAMILIES)
 
 

@@ -1,6 +1,6 @@
-"""Activation checkpointing: which layers, or which operations, are computed again in backward.
+"""Activation checkpointing: which layers or operations are recomputed in backward.
 
-torch is imported inside functions: what cannot be combined is checked without it.
+torch is imported inside functions, so that settings are checked without it.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ def activation_checkpoint_problems(
     problems = []
     if settings.mode == "memory_budget" and not compiles_model:
         problems.append(
-            "activation_checkpoint.mode = memory_budget is the compiler's choice, and the model is not compiled;"
+            "activation_checkpoint.mode = memory_budget is applied by the compiler, and the model is not compiled;"
             " nearest: --compile.enable, or mode = selective with selective_ac_option = op"
         )
     if settings.mode != "none" and schedule in SPLIT_BACKWARD_SCHEDULES:
         # Measured: a checkpointed layer runs 11 times instead of 2, once more for each group of its weights; and torch
-        # forbids a second pass over results that `op` has kept.
+        # forbids reusing the results that `op` has saved.
         problems.append(
-            f"schedule {schedule} goes back once for inputs and once for each group of weights, and would recompute"
-            f" layers as often under activation_checkpoint.mode = {settings.mode}; nearest: mode = none, or schedule"
+            f"schedule {schedule} runs backward once for inputs and once for each group of weights, and would recompute"
+            f" layers as often with activation_checkpoint.mode = {settings.mode}; nearest: mode = none, or schedule"
             " Interleaved1F1B"
         )
     if settings.debug and is_by_operation:
         problems.append(
-            "activation_checkpoint.debug and selective_ac_option = op both watch a layer's operations, and torch has"
-            " room for one of them; nearest: mode = full"
+            "activation_checkpoint.debug and selective_ac_option = op both trace a layer's operations, and torch"
+            " supports only one of them; nearest: mode = full"
         )
     if settings.debug and compiles_model and settings.mode in ("full", "selective"):
         problems.append(
-            "activation_checkpoint.debug watches operations, and a compiled layer runs none that it could watch;"
+            "activation_checkpoint.debug traces operations, which a compiled layer does not run one by one;"
             " nearest: without compile"
         )
     return problems
 
 
 def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None:
-    """Tell the compiler how much of what backward needs it may keep; for this whole process, until told otherwise."""
+    """Set the compiler's memory budget for this process: the share of activations that it may save for backward."""
     import torch._functorch.config as functorch
 
     if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
-        functorch.unsafe_treat_script_objects_as_zero_size = True  # under TP a DeviceMesh, which is no memory
+        functorch.unsafe_treat_script_objects_as_zero_size = True  # under TP a DeviceMesh
     is_budget = settings.mode == "memory_budget"
     functorch.activation_memory_budget = settings.memory_budget if is_budget else 1.0
     functorch.visualize_memory_budget_pareto = is_budget and settings.visualize_memory_budget_pareto
@@ -62,9 +62,9 @@ def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None
 
 
 def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint) -> None:
-    """Make layers compute themselves again in backward; `selective` with a number n takes every n-th of the model.
+    """Recompute layers in backward; `selective` with a number n recomputes every n-th layer of the model.
 
-    Only `forward` is replaced, no module is wrapped: FQNs stay, and what FSDP hooks around the layer stays outside.
+    Only `forward` is replaced, no module is wrapped: FQNs do not change, and FSDP's hooks run outside it.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -80,17 +80,16 @@ def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint
     )
     every = 1
     if settings.mode == "selective" and settings.selective_ac_option == "op":
-        run = partial(run, context_fn=_keep_costly_operations)
+        run = partial(run, context_fn=_save_costly_operations)
     elif settings.mode == "selective":
         every = int(settings.selective_ac_option)
     for number, layer in model.layers.items():
-        if (int(number) + 1) % every == 0:  # by number in the whole model: a pipeline does not change the choice
-            layer.forward = _computed_again(layer.forward, run)
+        if (int(number) + 1) % every == 0:  # numbered in the whole model: a pipeline does not change the choice
+            layer.forward = _recomputed(layer.forward, run)
 
 
-def _computed_again(forward: Callable, run: Callable) -> Callable:
-    # A function, where a partial would do: a compiler looks into functions of ours, but not into torch's checkpoint
-    # when that is the first it meets.
+def _recomputed(forward: Callable, run: Callable) -> Callable:
+    # A function instead of a partial: Dynamo traces into our functions, but not into torch's checkpoint at the top.
     def checkpointed(*args, **kwargs):
         return run(forward, *args, **kwargs)
 
@@ -99,10 +98,10 @@ def _computed_again(forward: Callable, run: Callable) -> Callable:
 
 @cache
 def _kept_operations() -> frozenset:
-    """Costly to compute again: attention, and what waits for other ranks. Matrix products are dealt with on their own.
+    """Operations that are costly to recompute: attention and collectives. Matrix products are handled separately.
 
-    Only functional operations: one that fills a buffer (c10d's own collectives) would leave it empty when not run
-    again.
+    Only functional operations: one that fills a buffer, as c10d's collectives do, would leave it empty if it were not
+    run again.
     """
     import torch
 
@@ -129,11 +128,11 @@ def _matrix_products() -> frozenset:
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default})
 
 
-def _keep_costly_operations():
-    """Contexts of one checkpointed layer: attention and collectives are kept, and every second matrix product.
+def _save_costly_operations():
+    """Contexts for one checkpointed layer that save attention, collectives, and every second matrix product.
 
-    Half the products balance memory against time, as in torchtitan. Forward and recomputation count apart, so that they
-    decide alike.
+    Half of the products balance memory and time, as in torchtitan. Forward and recomputation count separately, so that
+    they decide alike.
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 

@@ -1,6 +1,6 @@
-"""Asynchronous tensor parallelism: the compiler cuts products in pieces, and moves one while the next is computed.
+"""Asynchronous tensor parallelism: the compiler splits products and overlaps their communication with computation.
 
-torch is imported inside functions: what cannot be combined is checked without it.
+torch is imported inside functions, so that settings are checked without it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def async_tensor_problems(parallelism: Parallelism, compile: Compile, *, tp: int
         return []
     problems = []
     if tp == 1:
-        problems.append(f"{_KEY}: tensor_parallel_degree is 1, so nothing is moved; nearest: a degree of 2, or without")
+        problems.append(
+            f"{_KEY}: tensor_parallel_degree is 1, so nothing is communicated; nearest: a degree of 2, or false"
+        )
     if not compiles(compile, "model"):
-        problems.append(f"{_KEY} is the compiler's work, and the model is not compiled; nearest: --compile.enable")
+        problems.append(f"{_KEY} is done by the compiler, and the model is not compiled; nearest: --compile.enable")
     elif compile.backend != "inductor":
         problems.append(
-            f"{_KEY} is the work of compile.backend inductor, not of {compile.backend};"
-            " nearest: --compile.backend inductor"
+            f"{_KEY} needs compile.backend inductor, not {compile.backend}; nearest: --compile.backend inductor"
         )
     return problems
 
@@ -38,17 +39,17 @@ def async_tensor_problems(parallelism: Parallelism, compile: Compile, *, tp: int
 def async_tensor_machine_problems(parallelism: Parallelism, device: torch.device) -> list[str]:
     """Asynchronous tensor parallelism copies between GPUs."""
     if parallelism.enable_async_tensor_parallel and device.type != "cuda":
-        return [f"{_KEY} moves data between GPUs' memories, and this is {device.type}; nearest: without it"]
+        return [f"{_KEY} copies between GPUs, and this device is {device.type}; nearest: false"]
     return []
 
 
 def enable_async_tp(group: dist.ProcessGroup) -> None:
-    """Switch the compiler's pass on for the tensor-parallel group, in this whole process. Before anything compiles."""
+    """Enable the compiler's pass for the tensor-parallel group, in this process. Call it before anything compiles."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     inductor._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        # It calls itself needless, but the pass still leaves alone every group that was not announced so.
+        # The call is deprecated, but the pass still ignores groups that were not enabled this way.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)

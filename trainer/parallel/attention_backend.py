@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes attention: the order in which they are asked, and the dtype on a CPU."""
+"""The order of attention kernels, and the dtype of attention on a CPU."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,12 +14,12 @@ _ELSEWHERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 
 def attention_backends(device: torch.device) -> AbstractContextManager:
-    """The order for all attention inside: cuDNN's first on Hopper, where it is the fastest; a CPU has no choice.
+    """Context that sets the order of attention kernels: on Hopper cuDNN first, the fastest there. No effect on a CPU.
 
-    Not on Blackwell, where cuDNN's may be wrong for fewer than 8 KV heads (pytorch#193893), which TP makes of more.
+    cuDNN is not used on Blackwell, where it may be wrong for fewer than 8 KV heads (pytorch#193893), as under TP.
 
-    Backward must be inside too: what is computed again there must be computed alike. A context rank's attention asks in
-    the same order, but for queries that are fewer than their keys torch goes to flash itself: cuDNN has no such mask.
+    Backward must run inside it too, so that recomputation uses the same kernel. With context parallelism there are
+    fewer queries than keys; cuDNN has no such mask, and torch selects flash attention itself.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -30,7 +30,7 @@ def attention_backends(device: torch.device) -> AbstractContextManager:
 
 
 class WideAttention(nn.Module):
-    """The attention seam in fp32, whatever dtype comes and goes."""
+    """Runs an inner attention in fp32, for inputs and outputs of any dtype."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -41,9 +41,9 @@ class WideAttention(nn.Module):
 
 
 def widen_attention_on_cpu(parts: Sequence[nn.Module], device: torch.device) -> None:
-    """On a CPU compute causal attention in fp32: torch's backward in bf16 takes three times as long there.
+    """Compute causal attention in fp32 on a CPU, where torch's bf16 backward is three times slower.
 
-    Not at build: estimates and dry runs build on a CPU what will run on a GPU.
+    Not part of `build`: estimates and dry runs build on a CPU what will run on a GPU.
     """
     if device.type != "cpu":
         return

@@ -1,6 +1,6 @@
-"""torch.compile, block by block: every layer runs the same compiled code, so that it is made once and not per layer.
+"""torch.compile per block: all layers share the compiled code, so that it is compiled once.
 
-torch is imported inside functions: what cannot be combined is checked without it.
+torch is imported inside functions, so that settings are checked without it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
     """Pipeline schedules that compiled blocks do not support. `schedule` is None without a pipeline."""
     if compiles(settings, "model") and schedule in SPLIT_BACKWARD_SCHEDULES:
         return [
-            f"schedule {schedule} splits the backward pass, which torch cannot do with compiled blocks"
+            f"schedule {schedule} splits the backward pass, which torch does not support with compiled blocks"
             ' (pytorch#161904); nearest: schedule Interleaved1F1B, or compile.components = ["loss"]'
         ]
     return []
@@ -39,15 +39,15 @@ def compile_machine_problems(
 
     backend = settings.backend
     if backend not in torch.compiler.list_backends(exclude_tags=None):
-        useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for those who debug torch
-        return [f"compile.backend = {backend!r} is no backend of torch here; there are {', '.join(sorted(useful))}"]
+        useful = {*torch.compiler.list_backends(), "aot_eager", "eager"}  # the others are for debugging torch
+        return [f"compile.backend = {backend!r} is not a backend of this torch; there are {', '.join(sorted(useful))}"]
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
     if compiles(settings, "model") and tp > 1 and _confuses_saved_tensors(recompute, device):
         problems.append(
-            "activation_checkpoint of whole layers, compile and tensor parallelism: this torch, on a CPU, mixes up what"
-            " a layer keeps for backward; nearest: selective_ac_option = op, or mode = memory_budget"
+            "activation_checkpoint of whole layers, compile and tensor parallelism: this torch, on a CPU, mixes up the"
+            " tensors saved for backward; nearest: selective_ac_option = op, or mode = memory_budget"
         )
     return problems
 
@@ -66,25 +66,25 @@ def _confuses_saved_tensors(recompute: ActivationCheckpoint, device: torch.devic
 
 
 def why_inductor_cannot(device: torch.device) -> str | None:
-    """What is missing to compile for this device, None where nothing is."""
+    """Why inductor cannot compile for this device; None if it can."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
 
     if device.type == "cuda":
-        return None if has_triton() else "it writes Triton kernels, and triton is not installed or knows no such GPU"
+        return None if has_triton() else "it needs Triton, which is not installed or does not support this GPU"
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
-        return "it writes C++ for a CPU, and no C++ compiler is found (CXX, or g++ on the PATH)"
+        return "it needs a C++ compiler for a CPU, and none is found (CXX, or g++ on the PATH)"
     return None
 
 
 def apply_compile(model: nn.Module, settings: Compile) -> None:
-    """Compile each layer's `forward` in place: FQNs stay, and so does what hooks around a layer, as FSDP does later.
+    """Compile each layer's `forward` in place: FQNs and hooks around layers, as FSDP's, do not change.
 
-    A layer that compiles only in pieces is an error, not a slow run. Shapes are compiled as they come (training and
-    validation, with and without gradients): code for any length would be slower in the one that matters.
+    Graph breaks are errors. Each shape (training and validation, with and without gradients) is compiled separately:
+    code for dynamic shapes would be slower.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """Context parallelism: each rank holds part of every sequence and attends to all of it.
 
-As in the Llama 3 report, §3.3.2, keys and values are gathered over the context ranks and a masked attention follows.
-Sequences are cut in 2·cp chunks and rank r takes chunks r and 2·cp-1-r ("head-tail"), so that all ranks have the same
-number of (query, key) pairs to compute although attention is causal. Runs on gloo and NCCL alike.
+As in the Llama 3 report, §3.3.2, keys and values are all-gathered over the context-parallel ranks, then attention is
+masked. Sequences are split into 2·cp chunks and rank r holds chunks r and 2·cp-1-r ("head-tail"), so that all ranks
+compute the same number of (query, key) pairs although attention is causal. Works with gloo and NCCL.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
-    """Places in the whole sequence of the tokens that a context rank holds, in local order: int64 [seq_len / cp]."""
+    """Positions of the tokens that a context-parallel rank holds, in local order: int64 [seq_len / cp]."""
     chunks = torch.arange(seq_len, device=device).chunk(2 * cp)
     return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
@@ -24,13 +24,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _GatherShards(torch.autograd.Function):
-    """Every rank's tensor, one after another along dim 0. Backward sums over ranks what each did with this one's."""
+    """All ranks' tensors, concatenated along dim 0. Backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        # The functional collective: activation checkpointing can keep the result of an operation, but not the contents
-        # of a buffer that one has filled.
+        # The functional collective: activation checkpointing can save the result of an operation, but not a buffer that
+        # an operation has filled.
         return funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))
 
     @staticmethod
@@ -41,17 +41,17 @@ class _GatherShards(torch.autograd.Function):
 
 
 def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' head-and-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
+    """All ranks' head-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
     shards = _GatherShards.apply(x_BLKH, group).chunk(dist.get_world_size(group))
     heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
     return torch.cat((*heads, *reversed(tails)), dim=1)
 
 
 class ContextParallelAttention(nn.Module):
-    """The attention seam over sequence shards: q stays here, k and v are gathered.
+    """Inner attention over sequence shards: q stays local, k and v are gathered.
 
-    Head and tail are computed apart. Each is one run of consecutive queries and needs the keys up to its own end, so
-    nothing beyond the causal triangle's bounding box is computed.
+    Head and tail are computed separately. Each has consecutive queries and needs the keys up to its own end, so nothing
+    outside the causal triangle's bounding box is computed.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -76,13 +76,14 @@ def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     q_BNCH, k_BKEH, v_BKEH = q_BCNH.transpose(1, 2), k_BEKH.transpose(1, 2), v_BEKH.transpose(1, 2)
     is_compiling = torch.compiler.is_compiling()
     if q_BCNH.is_cuda and is_compiling and _flash_takes(q_BCNH):
-        # What the description below leads to; itself, a compiler cannot trace it. Causal means lower right here.
+        # The operation that causal_lower_right below selects, which a compiler cannot trace; here is_causal means lower
+        # right.
         out_BNCH = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
         return out_BNCH.transpose(1, 2)
     if q_BCNH.is_cuda and not is_compiling:
-        from torch.nn.attention.bias import causal_lower_right  # here: it loads the compiler, half a second
+        from torch.nn.attention.bias import causal_lower_right  # here: it imports the compiler
 
-        mask_CE = causal_lower_right(num_queries, num_keys)  # a description: flash attention needs no C × E mask
+        mask_CE = causal_lower_right(num_queries, num_keys)  # flash attention needs no C × E mask
     else:
         mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device)
         mask_CE = mask_CE.tril(num_keys - num_queries)
@@ -96,6 +97,6 @@ def _flash_takes(q_BCNH: Tensor) -> bool:
 
 
 def apply_cp(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Replace the attention seam of every layer."""
+    """Replace the inner attention of every layer."""
     for layer in model.layers.values():
         layer.attention.inner_attention = ContextParallelAttention(group)

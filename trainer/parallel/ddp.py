@@ -1,8 +1,8 @@
-"""Data parallelism over whole copies of the model (DDP): each rank's gradients are summed while backward still runs.
+"""Data parallelism over whole copies of the model (DDP): gradients are all-reduced while backward runs.
 
-Not torch's DistributedDataParallel: it sorts gradients into other buckets after the first step, so that from three
-ranks on a resumed run adds up in another order than one that went on. Here each gradient is summed by itself, always in
-the same order; parameters of language models are large enough for that. Torch-free until something is built.
+Not torch's DistributedDataParallel, which changes its gradient buckets after the first step: with three or more ranks a
+resumed run would then sum in another order than an uninterrupted one. Here each gradient is reduced separately, always
+in the same order; parameters of language models are large enough for that. Torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def is_ddp(dims: MeshShape) -> bool:
-    """Whether ranks hold whole copies. Copies of a part of the model (TP, PP) are HSDP with a shard degree of 1."""
+    """Whether ranks hold whole copies. Replicas of shards (TP, PP) are HSDP with a shard degree of 1."""
     return dims.dp_replicate > 1 and dims.world_size == dims.dp_replicate
 
 
 class Replicated:
-    """The runner of a model that other ranks hold copies of: runs it, and sums the gradients of all."""
+    """The runner of a replicated model: runs it and sums the gradients of all replicas."""
 
     def __init__(self, runner: Runner, model: nn.Module, group: dist.ProcessGroup):
         self._runner, self._group = runner, group
@@ -52,7 +52,7 @@ class Replicated:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within, gradients stay on their ranks; the first batch after it sums what has gathered."""
+        """Context in which gradients are not reduced; the first batch after it reduces what was accumulated."""
         self._is_accumulating = True
         try:
             yield
@@ -66,7 +66,7 @@ class Replicated:
             self._sums.append(dist.all_reduce(parameter.grad, group=self._group, async_op=True))
 
     def _take_own_share(self) -> None:
-        """Gradients that are summed already, and that nobody has cleared, are not to be counted once per rank."""
+        """Divide gradients that were already reduced and not cleared, so that they count once and not once per rank."""
         import torch
 
         left = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
@@ -76,10 +76,10 @@ class Replicated:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make modules see their parameters in another dtype, as FSDP's mixed precision does; the parameters stay.
+    """Make modules compute with their parameters cast to another dtype, as FSDP's mixed precision does.
 
-    A property of the class stands before the parameter, so FQNs stay too, and what is computed again in backward casts
-    again. Gradients arrive in the parameter's dtype. Comes after anything that sets or ties parameters.
+    A class property hides the parameter, so FQNs do not change, and recomputation casts again. Gradients have the
+    parameter's dtype. Call it after anything that sets or ties parameters.
     """
     for module in model.modules():
         if names := [name for name, own in module.named_parameters(recurse=False) if own.dtype != dtype]:

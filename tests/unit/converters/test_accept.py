@@ -239,7 +239,7 @@ def test_a_failed_write_keeps_the_old_manifest(copy, monkeypatch):
     def full(*names):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manifests.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         accept(folder)
     assert (folder / MANIFEST).read_bytes() == before and not (folder / f"{MANIFEST}.tmp").exists()

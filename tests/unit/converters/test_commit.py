@@ -131,11 +131,11 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path, kernel):
 def test_overwrite_does_not_replace_somebodys_work(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").touch()
-    with pytest.raises(CheckpointError, match="holds something else"):
+    with pytest.raises(CheckpointError, match="is not what would be written"):
         fill(tmp_path / "home", "x", overwrite=True)
     (tmp_path / "project").mkdir()
     (tmp_path / "project/config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="holds something else"):
+    with pytest.raises(CheckpointError, match="is not what would be written"):
         fill(tmp_path / "project", "x", overwrite=True)
     (tmp_path / "project/model.safetensors").touch()
     (tmp_path / "project/.git").mkdir()
@@ -220,7 +220,7 @@ def test_a_kill_at_any_step_leaves_one_complete_copy(tmp_path, how):
     assert outcomes == {"old", "new"}
 
 
-def test_the_copy_that_stands_aside_is_found(tmp_path):
+def test_the_renamed_copy_is_found(tmp_path):
     fill(tmp_path / "out", "old")
     os.rename(tmp_path / "out", aside_of(tmp_path / "out"))
     assert find_complete(tmp_path / "out") == aside_of(tmp_path / "out")
@@ -245,7 +245,7 @@ def test_space_is_asked_for_first(tmp_path):
         require_space(tmp_path / "not/there/yet", 1 << 60)
 
 
-def test_room_is_told_in_fitting_units(tmp_path, monkeypatch):
+def test_room_is_reported_in_fitting_units(tmp_path, monkeypatch):
     usage = committing.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=2048))
     with pytest.raises(CheckpointError, match=r"needs 1.5 MiB, 2.0 KiB are free on that disk"):
@@ -254,5 +254,5 @@ def test_room_is_told_in_fitting_units(tmp_path, monkeypatch):
 
 def test_a_file_holds_no_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file is no folder"):
+    with pytest.raises(CheckpointError, match="file is not a folder"):
         require_space(tmp_path / "file" / "out", 1)

@@ -123,7 +123,7 @@ def test_what_the_model_does_not_have_is_left_out_and_listed(hf, tmp_path):
     assert len(names) == 21 and verify(tmp_path / "dcp").ok
 
 
-def test_all_that_is_wrong_is_told_together_and_none_of_it_is_excused_by_another(hf, tmp_path):
+def test_all_that_is_wrong_is_reported_together_and_none_of_it_is_excused_by_another(hf, tmp_path):
     def spoil(tensors):
         without(tensors)
         tensors["vision.weight"] = torch.ones(3)
@@ -244,7 +244,7 @@ def test_reshard_keeps_the_same_islands_and_says_so(hf, tmp_path):
     assert any("float32 stays for 3 tensors" in remark and "norm.weight" in remark for remark in report.remarks)
 
 
-def test_files_that_are_longer_than_asked_are_told(tmp_path):
+def test_files_that_are_longer_than_asked_are_reported(tmp_path):
     write_llama(tmp_path / "hf", vocab_size=30_000)
     (remark,) = convert(
         tmp_path / "hf", tmp_path / "out", to="hf", options=OutputOptions(shard_bytes=1_000_000)

@@ -50,7 +50,7 @@ def hf(tmp_path_factory):
         ("torch", "out.pt", OutputOptions()),
     ],
 )
-def test_it_tells_what_the_real_run_does(hf, to, dst, options, tmp_path):
+def test_it_describes_what_the_real_run_does(hf, to, dst, options, tmp_path):
     planned = convert(hf, tmp_path / dst, to=to, options=options, dry_run=True)
     assert list(tmp_path.iterdir()) == []
     free = shutil.disk_usage(tmp_path).free
@@ -120,7 +120,7 @@ def test_room_is_reckoned_for_all_that_is_written_until_the_end(tmp_path, monkey
         assert held[-1] <= planned.needs.disk_bytes < 1.5 * held[-1] + 2**18
 
 
-def test_a_full_disk_is_told_and_no_error(hf, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_no_error(hf, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
     needs = convert(hf, tmp_path / "out", to="dcp", dry_run=True).needs

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from converters.catalog import Box, Chunk, TensorEntry
-from converters.cover import cover_problem
-from converters.engine.box_index import BoxIndex
+from converters.cover import BoxIndex, cover_problem
 
 
 def entry(shape, boxes) -> TensorEntry:

@@ -52,7 +52,7 @@ def test_layers_fold(folders):
     assert len(inspect_checkpoint(folders[0] / "dcp", fold=False).lines) == 9 * 12 + 3
 
 
-def test_gaps_and_odd_ones_are_told_apart(tmp_path):
+def test_gaps_and_odd_ones_are_distinguished(tmp_path):
     state = {f"layers.{n}.w": torch.zeros(2, 2) for n in (0, 1, 2, 5)} | {"layers.7.w": torch.zeros(3)}
     torch.save(state, tmp_path / "odd.pt")
     lines = inspect_checkpoint(tmp_path / "odd.pt").lines
@@ -115,7 +115,7 @@ def test_the_step_of_a_training_checkpoint(tmp_path, step):
     assert inspect_checkpoint(tmp_path / "dcp").step == 7
 
 
-def test_what_lies_beside_the_weights_is_not_counted_with_them(tmp_path):
+def test_what_is_next_to_the_weights_is_not_counted_with_them(tmp_path):
     """PyTorch's own recipe, {"model": …, "optim": …}, and a torch file of that kind."""
     net = torch.nn.Sequential(torch.nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(net.parameters())

@@ -50,7 +50,7 @@ def test_known_sums_are_not_read_again(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     manifest = write_manifest(tmp_path, tensors={}, files={"a": FileSum(3, 12345)})
     assert manifest.files["a"].crc32 == 12345
-    with pytest.raises(CheckpointError, match=r"not there:\n  b"):
+    with pytest.raises(CheckpointError, match=r"missing:\n  b"):
         write_manifest(tmp_path, tensors={}, files={"b": FileSum(3, 1)})
 
 
@@ -70,7 +70,7 @@ def test_a_folder_without_one_has_none(tmp_path):
         check_files(tmp_path)
 
 
-def test_missing_short_changed_and_strange_files_are_told_together(folder):
+def test_missing_short_changed_and_strange_files_are_reported_together(folder):
     (folder / "empty").unlink()
     (folder / "data.bin").write_bytes(b"short")
     (folder / "assets/tokenizer.json").write_text("[]")
@@ -158,7 +158,7 @@ def _seal(folder, files):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"crc32": 1, "version": 99}', "[" * 100_000, "\xff"])
-def test_a_broken_manifest_is_told(folder, content):
+def test_a_broken_manifest_is_reported(folder, content):
     (folder / MANIFEST).write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError, match=MANIFEST):
         read_manifest(folder)
@@ -173,7 +173,7 @@ def test_a_broken_manifest_is_told(folder, content):
         ("[" * 100_000, "is not JSON: it is nested too deeply"),
     ],
 )
-def test_damage_is_told_in_words(tmp_path, content, said):
+def test_damage_is_reported_in_words(tmp_path, content, said):
     (tmp_path / "titan_manifest.json").write_text(content)
     with pytest.raises(CheckpointError) as error:
         read_manifest(tmp_path)

@@ -197,7 +197,7 @@ def test_what_params_json_leaves_open_is_filled(tmp_path):
         convert(tmp_path / "meta", tmp_path / "other", to="dcp", model_from=tmp_path / "hf")
 
 
-def test_ids_that_nobody_set_contradict_nothing(folders, bare, tmp_path):
+def test_unset_ids_contradict_nothing(folders, bare, tmp_path):
     config = json.loads((folders / "hf" / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 2}))  # the class's
     convert(bare, tmp_path / "out", to="dcp", model_from=folders / "hf")
@@ -220,7 +220,7 @@ def test_diff_reads_what_says_nothing_as_the_other(folders, bare):
         diff(bare, folders / "dcp", model_from=folders / "other")
 
 
-def test_the_licence_is_that_of_the_weights_beside_it(folders, bare, tmp_path):
+def test_the_licence_is_that_of_the_weights_of_its_folder(folders, bare, tmp_path):
     given = shutil.copytree(folders / "hf", tmp_path / "given")
     (given / "LICENSE").write_text("terms of other weights")
     (bare / "LICENSE").write_text("terms")

@@ -65,9 +65,9 @@ def test_numbers_that_a_family_adds_are_kept(tmp_path, own_family):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"logit_scale": "2"}, "logit_scale = 2: like 0.5 it must be"),
-        ({"logit_scale": True}, "logit_scale = True: like 0.5 it must be"),
-        ({"rotary": None}, "rotary = None: like 'full' it must be"),
+        ({"logit_scale": "2"}, "logit_scale = 2: expected the type of 0.5"),
+        ({"logit_scale": True}, "logit_scale = True: expected the type of 0.5"),
+        ({"rotary": None}, "rotary = None: expected the type of 'full'"),
         ({"windows": 64}, "unknown  windows"),
     ],
 )

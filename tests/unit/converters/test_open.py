@@ -123,7 +123,7 @@ def test_a_half_written_dcp(tmp_path):
     (folder / ".metadata").write_bytes(metadata)
     (data,) = folder.glob("*.distcp")
     os.truncate(data, data.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="not whole"):
+    with pytest.raises(CheckpointError, match="incomplete"):
         open_checkpoint(folder)
     data.unlink()
     with pytest.raises(CheckpointError, match="missing"):

@@ -55,7 +55,7 @@ def test_the_documents_of_a_snapshot_in_the_hub_s_cache_are_links_and_go_along(h
     assert (tmp_path / "dcp" / "assets" / "LICENSE").read_text() == "terms"
 
 
-def test_a_readme_without_weights_beside_it_is_not_the_model_s(hf, tmp_path):
+def test_a_readme_without_weights_in_its_folder_is_not_the_model_s(hf, tmp_path):
     (hf / "README.md").write_text("a project")
     assert find_documents(hf).keys() == {"README.md"}
     (hf / "model.safetensors").rename(tmp_path / "model.safetensors")
@@ -146,7 +146,7 @@ def test_a_tokenizer_that_cannot_be_read_goes_along_with_a_remark(tmp_path):
     for to, name in (("dcp", "assets/tokenizer.json"), ("meta", "tokenizer.json"), ("hf", "tokenizer.json")):
         report = convert(tmp_path / "plain", tmp_path / to, to=to)
         assert name in report.other_files
-        assert any("tokenizer.json is carried along unread" in remark for remark in report.remarks)
+        assert any("tokenizer.json is copied unread" in remark for remark in report.remarks)
 
 
 def test_the_tokenizer_is_parsed_once(hf, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_cast_leaves_the_optimizer(step, tmp_path):
     assert (dtypes["norm.weight"], dtypes["optimizer.state.norm.weight.exp_avg"]) == ("float16", "float32")
 
 
-def test_what_casts_did_is_told(step, tmp_path):
+def test_what_casts_did_is_reported(step, tmp_path):
     report = reshard(step, tmp_path / "out", optimizer_dtype="bfloat16")
     moved = report.relative_error["optimizer.state.norm.weight.exp_avg"]
     assert 0 < moved <= 2**-8 and not report.relative_error.keys() & SHAPES.keys()
@@ -203,13 +203,13 @@ def test_another_number_of_files(step, tmp_path):
     loaded = blanked(training_state())
     dcp.load(loaded, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert_equal(loaded, training_state())
-    with pytest.raises(ConfigError, match="--num-files and --shard-size each settle"):
+    with pytest.raises(ConfigError, match="--num-files and --shard-size cannot be combined"):
         reshard(step, tmp_path / "more", num_files=3, shard_bytes=1000)
     many = reshard(step, tmp_path / "many", shard_bytes=10_000)
     assert many.num_files > 5
 
 
-def test_an_interrupted_reshard_goes_on_to_the_same_bytes(step, tmp_path):
+def test_an_interrupted_reshard_resumes_to_the_same_bytes(step, tmp_path):
     whole, parted, units = tmp_path / "whole", tmp_path / "parted", iter(range(40))
     reshard(step, whole, mesh=MeshShape(dp_shard=2))
 

@@ -90,7 +90,7 @@ def left_of(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, DEFAULT_WORKERS, 4])
-def test_an_interrupted_conversion_goes_on_to_the_same_bytes(tmp_path, src, workers):
+def test_an_interrupted_conversion_resumes_to_the_same_bytes(tmp_path, src, workers):
     run(src, tmp_path / "whole", workers=workers)
     with pytest.raises(KeyboardInterrupt) as caught:
         run(src, tmp_path / "out", stop_after=13, workers=workers)

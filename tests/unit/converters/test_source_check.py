@@ -171,7 +171,7 @@ def test_a_damaged_value_that_is_no_tensor_is_not_copied(sound, manifest, tmp_pa
     assert [p.name for p in tmp_path.iterdir()] == ["bad"]
 
 
-def test_a_source_that_nothing_vouches_for_is_told(sound, tmp_path):
+def test_a_source_that_nothing_vouches_for_is_reported(sound, tmp_path):
     stock = training(sound, tmp_path / "stock", manifest=False)
     for report in (reshard(stock, tmp_path / "a"), convert(stock, tmp_path / "b", to="hf")):
         assert any("no titan_manifest.json" in remark for remark in report.remarks)
@@ -179,7 +179,7 @@ def test_a_source_that_nothing_vouches_for_is_told(sound, tmp_path):
     assert convert(sound / "hf", tmp_path / "d", to="dcp").remarks == ()  # which carries nothing to check
 
 
-def test_a_weights_file_beside_a_checkpoint_is_not_its_own(sound, tmp_path):
+def test_a_weights_file_next_to_a_checkpoint_is_not_its_own(sound, tmp_path):
     shutil.copytree(sound / "ours", tmp_path / "ours")
     tensors = load_file(sound / "hf" / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1

@@ -74,7 +74,7 @@ def test_quick_reads_the_small_files(sound, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["ours_dcp", "ours_hf"])
-def test_a_checkpoint_without_digests_is_told_as_such(sound, kind, tmp_path):
+def test_a_checkpoint_without_digests_is_reported_as_such(sound, kind, tmp_path):
     copy = shutil.copytree(sound / kind, tmp_path / "copy")
     tensors = read_manifest(copy).tensors
     write_manifest(copy, tensors={fqn: replace(entry, digest="") for fqn, entry in tensors.items()})
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_digests_is_told_as_such(sound, kind, tmp_path):
     assert report.checks[-1].outcome == "warning" and "1 of 21 tensors have no digest" in report.checks[-1].detail
 
 
-def test_damage_is_told_by_file_and_by_tensor(sound, tmp_path):
+def test_damage_is_found_by_file_and_by_tensor(sound, tmp_path):
     """Two files changed and one missing: all are named, although such a folder does not even open."""
     copy = shutil.copytree(sound / "ours_dcp", tmp_path / "copy")
     with CatalogReader(open_checkpoint(copy)) as reader:
@@ -122,7 +122,7 @@ def test_items_without_a_crc_are_counted(kind, tmp_path):
     assert report.ok and "not checked:" in report.verdict and "files" in report.verdict
 
 
-def test_one_file_of_ours_is_checked_against_the_manifest_beside_it(sound, tmp_path):
+def test_one_file_of_ours_is_checked_against_the_manifest_of_its_folder(sound, tmp_path):
     copy = shutil.copytree(sound / "ours_hf", tmp_path / "copy")
     file = sorted(copy.glob("*.safetensors"))[0]
     assert "digests" in verify(file).checks[-1].detail
@@ -271,7 +271,7 @@ def test_models_we_do_not_know_are_checked_as_files(sound, tmp_path):
     assert report.ok and report.checks[1].outcome == "not possible"
 
 
-def test_values_that_are_no_numbers_are_told(sound, tmp_path):
+def test_values_that_are_no_numbers_are_reported(sound, tmp_path):
     shutil.copytree(sound / "theirs_hf", tmp_path / "copy")
     file = tmp_path / "copy" / "model.safetensors"
     tensors = load_file(file)

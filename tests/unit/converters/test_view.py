@@ -100,7 +100,7 @@ def test_boxes_of_whole_heads_read_nothing_else():
     assert spans == [Box((8, 0), (16, 24))]
 
 
-def test_everything_wrong_is_told_at_once():
+def test_everything_wrong_is_reported_at_once():
     arrays = hf_arrays()
     del arrays["model.layers.3.mlp.up_proj.weight"]
     arrays["model.layers.12.mlp.up_proj.weight"] = np.zeros((20, 24), np.float32)

@@ -157,7 +157,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["verify", "meta-llama/Llama-3.2-1B"], "try: titan download meta-llama/Llama-3.2-1B"),
         (["convert", "hf-to-dcp", "hf", "out.safetensors"], "this is the name of a file"),
         (["convert", "auto", "hf", "out.PT", "--to", "torch"], "try: out.pt\n"),
-        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", ""], "it is empty"),
+        (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", ""], "no axis is given"),
         (["convert", "meta-to-dcp", "hf", "out"], "not an original Meta release"),
         (["convert", "hf-to-dcp", "hf", "other"], "exists already"),
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "dpshard=2"], "did you mean dp_shard?"),
@@ -195,7 +195,7 @@ def test_bad_input(titan, folder, arguments, message):
     assert sorted(p.name for p in folder.iterdir()) == before
 
 
-def test_one_of_something_is_told_as_one(titan, tmp_path):
+def test_one_of_something_is_reported_as_one(titan, tmp_path):
     tensors = load_file("hf/model.safetensors")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -209,7 +209,7 @@ def test_one_of_something_is_told_as_one(titan, tmp_path):
 @pytest.mark.parametrize(
     ("dst", "message"),
     [
-        ("data", "holds something else"),
+        ("data", "is not what would be written"),
         ("hf", "is the source itself"),
         ("hf/inside", "one is inside the other"),
         ("/proc/x", "/proc is not writable"),
@@ -223,7 +223,7 @@ def test_overwrite_is_not_advised_where_it_would_be_refused(titan, folder, dst, 
         assert code == 2 and message in err and "try:" not in err
 
 
-def test_inspect_tells_what_is_wrong_with_the_file_that_should_say_the_model(titan, folder, tmp_path):
+def test_inspect_describes_what_is_wrong_with_the_file_that_should_say_the_model(titan, folder, tmp_path):
     shutil.copytree(folder / "hf", tmp_path / "bad")
     config = tmp_path / "bad" / "config.json"
     good = json.loads(config.read_text())
@@ -295,7 +295,7 @@ def test_verify_says_what_it_could_not_check(titan, folder, tmp_path):
 
 
 @pytest.mark.parametrize("layers", [4_000_000_000, 9_999])
-def test_layers_that_are_not_there_are_told_before_they_are_counted_out(titan, folder, layers, tmp_path):
+def test_layers_that_are_not_there_are_reported_before_they_are_counted_out(titan, folder, layers, tmp_path):
     shutil.copytree(folder / "hf", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))

@@ -1,4 +1,4 @@
-"""The command line as a whole: every help page and its examples, errors, exit codes, speed of `titan --help`."""
+"""The command line: help pages and their examples, errors, exit codes, speed of `titan --help`."""
 
 import errno
 import functools
@@ -63,12 +63,12 @@ def parse_only() -> typer.Typer:
     return copy(app)
 
 
-def test_all_commands_are_there():
+def test_all_commands_are_registered():
     assert {info.name for info in app.registered_commands} | {g.name for g in app.registered_groups} >= COMMANDS
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=" ".join)
-def test_help_leads_with_two_examples_that_parse(page):
+def test_help_has_two_examples_that_parse(page):
     examples = examples_of(page)
     assert len(examples) >= 2
     for example in examples:
@@ -105,7 +105,7 @@ def test_wrong_usage_is_two_lines_and_exit_2(titan, arguments):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_sigterm_leaves_nothing_half_made(tmp_path):
+def test_sigterm_leaves_no_partial_output(tmp_path):
     command = [*TITAN, "seed", "llama3_1b", str(tmp_path / "seed")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not list(tmp_path.glob(".tmp-*/*")):
@@ -117,7 +117,7 @@ def test_sigterm_leaves_nothing_half_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_somebody_elses_trainer_package_is_refused(tmp_path):
+def test_another_trainer_package_is_refused(tmp_path):
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise SystemExit('the wrong package ran')\n")
     root = Path(__file__).resolve().parents[3]
@@ -132,7 +132,7 @@ def test_help_has_a_short_form_and_there_is_a_version(titan):
     assert titan("--version").stdout.startswith("titan ") and titan("-V").stdout == titan("--version").stdout
 
 
-def test_help_is_a_word_too(titan):
+def test_help_is_also_a_command(titan):
     assert titan("help").stdout == titan("--help").stdout
     assert titan("help", "convert", "auto").stdout == titan("convert", "auto", "--help").stdout
     wrong = titan("help", "nothing")
@@ -149,7 +149,7 @@ def test_help_of_a_group_has_examples_that_parse(group):
     assert len(examples_of([group])) >= 2
 
 
-def test_help_of_training_says_where_the_keys_are(titan):
+def test_help_of_training_names_the_list_of_keys(titan):
     shown = " ".join(titan("train", "-h").stdout.split())
     assert "`titan config show CONFIG` lists them" in shown and "<int range>" not in shown
     shown = titan("infer", "-h").stdout
@@ -162,7 +162,7 @@ _WITH_PLACES = [["convert", "auto"], ["convert", "dcp-to-torch"], ["data", "prep
 
 
 @pytest.mark.parametrize("command", _WITH_PLACES, ids=" ".join)
-def test_help_names_arguments_and_values_as_its_text_does(titan, command):
+def test_help_has_a_name_for_every_argument_and_value(titan, command):
     shown = titan(*command, "--help").stdout
     arguments = [
         line.split()[0] for line in shown.split("Arguments:")[1].split("Options:")[0].splitlines() if line[2:3].strip()
@@ -187,7 +187,7 @@ def test_help_names_arguments_and_values_as_its_text_does(titan, command):
     [(["convert", "auto"], True), (["--import", "m", "reshard"], True), (["infer"], False), (["convert"], False)],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, problem, message, command, has_workers):
+def test_out_of_memory_and_threads_are_not_internal_errors(monkeypatch, capsys, problem, message, command, has_workers):
     def fails(self, *_, **__):
         raise problem
 
@@ -199,7 +199,7 @@ def test_limits_of_the_machine_are_no_fault_of_titan(monkeypatch, capsys, proble
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="bash's limit of a file's size is Linux'")
-def test_a_limit_of_a_files_size_is_no_fault_of_titan(tmp_path):
+def test_a_file_size_limit_is_not_an_internal_error(tmp_path):
     command = f"ulimit -f 0; exec {sys.executable} -m titan_tools models > {shlex.quote(str(tmp_path / 'out'))}"
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (2, "error: standard output: File too large\n")
@@ -208,7 +208,7 @@ def test_a_limit_of_a_files_size_is_no_fault_of_titan(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
-def test_letters_that_the_locale_lacks_are_no_fault_of_titan(settings, tmp_path):
+def test_characters_outside_the_locale_are_replaced(settings, tmp_path):
     environment = os.environ | settings | {"HOME": "/nonexistent", "COLUMNS": "10"}
     command = [sys.executable, "-m", "titan_tools", "config", "init"]
     shown = subprocess.run(command, capture_output=True, env=environment, cwd=tmp_path)
@@ -217,23 +217,23 @@ def test_letters_that_the_locale_lacks_are_no_fault_of_titan(settings, tmp_path)
 
 
 @pytest.mark.parametrize("group", [[], ["convert"], ["config"]], ids=str)
-def test_a_bare_group_shows_its_help_and_no_error(titan, group):
+def test_a_group_without_a_command_shows_its_help(titan, group):
     done = titan(*group)
     assert done.returncode == 2 and "Usage: titan" in done.stderr and "error:" not in done.stderr
 
 
-def test_a_reader_that_has_enough_is_no_failed_check():
+def test_a_closed_pipe_is_not_a_failed_check():
     shell = f"{shlex.join([*TITAN, 'models', '--json'])} | true; exit ${{PIPESTATUS[0]}}"
     assert subprocess.run(["bash", "-c", shell], capture_output=True, timeout=120).returncode in (0, 141)
 
 
-def test_what_is_said_to_a_closed_stderr_is_not_among_the_results(monkeypatch, capsys):
+def test_messages_to_a_closed_stderr_do_not_go_to_stdout(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["titan", "inspect", "no such place"])
     monkeypatch.setattr(sys, "stderr", None)
     assert cli.run() == 2 and capsys.readouterr().out == ""
 
 
-def test_output_that_cannot_be_written_is_one_line():
+def test_a_full_stdout_is_one_error_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*TITAN, "models"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 2
@@ -243,7 +243,7 @@ def test_output_that_cannot_be_written_is_one_line():
 @pytest.mark.parametrize(
     "page", [[], *([group.name] for group in app.registered_groups)], ids=lambda page: " ".join(["titan", *page])
 )
-def test_a_page_of_commands_has_each_in_a_whole_line(page):
+def test_the_list_of_commands_is_not_truncated(page):
     shown = CliRunner().invoke(app, [*page, "--help"], terminal_width=80).output
     lines = shown[shown.index("Commands:") :].splitlines()[1:]
     expected = COMMANDS if not page else {words[1] for words in all_pages() if words[:1] == page}
@@ -251,7 +251,7 @@ def test_a_page_of_commands_has_each_in_a_whole_line(page):
     assert not [line for line in lines if line.endswith("...")]
 
 
-def test_what_is_imported_is_known_to_commands_and_to_ranks_that_they_start(tmp_path, titan, monkeypatch):
+def test_import_registers_for_commands_and_their_ranks(tmp_path, titan, monkeypatch):
     from converters.families import registry
 
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
@@ -275,7 +275,7 @@ def test_what_is_imported_is_known_to_commands_and_to_ranks_that_they_start(tmp_
         os.environ.pop("TITAN_IMPORT", None)
 
 
-def test_an_import_that_fails_is_told_by_the_option(tmp_path, titan, monkeypatch):
+def test_a_failing_import_names_the_option(tmp_path, titan, monkeypatch):
     monkeypatch.delenv("TITAN_IMPORT", raising=False)
     code, _, err = titan("--import", "no.such.module", "models")
     assert code == 2 and err.startswith("error: --import no.such.module cannot be imported: ModuleNotFoundError")

@@ -1,4 +1,4 @@
-"""titan config: what a user sees, and the exit codes."""
+"""`titan config`: output and exit codes."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def test_show_prints_values_with_their_origins(titan, tmp_path):
     assert lines["training.seq_len"] == ["2048", "default"]
     assert (
         done.stderr == "not read: quantize.linear.mx.recipe_name (run.toml:4): read only with"
-        ' model.converters = ["quantize.linear.mx"] or its kin, which is not covered\n'
+        ' model.converters = ["quantize.linear.mx"] or similar, which is not covered\n'
     )
 
 
@@ -96,7 +96,7 @@ def test_check_refuses_an_initial_checkpoint_that_training_refuses(titan, tmp_pa
     assert code == 2 and "checkpoint.initial_load_in_hf: seed is dcp with native names" in err
 
 
-def test_check_says_what_it_did_not_check(titan, tmp_path):
+def test_check_lists_what_it_did_not_check(titan, tmp_path):
     (tmp_path / "a.txt").write_text("Some words of a text. " * 50)
     assert titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
     assert titan("config", "check", "debug")[2] == ""
@@ -109,7 +109,7 @@ def test_check_says_what_it_did_not_check(titan, tmp_path):
     assert code == 2 and "a.txt is no folder" in err
 
 
-def test_check_of_torchtitans_first_run_finds_its_text_where_training_does(titan, tmp_path, monkeypatch):
+def test_check_of_torchtitans_debug_config_finds_its_text(titan, tmp_path, monkeypatch):
     monkeypatch.chdir(write_first_run(tmp_path).parent)
     code, out, err = titan("config", "check", "debug_model.toml")
     assert (code, out) == (0, "debug_model.toml: fine on 1 rank (dp_shard=1)\n") and "not checked" not in err
@@ -142,7 +142,7 @@ OLD = "# mine\n[training]\ncompile = true  # faster\nsteps = 3\n"
 NEW = "# mine\n[training]\nsteps = 3\n\n[compile]\nenable = true  # faster\n"
 
 
-def test_upgrade_tells_every_change_and_writes_where_it_is_asked_to(titan, tmp_path):
+def test_upgrade_reports_every_change_and_writes_the_target(titan, tmp_path):
     old = tmp_path / "old.toml"
     old.write_text(OLD)
     shown = titan("config", "upgrade", "old.toml")
@@ -161,7 +161,7 @@ def test_upgrade_tells_every_change_and_writes_where_it_is_asked_to(titan, tmp_p
     assert titan("config", "upgrade", "old.toml", "--check").returncode == 0
 
 
-def test_upgrade_writes_nothing_where_something_has_no_translation(titan, tmp_path):
+def test_upgrade_writes_nothing_if_a_key_has_no_translation(titan, tmp_path):
     (tmp_path / "old.toml").write_text(OLD + "steppes = 4\n")
     done = titan("config", "upgrade", "old.toml", "new.toml")
     assert done.returncode == 2 and "training.steppes: no such key" in done.stderr

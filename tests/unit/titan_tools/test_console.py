@@ -1,4 +1,4 @@
-"""Tables: numbers stand under each other, whether they are given as such or as text."""
+"""Tables: alignment of numbers."""
 
 from titan_tools.console import table
 

@@ -138,7 +138,7 @@ def test_what_was_allowed_is_printed(titan, folder, tmp_path):
     assert told["non_finite"] == {"norm.weight": 1}
 
 
-def test_what_lies_beside_the_weights_is_printed(titan, folder, tmp_path):
+def test_what_is_next_to_the_weights_is_printed(titan, folder, tmp_path):
     state = load_file(folder / "hf" / "model.safetensors")
     torch.save({"model": state, "optimizer": {"state": {}}, "epoch": 3}, tmp_path / "file.pt")
     code, out, _ = titan("convert", "torch-to-dcp", tmp_path / "file.pt", tmp_path / "dcp", "--model-from", "hf")

@@ -1,4 +1,4 @@
-"""titan data prepare: what a user sees, and the exit codes."""
+"""`titan data prepare`: output and exit codes."""
 
 import json
 
@@ -14,7 +14,7 @@ def titan(titan, tmp_path, monkeypatch):
     return titan
 
 
-def test_the_default_text_becomes_an_index_in_data(titan, tmp_path):
+def test_the_default_sources_become_an_index_in_data(titan, tmp_path):
     done = titan("data", "prepare", "--max-bytes", "300000", "--vocab-size", "400")
     assert (done.returncode, done.stderr) == (0, "")
     summary = json.loads((tmp_path / "data" / "index.json").read_text())
@@ -39,7 +39,7 @@ def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere.txt"], "no such file or folder"),
         (["bad.jsonl"], "bad.jsonl:2: not JSON"),
@@ -49,12 +49,12 @@ def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
         (["fine.txt", "--tokenizer", "nowhere"], "is not a folder"),
         (["fine.txt", "--vocab-size", "9000"], "too small or too uniform"),
         (["fine.txt", "--out", "fine.txt"], "is not a folder"),
-        (["fine.txt", "--out", "/proc/data"], "cannot be made"),
+        (["fine.txt", "--out", "/proc/data"], "cannot be created"),
         (["--vocab-size", "many"], "Invalid value for '--vocab-size'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_told_and_leaves_nothing(titan, tmp_path, arguments, told):
+def test_bad_input_is_an_error_and_leaves_nothing(titan, tmp_path, arguments, message):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text\n')
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "empty.txt").write_text("")
@@ -62,11 +62,11 @@ def test_bad_input_is_told_and_leaves_nothing(titan, tmp_path, arguments, told):
     before = sorted(tmp_path.iterdir())
     done = titan("data", "prepare", *arguments)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and told in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and message in done.stderr and "Traceback" not in done.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_a_tokenizer_lacks_is_said(titan, tmp_path):
+def test_missing_tokens_of_a_tokenizer_are_reported(titan, tmp_path):
     write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text("the other one\n" * 300)
     done = titan("data", "prepare", "a.txt", "--tokenizer", "tokenizer", "--out", "out")

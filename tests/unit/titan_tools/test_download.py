@@ -1,4 +1,4 @@
-"""`titan download` against a hub of our own: access, names, cuts, resuming over processes, checksums."""
+"""`titan download` from a local stand-in for the hub: access, interruptions, resuming, checksums."""
 
 import errno
 import json
@@ -67,7 +67,7 @@ def refused(*arguments, **options) -> CheckpointError:
     return caught.value
 
 
-def test_into_the_cache_as_the_hubs_own_client_has_it_and_every_command_reads_the_printed_folder(hub, tmp_path):
+def test_into_the_cache_in_the_layout_of_the_hubs_client(hub, tmp_path):
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
     assert done.returncode == 0, done.stderr
     snapshot = done.stdout.strip()
@@ -100,7 +100,7 @@ def test_the_api_downloads_selected_files(hub, tmp_path):
     assert all(file.name.endswith(".json") for file in report.files)
 
 
-def test_what_is_chosen():
+def test_selection_of_files():
     small = ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "LICENSE"]
     split = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
     others = [
@@ -123,13 +123,13 @@ def test_what_is_chosen():
     assert FileSelection(include=["token*"], exclude=["*.model"]).select([*small, *split]) == ["tokenizer.json"]
 
 
-def test_nothing_wanted_shows_what_there_is(hub):
+def test_an_empty_selection_lists_the_files(hub):
     error = refused(NAME, selection=FileSelection(include=["*.gguf"]))
     assert "original/consolidated.00.pth" in error.message
     assert "--include" in error.hint
 
 
-def test_dry_run_fetches_nothing(hub, tmp_path):
+def test_dry_run_downloads_nothing(hub, tmp_path):
     report = download(NAME, tmp_path / "model", dry_run=True)
     assert report.num_bytes == report.num_fetched_bytes == sum(len(hub.files[f.name]) for f in report.files)
     assert hub.gets(WEIGHTS) == []
@@ -137,7 +137,7 @@ def test_dry_run_fetches_nothing(hub, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_connection_that_is_cut_goes_on_with_the_rest(hub, tmp_path, place):
+def test_an_interrupted_connection_resumes(hub, tmp_path, place):
     hub.cut_after[WEIGHTS] = 700_000
     report = download(NAME, tmp_path / "model" if place == "folder" else None)
     assert hub.gets(WEIGHTS) == [None, "bytes=700000-"]
@@ -146,7 +146,7 @@ def test_a_connection_that_is_cut_goes_on_with_the_rest(hub, tmp_path, place):
 
 
 @pytest.mark.parametrize("place", ["cache", "folder"])
-def test_a_hub_that_goes_down_is_told_and_the_next_try_asks_for_the_rest_only(hub, tmp_path, place):
+def test_an_unreachable_hub_is_reported_and_the_next_run_resumes(hub, tmp_path, place):
     dst = tmp_path / "model" if place == "folder" else None
     hub.cut_after[WEIGHTS], hub.down_after_cut = 500_000, True
     error = refused(NAME, dst)
@@ -161,7 +161,7 @@ def test_a_hub_that_goes_down_is_told_and_the_next_try_asks_for_the_rest_only(hu
         assert file.read() == hub.files[WEIGHTS]
 
 
-def test_what_is_left_of_another_commit_is_named(hub, tmp_path):
+def test_unfinished_downloads_of_other_commits_are_reported(hub, tmp_path):
     left = tmp_path / f".download-model-{'a' * 12}"
     for folder in (left, tmp_path / f".download-model-2-{'a' * 12}"):
         folder.mkdir()
@@ -173,7 +173,7 @@ def test_what_is_left_of_another_commit_is_named(hub, tmp_path):
     assert f"{left} is an unfinished download of another commit" in done.stderr
 
 
-def test_killed_by_sigkill_the_next_process_goes_on(hub, tmp_path):
+def test_a_killed_download_resumes_in_the_next_process(hub, tmp_path):
     hub.slow_after = {WEIGHTS: 1_000_000}
     command = [sys.executable, "-m", "titan_tools", "download", NAME, str(tmp_path / "model")]
     process = subprocess.Popen(command, env=environment(hub, tmp_path / "hf"), stderr=subprocess.DEVNULL)
@@ -193,7 +193,7 @@ def test_killed_by_sigkill_the_next_process_goes_on(hub, tmp_path):
     assert (tmp_path / "model" / WEIGHTS).read_bytes() == hub.files[WEIGHTS]
 
 
-def test_a_server_without_ranges_sends_all_again_and_the_file_is_right(hub, tmp_path):
+def test_a_server_without_ranges_restarts_the_file(hub, tmp_path):
     hub.cut_after[WEIGHTS], hub.ignores_ranges = 700_000, True
     advanced = []
 
@@ -221,7 +221,7 @@ def test_large_files_come_from_another_host_that_does_not_get_the_token(hub, tmp
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])  # SHA-256, git's SHA-1
-def test_bytes_that_changed_on_the_way_are_found_and_not_kept(hub, tmp_path, name):
+def test_a_wrong_checksum_is_detected_and_the_file_removed(hub, tmp_path, name):
     hub.tampers = {name}
     assert name in refused(NAME, tmp_path / "model").message
     assert not (tmp_path / "model").exists()
@@ -230,7 +230,7 @@ def test_bytes_that_changed_on_the_way_are_found_and_not_kept(hub, tmp_path, nam
     assert (tmp_path / "model" / name).read_bytes() == hub.files[name]
 
 
-def test_two_downloads_of_one_file_do_not_mix(hub, tmp_path):
+def test_two_downloads_of_one_file_exclude_each_other(hub, tmp_path):
     part = tmp_path / f".download-model-{SHA[:12]}" / f"{WEIGHTS}.incomplete"
     part.parent.mkdir()
     with part.open("ab") as file:
@@ -239,7 +239,7 @@ def test_two_downloads_of_one_file_do_not_mix(hub, tmp_path):
     download(NAME, tmp_path / "model")
 
 
-def test_gated_without_with_a_wrong_and_with_the_right_token(hub, tmp_path, monkeypatch):
+def test_gated_repository_with_and_without_a_valid_token(hub, tmp_path, monkeypatch):
     hub.gated = True
     error = refused(NAME)
     assert "no token was sent" in error.message
@@ -268,7 +268,7 @@ def test_the_command_line_reports_a_gated_repository(hub, tmp_path):
     hub.gated = True
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "grants access one by one" in done.stderr
+    assert "access is granted by the owner" in done.stderr
     assert "Traceback" not in done.stderr
     done = titan("download", NAME, hub=hub, home=tmp_path / "hf", HF_TOKEN=hub.good_token)
     assert done.returncode == 0, done.stderr
@@ -284,7 +284,7 @@ def test_private_missing_and_misspelled_names(hub):
     download(NAME, revision=SHA)
 
 
-def test_no_network_offline_and_a_proxy_that_is_not_there(hub, monkeypatch, tmp_path):
+def test_no_network_and_offline_mode(hub, monkeypatch, tmp_path):
     for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
         monkeypatch.setattr(constants, name, getattr(constants, name).replace(hub.url, "http://127.0.0.1:9"))
     error = refused(NAME)
@@ -296,7 +296,7 @@ def test_no_network_offline_and_a_proxy_that_is_not_there(hub, monkeypatch, tmp_
     assert constants.HF_HUB_CACHE in error.hint
 
 
-def test_no_room_is_told_before_and_in_the_middle(hub, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_and_during_a_download(hub, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert "needs 1.1 MiB" in refused(NAME, tmp_path / "model").message
@@ -313,7 +313,7 @@ def test_no_room_is_told_before_and_in_the_middle(hub, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["cache", "folder"])
-def test_files_that_only_the_hubs_client_may_fetch(hub, tmp_path, monkeypatch, place):
+def test_files_that_only_the_hubs_client_can_download(hub, tmp_path, monkeypatch, place):
     monkeypatch.setattr(module, "MAX_HTTP_BYTES", 1_000_000)
     report = download(NAME, tmp_path / "model" if place == "folder" else None)
     with open(os.path.join(report.path, WEIGHTS), "rb") as file:
@@ -321,7 +321,7 @@ def test_files_that_only_the_hubs_client_may_fetch(hub, tmp_path, monkeypatch, p
     assert ".cache" not in os.listdir(report.path)
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(hub, tmp_path):
+def test_file_names_outside_of_the_folder_are_refused(hub, tmp_path):
     hub.files["../evil.json"] = b"{}"
     error = refused(NAME, tmp_path / "model", selection=FileSelection(include=["*"]))
     assert "../evil.json" in error.message

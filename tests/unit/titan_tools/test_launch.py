@@ -1,4 +1,4 @@
-"""Starting ranks: exit codes and one error come out, signals go in, and no rank outlives its parent."""
+"""Starting ranks: exit codes, one reported error, forwarded signals, and no rank outlives its parent."""
 
 import os
 import signal
@@ -83,7 +83,7 @@ def _is_alive(pid):
         return False
 
 
-def test_success_is_zero_and_cores_are_shared(run, capfd):
+def test_success_is_zero_and_ranks_share_the_cores(run, capfd):
     # one write each: the ranks share the file, and unbuffered `print` writes every argument by itself
     assert run("os.write(1, f\"threads {os.environ['OMP_NUM_THREADS']}\\n\".encode())") == 0
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -99,7 +99,7 @@ def test_an_error_of_every_rank_is_reported_once_with_its_code(run, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_first_failing_rank_is_the_news(run):
+def test_the_first_failing_rank_is_reported(run):
     body = """
         if RANK == 1:
             raise CheckpointError("rank 1 found it")
@@ -121,7 +121,7 @@ def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     assert err.count("Traceback") == 1 and err.startswith("rank 1:\n")
 
 
-def test_a_full_disk_is_reported_as_by_one_process(run, capfd):
+def test_a_full_disk_is_reported_as_without_ranks(run, capfd):
     body = """
         sys.stdout = open("/dev/full", "w")
         if RANK == 0: print("a result", flush=True)
@@ -133,7 +133,7 @@ def test_a_full_disk_is_reported_as_by_one_process(run, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_memory_that_runs_out_is_no_fault_of_titan(run, capfd):
+def test_out_of_memory_is_not_an_internal_error(run, capfd):
     """Neither CUDA's nor Python's."""
     for problem, hint in (
         ("RuntimeError('CUDA out of memory. GPU 1 has 79 GiB')", "CUDA out of memory. GPU 1 has 79 GiB"),
@@ -145,7 +145,7 @@ def test_memory_that_runs_out_is_no_fault_of_titan(run, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_reader_that_has_enough_is_no_error(tmp_path):
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     body = """
         if RANK == 0:
             while True: print("result", flush=True)
@@ -157,13 +157,13 @@ def test_a_reader_that_has_enough_is_no_error(tmp_path):
     assert process.stderr.read() == "" and process.wait(timeout=60) == 141
 
 
-def test_a_request_that_comes_before_ranks_listen_is_a_stop_too(run):
+def test_a_stop_request_before_the_handlers_are_installed(run):
     with pytest.raises(RankFailure, match="stopped on request while starting") as failure:
         run("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)")
     assert failure.value.exit_code == 75
 
 
-def test_ranks_that_save_nothing_are_not_said_to_have_been_about_to():
+def test_the_message_for_stopped_ranks_that_do_not_save():
     ended = {rank: SimpleNamespace(exitcode=-signal.SIGTERM, error_file_data={}, timestamp=1) for rank in (0, 1)}
     with pytest.raises(RankFailure, match="^the ranks were ended by SIGTERM from outside$") as failure:
         _raise_first_failure(ended, saves=False)
@@ -177,7 +177,7 @@ def test_a_killed_rank_is_named_with_its_signal(run, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_gave_up_is_named_before_the_one_it_waited_for():
+def test_a_rank_that_timed_out_is_reported_before_the_hung_rank():
     """Under NCCL: the watchdog aborts the first, the agent kills the other, which did not hear of SIGTERM."""
     ended = {0: SimpleNamespace(exitcode=-signal.SIGKILL, error_file_data={}, timestamp=1)}
     ended |= {1: SimpleNamespace(exitcode=-signal.SIGABRT, error_file_data={}, timestamp=1)}
@@ -196,7 +196,7 @@ WAITING = """
 """
 
 
-def test_sigterm_reaches_the_ranks_whose_code_comes_out(tmp_path):
+def test_sigterm_reaches_the_ranks_and_their_exit_code_is_returned(tmp_path):
     process = _start(tmp_path, WAITING + "    os._exit(75)\n")
     _wait_for_ranks(tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -204,7 +204,7 @@ def test_sigterm_reaches_the_ranks_whose_code_comes_out(tmp_path):
     assert process.returncode == 75
 
 
-def test_sigterm_ends_ranks_that_save_nothing_and_then_this_process(tmp_path):
+def test_sigterm_kills_ranks_that_do_not_save_and_then_this_process(tmp_path):
     process = _start(tmp_path, WAITING + "    time.sleep(60)\n", "saves nothing")
     pids = _wait_for_ranks(tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -214,7 +214,7 @@ def test_sigterm_ends_ranks_that_save_nothing_and_then_this_process(tmp_path):
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
-def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
+def test_ctrl_c_or_a_second_sigterm_kills_the_ranks(tmp_path, signals):
     process = _start(tmp_path, WAITING + '    (FOLDER / f"asked-{RANK}").touch()\n    time.sleep(60)\n')
     pids = _wait_for_ranks(tmp_path)
     for number in signals[:-1]:
@@ -231,7 +231,7 @@ def test_ctrl_c_or_a_second_sigterm_ends_everything_now(tmp_path, signals):
     [(1, "1", True), (77, "77", True), (1, "77", False), (88, "77", False)],
     ids=["the agent is a container's first process", "usual", "orphan", "orphan under a subreaper"],
 )
-def test_a_rank_knows_its_parent_by_its_id(parent, parent_id, lives):
+def test_a_rank_identifies_its_parent_by_process_id(parent, parent_id, lives):
     code = f"""
 import os
 from titan_tools.launch import rank_errors
@@ -244,7 +244,7 @@ with rank_errors():
     assert (done.returncode, done.stdout) == ((0, "lives\n") if lives else (3, "")), done.stderr
 
 
-def test_gpus_are_counted_only_where_there_is_a_device_and_they_are_not_hidden(tmp_path, monkeypatch):
+def test_gpus_are_counted_unless_absent_or_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(launch, "Path", lambda place: tmp_path)  # for /dev
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

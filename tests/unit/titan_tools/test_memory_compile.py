@@ -274,8 +274,8 @@ def build_model(args):
     from trainer.models.llama3.model import Transformer, TransformerBlock
 
     class Block(TransformerBlock):
-        def forward(self, x, turns):
-            return super().forward(print(end="") or x, turns)
+        def forward(self, x, rotations):
+            return super().forward(print(end="") or x, rotations)
 
     model = Transformer(args)
     for layer in model.layers.values():

@@ -279,7 +279,7 @@ def test_a_loss_whose_sizes_depend_on_values_is_refused_and_another_runs_as_it_i
 
 
 def test_a_layer_whose_sizes_depend_on_values_is_refused_also_in_a_pipeline(monkeypatch):
-    monkeypatch.setattr(TransformerBlock, "forward", lambda block, x, turns: x[x > 0].view_as(x))
+    monkeypatch.setattr(TransformerBlock, "forward", lambda block, x, rotations: x[x > 0].view_as(x))
     config = tiny({"pipeline_parallel_degree": 2}, {})
     dims = resolve(config.parallelism, 2)
     with pytest.raises(UnsupportedError, match="aten.nonzero"):

@@ -1,4 +1,4 @@
-"""titan models: every family with its flavors, what each is taken by, and nothing that would then be refused."""
+"""`titan models`: every family with its flavors, and only formats and commands that work."""
 
 import json
 
@@ -8,8 +8,8 @@ from converters.errors import UnsupportedError
 from converters.families.registry import all_families, get_family
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
-from titan_tools.catalog_of_models import list_models
 from titan_tools.commands.models import models
+from titan_tools.model_list import list_models
 from trainer.models.registry import get_trainer_family
 
 
@@ -29,7 +29,7 @@ def test_every_flavor_is_listed(capsys):
 
 
 @pytest.mark.parametrize("listed", list_models(), ids=lambda listed: listed["family"])
-def test_what_is_listed_is_what_is_done(listed):
+def test_listed_formats_and_commands_work(listed):
     family = get_family(listed["family"])
     assert "convert" in listed["commands"] and {"dcp", "hf", "torch"} <= set(listed["formats"])
     for name, output in FORMATS.items():

@@ -1,4 +1,4 @@
-"""A run's folder at a glance: which records count, what a torn line means, and the picture."""
+"""Summary of a run folder: which records count, truncated lines, and the picture."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ def write_metrics(folder, *records, tail=""):
     return folder
 
 
-def test_the_later_record_of_a_step_counts(tmp_path):
+def test_the_latest_record_of_a_step_counts(tmp_path):
     run = summarize_run(
         write_metrics(
             tmp_path,
@@ -29,24 +29,24 @@ def test_the_later_record_of_a_step_counts(tmp_path):
     assert run.unigram_entropy == 6.3
 
 
-def test_what_was_recorded_before_a_return_to_an_older_step_does_not_count(tmp_path):
+def test_records_after_the_resumed_step_do_not_count(tmp_path):
     parts = ({"step": n, "loss": 9.0 - n, "validation_loss": 8.0} for n in (1, 2, 3, 4))
     run = summarize_run(write_metrics(tmp_path, *parts, {"step": 2, "resumed_from": 2}, {"step": 3, "loss": 1.0}))
     assert run.loss == ((1, 8.0), (2, 7.0), (3, 1.0)) and run.held_out_loss == ((1, 8.0), (2, 8.0))
 
 
-def test_a_line_cut_by_a_kill_is_passed_over(tmp_path):
+def test_a_truncated_last_line_is_skipped(tmp_path):
     assert summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}, tail='{"step": 2, "lo')).loss == ((1, 9.0),)
 
 
 @pytest.mark.parametrize("line", ["[1, 2]", "hello", '{"loss": 1.0}', '{"step": "x"}'])
-def test_a_file_of_something_else_is_refused_with_its_line(tmp_path, line):
+def test_a_line_that_is_not_a_record_is_an_error_with_its_number(tmp_path, line):
     write_metrics(tmp_path, {"step": 1, "loss": 9.0}, tail=line + "\n")
     with pytest.raises(CheckpointError, match="metrics.jsonl:2"):
         summarize_run(tmp_path)
 
 
-def test_saved_steps_are_listed_with_what_is_wrong(tmp_path):
+def test_saved_steps_are_listed_with_their_problems(tmp_path):
     write_metrics(tmp_path, {"step": 1, "loss": 9.0})
     for name in ("step-10", "step-9", "old-step-9-bak"):
         (tmp_path / "checkpoint" / name).mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_the_curve_is_a_png(tmp_path):
     assert struct.unpack(">II", head[16:24]) == (960, 540)
 
 
-def test_nothing_to_draw_and_nowhere_to_draw(tmp_path):
+def test_no_loss_or_an_unwritable_picture_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no loss"):
         draw_loss_curve(summarize_run(write_metrics(tmp_path)), tmp_path / "loss.png")
     run = summarize_run(write_metrics(tmp_path, {"step": 1, "loss": 9.0}))

@@ -1,4 +1,4 @@
-"""`titan train` on a machine with GPUs: no more ranks than those are started."""
+"""`titan train` on a machine with GPUs: the number of ranks."""
 
 import pytest
 from typer.testing import CliRunner
@@ -29,7 +29,7 @@ def test_more_ranks_than_gpus_are_refused(started, arguments):
     assert error.tries[-1].startswith("CUDA_VISIBLE_DEVICES= titan train") and started == []
 
 
-def test_all_gpus_or_as_many_as_asked_for(started):
+def test_all_gpus_or_nproc_ranks(started):
     fits_any = ["--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1"]
     fits_any.append("--parallelism.pipeline_parallel_degree=1")
     assert [_train(*fits_any).exit_code, _train(*fits_any, "--nproc", "1").exit_code] == [0, 0]

@@ -1,4 +1,4 @@
-"""Commands on a folder with two sets of weights and two tokenizers: transformers' choice, and a line about the rest."""
+"""Commands on a folder with two sets of weights and two tokenizers: the choice of transformers, and notes."""
 
 import base64
 import json
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_infer_says_what_it_reads(titan, folder):
+def test_infer_reports_which_files_it_reads(titan, folder):
     prompt = AutoTokenizer.from_pretrained(folder)(PROMPT).input_ids
     (said,) = greedy(AutoModelForCausalLM.from_pretrained(folder).eval(), [prompt], 6)
     code, out, err = titan("infer", folder, "--prompt", PROMPT, "--max-new-tokens", 6, "--ignore-eos", "--json")
@@ -42,21 +42,21 @@ def test_infer_says_what_it_reads(titan, folder):
     assert "tokenizer.json and tokenizer.model give other ids" in err and "tokenizer.json is read" in err
 
 
-def test_converting_says_what_it_reads(titan, folder, tmp_path):
+def test_convert_reports_which_files_it_reads(titan, folder, tmp_path):
     code, out, err = titan("convert", "auto", folder, tmp_path / "meta", "--to", "meta", "--dry-run")
     assert code == 0, err
     assert "model-00001-of-00001.safetensors is not read: transformers takes model.safetensors" in out
     assert "give other ids" in out and "Meta's code reads tokenizer.model" in out
 
 
-def test_preparing_data_says_which_tokenizer_it_reads(titan, folder, tmp_path):
+def test_data_prepare_reports_which_tokenizer_it_reads(titan, folder, tmp_path):
     (tmp_path / "text.txt").write_text("some words and more of them\n\n" * 400)
     code, _, err = titan("data", "prepare", tmp_path / "text.txt", "--out", tmp_path / "data", "--tokenizer", folder)
     assert code == 0 and "tokenizer.json is read" in err, err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_other_commands_name_what_is_left(titan, folder, command):
+def test_other_commands_name_the_unread_files(titan, folder, command):
     code, out, _ = titan(command, folder)
     assert code == 0 and "model.safetensors.index.json is not read" in out
 

@@ -30,7 +30,7 @@ _CHECK_EVERY = 64  # iterations of busy waiting, each of a microsecond or less o
 _SLEEP_SHARE, _LONGEST_SLEEP_MS = 1 / 8, 10
 
 
-class SharedMemory:
+class SharedMemoryCollectives:
     """Collectives of one of the ranks that share `memory`; made by `share_memory`.
 
     Every rank has a counter and two slots for its tensor, used alternately: a rank that writes its tensor n + 2 has
@@ -96,7 +96,7 @@ def sum_in_shared_memory(modules: Sequence[nn.Module], *, rank: int, tp: int) ->
             use_collectives(module, shared)
 
 
-def share_memory(*, rank: int, tp: int) -> SharedMemory | None:
+def share_memory(*, rank: int, tp: int) -> SharedMemoryCollectives | None:
     """Shared memory of the ranks of the default group, each of which must call this; None where it is impossible:
     on several machines, in separate containers, and on processors other than x86."""
     made = _make(tp) if rank == 0 and platform.machine() in ("x86_64", "AMD64") else None
@@ -112,7 +112,7 @@ def share_memory(*, rank: int, tp: int) -> SharedMemory | None:
         os.close(made[0])
     if not all(ranks) or memory is None or ended is None:
         return None
-    return SharedMemory(memory, rank=rank, ended=ended)
+    return SharedMemoryCollectives(memory, rank=rank, ended=ended)
 
 
 def _slots_offset(tp: int) -> int:

@@ -1,9 +1,9 @@
 """Llama 3 in plain PyTorch.
 
-No rank, mesh or config file is known here: tensor parallelism, FSDP, pipeline stages, context parallelism and cached
-inference are all applied from outside. Families that differ in attention only pass their own to `Transformer`.
+Tensor parallelism, FSDP, pipeline stages, context parallelism and cached inference are applied from outside. Families
+that differ only in attention pass theirs to `Transformer`.
 
-Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N query heads, K key/value heads,
+Shape letters: B batch, L tokens (of this sequence shard), D model dim, N query heads, K key/value heads,
 H head dim, V vocabulary. N and K are what this rank holds, so they are inferred with -1.
 """
 
@@ -18,7 +18,7 @@ from trainer.models.llama3.rope import RotaryAngles, rotate
 
 
 class CausalAttention(nn.Module):
-    """The attention seam's default: causal SDPA over the tokens at hand."""
+    """The default inner attention: causal SDPA over the given tokens."""
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
@@ -28,9 +28,9 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around a seam: `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, q and k rotated.
+    """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
-    Replace the `inner_attention` module for anything but plain causal attention.
+    Replace the `inner_attention` module for anything other than causal attention.
     """
 
     def __init__(self, args: ModelArgs):
@@ -42,11 +42,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=args.attention_bias)
         self.inner_attention: nn.Module = CausalAttention()
 
-    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLNH = self.inner_attention(rotate(q_BLNH, turns), rotate(k_BLKH, turns), v_BLKH)
+        out_BLNH = self.inner_attention(rotate(q_BLNH, rotations), rotate(k_BLKH, rotations), v_BLKH)
         return self.wo(out_BLNH.flatten(-2))
 
 
@@ -64,7 +64,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward, each behind its norm and beside the residual stream."""
+    """One pre-norm layer: attention and feed-forward, each added to the residual stream."""
 
     def __init__(self, args: ModelArgs, attention: nn.Module):
         super().__init__()
@@ -73,24 +73,24 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), turns=turns)
+    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 
 class Transformer(nn.Module):
-    """The whole model, or a pipeline stage of it: modules set to None (and layers taken out) are skipped, FQNs stay."""
+    """The whole model, or a pipeline stage of it: modules that are None, and removed layers, are skipped."""
 
     def __init__(
         self,
         args: ModelArgs,
         make_attention: Callable[[ModelArgs], nn.Module] = Attention,
         *,
-        turns_stacked_on: int = -1,  # as that attention takes them
+        rotations_stacked_on: int = -1,  # the layout that the attention expects
     ):
         super().__init__()
         self.args = args
-        self.rope = RotaryAngles(args, stacked_on=turns_stacked_on)
+        self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
             {str(n): TransformerBlock(args, make_attention(args)) for n in range(args.num_layers)}
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
     def tie(self) -> None:
         """Make a tied output share the embedding's parameter.
 
-        Call it again after anything that replaces parameters (moving off the meta device, sharding).
+        Call it again after parameters were replaced (leaving the meta device, sharding).
         """
         if self.args.tied and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
@@ -110,14 +110,14 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Tokens [B, L] (or hidden states [B, L, D] in a later stage) → logits [B, L, V] (or hidden states).
 
-        `positions` [L] or [B, L] are the tokens' places in their sequence; None means 0 … L-1 of x.
+        `positions` [L] or [B, L] are the tokens' positions in their sequence; None means 0 … L-1.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        turns = self.rope(positions)
+        rotations = self.rope(positions)
         h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
-            h_BLD = layer(h_BLD, turns)
+            h_BLD = layer(h_BLD, rotations)
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return self.output(h_BLD) if self.output is not None else h_BLD

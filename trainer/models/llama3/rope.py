@@ -1,7 +1,7 @@
 """Rotary position embedding, interleaved pairs: plain, linear, dynamic NTK, Llama 3.1's scaling, and YaRN.
 
-Frequencies and angles are fp32 on purpose, also where fp64 would be finer: the released weights were trained with
-angles rounded exactly so, and at position 16k that rounding moves logits more than all other arithmetic does.
+Frequencies and angles are fp32 on purpose: the released weights were trained with angles rounded this way, and at
+position 16k the rounding changes logits more than all other arithmetic.
 
 P = H/2 is the number of rotation pairs of a head.
 """
@@ -17,7 +17,7 @@ from converters.families.base import DynamicRope, LinearRope, ModelArgs, RopeSca
 def rope_frequencies(args: ModelArgs) -> Tensor:
     """Radians per token of each rotation pair, fp32 [P], on the CPU also inside `with torch.device("meta")`.
 
-    In the order of operations of transformers (modeling_rope_utils.py), so that every bit is the same.
+    The order of operations is that of transformers (modeling_rope_utils.py), for bit-equal results.
     """
     scaling = args.rope_scaling
     if isinstance(scaling, YarnRope):
@@ -33,7 +33,7 @@ def _exponents(args: ModelArgs) -> Tensor:
 
 
 def _theta(args: ModelArgs) -> float:
-    """Dynamic NTK's within the trained length: rounding aside, it is theta itself."""
+    """theta, for dynamic NTK computed by its formula within the trained length, which rounds differently."""
     scaling, length = args.rope_scaling, args.max_seq_len
     if not isinstance(scaling, DynamicRope):
         return args.rope_theta
@@ -42,11 +42,11 @@ def _theta(args: ModelArgs) -> float:
 
 
 def _yarn_frequencies(args: ModelArgs, scaling: YarnRope) -> Tensor:
-    """Pairs that turn often within the original length stay, rare ones are slowed by `factor`; a ramp between them."""
+    """YaRN: high frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
 
     def pair_with(num_turns: float) -> float:
-        turned = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return (args.head_dim * math.log(turned)) / (2 * math.log(args.rope_theta))
+        ratio = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return (args.head_dim * math.log(ratio)) / (2 * math.log(args.rope_theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
@@ -61,7 +61,7 @@ def _yarn_frequencies(args: ModelArgs, scaling: YarnRope) -> Tensor:
 
 
 def rotation_scale(scaling: Scaling | None) -> float:
-    """What cosine and sine are multiplied by: YaRN's attention factor; 1 for all others."""
+    """The factor of cosine and sine: YaRN's attention factor; 1 for all others."""
     if not isinstance(scaling, YarnRope):
         return 1.0
     if scaling.attention_factor is not None:
@@ -77,7 +77,7 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling: long waves are slowed by `factor`, short ones stay, between them a linear blend (fp32)."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, linearly blended between."""
     context = scaling.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies_P
     blend = (context / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -87,41 +87,41 @@ def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryAngles(nn.Module):
-    """Positions → rotations. Holds no buffer: nothing to save, and `.to(bfloat16)` has nothing to round."""
+    """Cosines and sines of token positions. Has no buffers: nothing is saved, and `.to(bfloat16)` rounds nothing."""
 
     def __init__(self, args: ModelArgs, *, stacked_on: int = -1):
-        """`stacked_on`: the dim of cosine and sine, -1 to turn pairs of neighbours, 0 to turn halves of a head."""
+        """`stacked_on` is the dim of cosine and sine: -1 for interleaved pairs, 0 for halves of a head."""
         super().__init__()
         self.args, self.stacked_on = args, stacked_on
         self.frequencies_P, self.scale = rope_frequencies(args), rotation_scale(args.rope_scaling)
 
     def _apply(self, fn, recurse=True):
-        # `.to()`, `.cuda()`, `.to_empty()` all come through here. Take over the device, never the dtype, and compute
-        # the values anew, because `.to_empty()` leaves garbage and the meta device forgets them.
+        # Called by `.to()`, `.cuda()` and `.to_empty()`. Use the new device, never the dtype, and compute the values
+        # again: `.to_empty()` leaves them uninitialized.
         super()._apply(fn, recurse)
         self.frequencies_P = rope_frequencies(self.args).to(fn(self.frequencies_P).device)
         return self
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Positions [L] or [B, L], any integers → turns, fp32 [..., L, 1, P, 2] or [2, ..., L, 1, P]: cos, sin.
+        """Positions [L] or [B, L], any integers → rotations (cos, sin), fp32 [..., L, 1, P, 2] or [2, ..., L, 1, P].
 
-        Real, because compilers generate no code for complex numbers. FSDP's mixed precision must leave them alone.
+        Real, because compilers generate no code for complex numbers. FSDP's mixed precision must not cast them.
         """
         angles = (positions.to(torch.float32).unsqueeze(-1) * self.frequencies_P).unsqueeze(-2)
-        turns = torch.stack((angles.cos(), angles.sin()), dim=self.stacked_on)
-        return turns if self.scale == 1.0 else turns * self.scale
+        rotations = torch.stack((angles.cos(), angles.sin()), dim=self.stacked_on)
+        return rotations if self.scale == 1.0 else rotations * self.scale
 
 
-def rotate(x_BLNH: Tensor, turns: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … of each head, in fp32, and return x's dtype. `turns` are stacked on -1.
+def rotate(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate the pairs (0, 1), (2, 3), … of each head, in fp32, and return x's dtype. `rotations` are stacked on -1.
 
-    One complex product where operations run one by one: over strided pairs, real ones take seven times as long on a
-    CPU. A compiler fuses those, and has nothing for complex ones.
+    Eager mode uses one complex product: real products over strided pairs are seven times slower on a CPU. Compiled
+    code fuses the real ones, and does not support complex numbers.
     """
     pairs = x_BLNH.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
-        (first, second), (cos, sin) = pairs.unbind(-1), turns.unbind(-1)
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        (first, second), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
+        rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
     else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(turns))
-    return turned.flatten(-2).type_as(x_BLNH)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+    return rotated.flatten(-2).type_as(x_BLNH)

@@ -1,4 +1,4 @@
-"""Qwen 3 in plain PyTorch: Llama 3's blocks around an attention that norms every head of q and k, and turns halves.
+"""Qwen 3 in plain PyTorch: Llama 3's blocks, with attention that norms each head of q and k and rotates halves.
 
 Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N query heads, K key/value heads, H head
 dim, P = H/2 rotation pairs.
@@ -12,9 +12,9 @@ from trainer.models.llama3.model import CausalAttention, Transformer
 
 
 class Attention(nn.Module):
-    """Grouped-query attention around a seam: `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, q and k rotated.
+    """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
-    The norms go over the head dim with one weight for all heads of a layer, before the rotation.
+    The norms are over the head dim, before the rotation; all heads of a layer share one weight.
     """
 
     def __init__(self, args: ModelArgs):
@@ -28,23 +28,23 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
         self.inner_attention: nn.Module = CausalAttention()
 
-    def forward(self, x_BLD: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
         q_BLNH = self.q_norm(self.wq(x_BLD).unflatten(-1, (-1, self.head_dim)))
         k_BLKH = self.k_norm(self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLNH = self.inner_attention(rotate_halves(q_BLNH, turns), rotate_halves(k_BLKH, turns), v_BLKH)
+        out_BLNH = self.inner_attention(rotate_halves(q_BLNH, rotations), rotate_halves(k_BLKH, rotations), v_BLKH)
         return self.wo(out_BLNH.flatten(-2))
 
 
-def rotate_halves(x_BLNH: Tensor, turns: Tensor) -> Tensor:
+def rotate_halves(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
     """Rotate the pairs (0, P), (1, P+1), … of each head, in fp32, and return x's dtype.
 
-    `turns` are those of `RotaryAngles`, stacked on 0: the order of the pairs is all that differs from Llama's rotation.
+    `rotations` are those of `RotaryAngles`, stacked on 0. Only the order of the pairs differs from Llama's rotation.
     """
     first, second = x_BLNH.float().chunk(2, dim=-1)
-    cos, sin = turns.unbind(0)
+    cos, sin = rotations.unbind(0)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BLNH)
 
 
 def build_model(args: ModelArgs) -> Transformer:
-    return Transformer(args, Attention, turns_stacked_on=0)
+    return Transformer(args, Attention, rotations_stacked_on=0)

@@ -213,7 +213,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_metadata_is_told(tmp_path, kind):
+def test_bad_metadata_is_reported(tmp_path, kind):
     change, message = BAD[kind]
     folder = save_dcp(tmp_path / "dcp", {"w": torch.randn(4, 3), "n": 5})
     rewrite(folder, change)

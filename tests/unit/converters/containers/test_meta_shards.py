@@ -191,7 +191,7 @@ def test_neither_blocks_nor_the_source_s_layout_matter(release, tmp_path, monkey
 
 
 @pytest.mark.parametrize("stop_after", [1, 40, 100])
-def test_a_stopped_conversion_goes_on_to_the_same_shards(llama3, tmp_path, monkeypatch, stop_after):
+def test_a_stopped_conversion_resumes_to_the_same_shards(llama3, tmp_path, monkeypatch, stop_after):
     monkeypatch.setattr(copying, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
     options, steps = OutputOptions(num_shards=4), []
@@ -363,7 +363,7 @@ def shard(folder, number):
     return folder / f"consolidated.{number:02d}.pth"
 
 
-def test_missing_shards_are_told(four, tmp_path):
+def test_missing_shards_are_reported(four, tmp_path):
     for number in (1, 2):
         shard(four, number).unlink()
     error = refused(four, tmp_path, "consolidated.01.pth: missing\n  consolidated.02.pth: missing")
@@ -371,7 +371,7 @@ def test_missing_shards_are_told(four, tmp_path):
 
 
 @pytest.mark.parametrize("left", [1, 2, 3])
-def test_missing_last_shards_are_told_by_the_shapes(release, tmp_path, left):
+def test_missing_last_shards_are_found_by_the_shapes(release, tmp_path, left):
     root, family = release
     folder = save(tmp_path / "meta", root, shards_of(full(root), 4, family)[:left])
     missing = "".join(f"\n  consolidated.{number:02d}.pth: missing" for number in range(left, 4))
@@ -379,7 +379,7 @@ def test_missing_last_shards_are_told_by_the_shapes(release, tmp_path, left):
     assert error.message.endswith(missing) and error.message.count("\n") == 4 - left
 
 
-def test_extra_shards_are_told(release, tmp_path):
+def test_extra_shards_are_reported(release, tmp_path):
     root, family = release
     ranks = shards_of(full(root), 4, family)
     folder = save(tmp_path / "meta", root, ranks + ranks[:2])
@@ -398,7 +398,7 @@ def test_more_than_ten_shards_are_in_the_order_of_their_numbers(llama3, tmp_path
     assert [(c.file, c.box.offsets) for c in chunks] == [(f"consolidated.{n:02d}.pth", (0, 4 * n)) for n in range(16)]
 
 
-def test_shards_that_changed_places_are_told_by_what_torch_wrote_into_them(four, tmp_path):
+def test_shards_that_changed_places_are_found_by_what_torch_wrote_into_them(four, tmp_path):
     shard(four, 0).rename(four / "x")
     shard(four, 2).rename(shard(four, 0))
     (four / "x").rename(shard(four, 2))
@@ -423,7 +423,7 @@ def save_nameless(state, path):
         torch.save(state, file)
 
 
-def test_a_shard_that_is_there_twice_is_told(llama3, four, tmp_path):
+def test_a_shard_that_is_there_twice_is_reported(llama3, four, tmp_path):
     ranks = shards_of(full(llama3), 4)
     ranks[2] = ranks[1]
     for number, rank in enumerate(ranks):
@@ -466,7 +466,7 @@ def test_a_shard_of_another_model_has_other_norms(llama3, four, tmp_path):
     assert "consolidated.01" not in error.message and "consolidated.03" not in error.message
 
 
-def test_one_bit_of_one_norm_is_told(llama3, four, tmp_path):
+def test_one_bit_of_one_norm_is_reported(llama3, four, tmp_path):
     other = shards_of(full(llama3), 4)[3]
     other["norm.weight"].view(torch.int32)[7] ^= 1
     torch.save(other, shard(four, 3))
@@ -474,7 +474,7 @@ def test_one_bit_of_one_norm_is_told(llama3, four, tmp_path):
     assert error.message.endswith(":\n  norm.weight: consolidated.03.pth")
 
 
-def test_shards_that_differ_in_names_shapes_and_dtypes_are_all_told(llama3, four, tmp_path):
+def test_shards_that_differ_in_names_shapes_and_dtypes_are_all_reported(llama3, four, tmp_path):
     ranks = shards_of(full(llama3), 4)
     ranks[1]["layers.0.attention.wq.weight"] = ranks[1]["layers.0.attention.wq.weight"].bfloat16()
     ranks[0]["norm.weight"] = ranks[0]["norm.weight"][:-1]
@@ -493,7 +493,7 @@ def test_shards_that_differ_in_names_shapes_and_dtypes_are_all_told(llama3, four
     assert message.count("\n") == 4
 
 
-def test_shapes_that_are_not_those_of_params_json_are_all_told(llama3, four, tmp_path):
+def test_shapes_that_are_not_those_of_params_json_are_all_reported(llama3, four, tmp_path):
     ranks = shards_of(full(llama3), 4)
     for rank in ranks:
         rank["layers.0.attention.wo.weight"] = rank["layers.0.attention.wo.weight"].t().contiguous()
@@ -511,7 +511,7 @@ def test_shapes_that_are_not_those_of_params_json_are_all_told(llama3, four, tmp
     assert message.count("\n") == 3
 
 
-def test_a_tensor_that_no_llama_has_is_told_with_its_files(llama3, four, tmp_path):
+def test_a_tensor_that_no_llama_has_is_reported_with_its_files(llama3, four, tmp_path):
     for number, rank in enumerate(shards_of(full(llama3), 4)):
         torch.save(rank | {"adapter.weight": torch.ones(2, 2)}, shard(four, number))
     error = refused(four, tmp_path, "unexpected  adapter.weight in consolidated.00.pth")
@@ -530,7 +530,7 @@ def test_a_tensor_that_every_shard_lacks_is_missing(llama3, four, tmp_path):
     assert "missing     layers.0.ffn_norm.weight" in error.message
 
 
-def test_truncated_shards_are_all_told(four, tmp_path):
+def test_truncated_shards_are_all_reported(four, tmp_path):
     for number in (1, 3):
         path = shard(four, number)
         path.write_bytes(path.read_bytes()[: path.stat().st_size * 9 // 10])
@@ -557,7 +557,7 @@ def test_a_bare_pickle_as_second_shard_is_refused_and_not_run(four, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-def test_params_json_that_is_wrong_is_told_with_its_place(four, tmp_path):
+def test_params_json_that_is_wrong_is_reported_with_its_place(four, tmp_path):
     params = json.loads((four / "params.json").read_text())
     (four / "params.json").write_text(json.dumps(params | {"n_layers": 5000}))
     refused(four, tmp_path, "tensors are too few for 5,000 layers")

@@ -94,7 +94,7 @@ INDEX_FAULTS = {
 
 
 @pytest.mark.parametrize("kind", INDEX_FAULTS)
-def test_an_index_that_disagrees_is_told(tmp_path, kind):
+def test_an_index_that_disagrees_is_reported(tmp_path, kind):
     changes, message = INDEX_FAULTS[kind]
     weight_map = indexed(tmp_path) | changes
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -102,7 +102,7 @@ def test_an_index_that_disagrees_is_told(tmp_path, kind):
         open_checkpoint(tmp_path)
 
 
-def test_keys_outside_the_index_and_in_two_files_are_told_together(tmp_path):
+def test_keys_outside_the_index_and_in_two_files_are_reported_together(tmp_path):
     indexed(tmp_path)
     safetensors.torch.save_file(
         {"a": torch.zeros(2), "c": torch.zeros(3), "x": torch.zeros(1)}, tmp_path / "two.safetensors"

@@ -74,7 +74,7 @@ def test_every_bit_pattern_is_judged_as_numpy_does(dtype):
         assert count_non_finite(bits, dtype) == np.count_nonzero(~np.isfinite(bits)) > 0
 
 
-def test_what_does_not_match_is_told_before_anything_is_written(tmp_path):
+def test_what_does_not_match_is_reported_before_anything_is_written(tmp_path):
     source = Arrays(a=np.zeros((2, 3), "float32"), b=np.zeros(2, "float32"))
     target = plan_safetensors(
         {"a": TensorInfo("float32", (3, 2)), "b": TensorInfo("float16", (2,)), "c": TensorInfo("float32", (1,))}
@@ -230,7 +230,7 @@ def test_a_thread_that_an_interrupt_leaves_behind_creates_no_file(tmp_path, monk
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_in_plain_words(tmp_path, monkeypatch, number):
+def test_a_full_disk_is_reported_in_plain_words(tmp_path, monkeypatch, number):
     def full(*arguments):
         raise OSError(number, os.strerror(number))
 
@@ -240,7 +240,7 @@ def test_a_full_disk_is_told_in_plain_words(tmp_path, monkeypatch, number):
         copy_tensors(source, plan_safetensors(source.tensors), tmp_path)
 
 
-def test_a_limit_on_the_length_of_files_is_told_in_plain_words(tmp_path):
+def test_a_limit_on_the_length_of_files_is_reported_in_plain_words(tmp_path):
     source = Arrays(a=np.zeros(100_000, "float32"))
     old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -58,7 +58,7 @@ def interleaved(weight, head_dim):
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def test_the_family_is_told_by_the_content(model):
+def test_the_family_is_found_by_the_content(model):
     name, root = model
     info = read_model_info(root / "hf")
     assert info.family == family_of(name) == read_model_info(root / "dcp").family

@@ -167,7 +167,7 @@ def test_llama2_has_no_scaling_in_params_json():
         get_family("llama2").meta_params(args)
 
 
-def test_a_vocabulary_that_nobody_says_is_an_error(tmp_path):
+def test_an_unknown_vocabulary_is_an_error(tmp_path):
     (tmp_path / "params.json").write_text('{"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": -1}')
     with pytest.raises(CheckpointError, match="vocab_size = 0"):
         read_model_info(tmp_path)

@@ -210,9 +210,9 @@ def test_null_is_the_default():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"num_layers": 4_000_000_000}, "num_layers = 4000000000: a whole number from 1 to 10,000"),
+        ({"num_layers": 4_000_000_000}, "num_layers = 4000000000: expected a whole number from 1 to 10,000"),
         ({"dim": None}, "dim is null"),
-        ({"dim": "128"}, "dim = 128: a whole number"),
+        ({"dim": "128"}, "dim = 128: expected a whole number"),
         ({"head_dim": 15}, "must be even"),
         ({"num_kv_heads": 3}, "8 attention heads cannot share 3"),
         ({"norm_eps": float("nan")}, "norm_eps = nan"),

@@ -142,7 +142,7 @@ def test_unknown_formats_are_refused(folders, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_sources_are_told_their_command(folders, tmp_path):
+def test_other_sources_name_their_command(folders, tmp_path):
     for source, command, end in (
         ("hf", "titan convert auto", " --to meta"),
         ("ours", "titan convert meta-to-dcp", "/x"),

@@ -197,7 +197,7 @@ def test_a_chat_file_that_is_not_there(source, tmp_path):
     refused(source, ConfigError, "cannot be read", dataset=tmp_path)
 
 
-def test_every_bad_conversation_is_told(source, tmp_path):
+def test_every_bad_conversation_is_reported(source, tmp_path):
     good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
     (tmp_path / "mine.jsonl").write_text("\n".join([good, "{}", "", good, "[]"]))
     error = refused(source, ConfigError, "is not a chat file", dataset=tmp_path / "mine.jsonl")

@@ -100,7 +100,7 @@ def test_ids_that_the_two_would_number_differently_are_refused(tmp_path):
     assert "save it again" in caught.value.hint and load_tokenizer(folder).eos_ids == (264,)
 
 
-def test_an_unreadable_list_is_told(tmp_path):
+def test_an_unreadable_list_is_reported(tmp_path):
     folder = write_tokenizer(tmp_path)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {"x": {}}}))

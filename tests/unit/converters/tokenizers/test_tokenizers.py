@@ -133,7 +133,7 @@ CHANGES = {
     "unk_token": lambda c: c | {"model": c["model"] | {"unk_token": "!"}},
     "<|eot_id|>": lambda c: c | {"added_tokens": moved(c["added_tokens"], "<|eot_id|>", "<|python_tag|>")},
     "<|im_start|>": lambda c: c | {"added_tokens": [*c["added_tokens"], {"id": 650, "content": "<|im_start|>"}]},
-    "no bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
+    "not bytes": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"▁the": 620}}},
     "consecutive from 0": lambda c: c | {"model": c["model"] | {"vocab": c["model"]["vocab"] | {"zqzq": 1000}}},
     "do not result in a token": lambda c: c | {"model": c["model"] | {"merges": [*c["model"]["merges"], ["z", "!"]]}},
     "order of their tokens": lambda c: c | {"model": c["model"] | {"merges": c["model"]["merges"][::-1]}},
@@ -142,7 +142,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("said", CHANGES)
-def test_what_no_tokenizer_model_can_say_is_refused_and_told(said, trained, tmp_path):
+def test_what_no_tokenizer_model_can_say_is_refused_and_reported(said, trained, tmp_path):
     path = write(tmp_path / "hf", CHANGES[said](trained))
     with pytest.raises(UnsupportedError) as error:
         ranks_of_tokenizer_json(path, vocab_size=ROWS)
@@ -153,7 +153,7 @@ def test_what_no_tokenizer_model_can_say_is_refused_and_told(said, trained, tmp_
     assert tokenizer_remark(assets, to="hf", vocab_size=ROWS) == ""
 
 
-def test_a_reader_that_is_told_the_special_tokens_takes_any(trained, tmp_path):
+def test_a_reader_with_a_list_of_special_tokens_takes_any(trained, tmp_path):
     path = write(tmp_path, CHANGES["<|eot_id|>"](trained))
     assert len(ranks_of_tokenizer_json(path, vocab_size=None)) == 600
 
@@ -336,7 +336,7 @@ def test_token_ids_of_sentencepiece(meta_llama2, tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_other_sentencepiece_models_are_carried_and_told(changes, said, tmp_path):
+def test_other_sentencepiece_models_are_carried_and_reported(changes, said, tmp_path):
     path = train_sentencepiece(tmp_path / "meta", **changes)
     assets = find_assets(path.parent)
     assert write_for_hf(tmp_path, assets, vocab_size=ROWS, max_seq_len=64) == []

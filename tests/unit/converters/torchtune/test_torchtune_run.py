@@ -102,7 +102,7 @@ def test_llama_2_with_one_s_own_conversations(tmp_path, environment, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", STYLES)
-def test_lora_leaves_an_adapter_beside_the_weights(tmp_path, environment, style):
+def test_lora_leaves_an_adapter_next_to_the_weights(tmp_path, environment, style):
     case = make_case(tmp_path, "3.1")
     lora = ["model._component_=torchtune.models.llama3_1.lora_llama3_1", "model.lora_attn_modules=[q_proj,v_proj]"]
     lora += ["model.apply_lora_to_mlp=True", "model.lora_rank=4", "model.lora_alpha=8", "optimizer.lr=1e-2"]

@@ -130,7 +130,7 @@ def test_hugging_face_rows_of_every_state_are_permuted_and_cut_with_their_weight
     assert boxes == {local_box(wq, mesh, rank) for rank in range(4)}
 
 
-def test_numbered_groups_are_told_for_each_parameter(tmp_path):
+def test_numbered_groups_are_written_for_each_parameter(tmp_path):
     hf = hf_names(weights())
     norms = [name for name in hf if "norm" in name]
     groups = [
@@ -184,7 +184,7 @@ def test_a_tied_model_s_second_state_is_dropped_if_it_is_the_same(tmp_path):
 # Kinds of optimizers
 
 
-def test_muon_beside_adamw_is_one_optimizer(tmp_path):
+def test_muon_next_to_adamw_is_one_optimizer(tmp_path):
     """Parameters with different kinds of state; a factored state of another shape lies whole with its parameter."""
     matrices = [fqn for fqn in SHAPES if "layers" in fqn and "norm" not in fqn]
     states = {f"state.{fqn}.momentum_buffer": torch.rand(SHAPES[fqn]) for fqn in matrices}
@@ -221,7 +221,7 @@ def test_frozen_parameters_are_missing_unless_that_is_allowed(tmp_path):
     assert len(open_checkpoint(tmp_path / "out").tensors) == len(SHAPES) + len(states)
 
 
-def test_what_is_told_twice_or_of_nobody_is_refused(tmp_path):
+def test_repeated_and_unknown_settings_are_refused(tmp_path):
     hf = hf_names(weights())
     states = {f"state.{name}.exp_avg": t for name, t in hf.items()}
     states["state.model.model.norm.weight.exp_avg"] = torch.ones(16)  # as the weight is called in the checkpoint
@@ -300,7 +300,7 @@ def test_moments_are_cast_on_request(tmp_path):
     assert torch.equal(loaded[f"optimizer.state.{WQ}.exp_avg"], expected)
 
 
-def test_what_is_not_known_is_kept_and_told(tmp_path):
+def test_what_is_not_known_is_kept_and_reported(tmp_path):
     state = weights("model.") | {"optimizer": optimizer() | {"loss_scale": 128.0}, "epoch": 4, "note": {"a": [1, "b"]}}
     save(tmp_path / "step", state)
     report = reshard(tmp_path / "step", tmp_path / "out")

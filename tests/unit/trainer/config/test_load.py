@@ -141,7 +141,7 @@ def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, told):
         (["--training.steps"], "--training.steps needs a value"),
         (["--training.steps", "abc"], "command line: training.steps = 'abc': must be a whole number"),
         (["--checkpoint.enable=maybe"], "must be true or false"),
-        (["5"], "'5' stands alone"),
+        (["5"], "'5' is not an option"),
         (["--training.no_steps"], "no such key"),
         (["--parallelism.module_fqns_per_model_part", "[[1"], "must be a list"),
     ],
@@ -264,7 +264,7 @@ def test_a_written_preset_loads_and_is_never_written_over(tmp_path):
     assert load_config(out) == load_config("debug")
     with pytest.raises(ConfigError, match="exists already"):
         write_preset("debug", out)
-    with pytest.raises(ConfigError, match="no preset is called"):
+    with pytest.raises(ConfigError, match="there is no preset"):
         write_preset("debugg", tmp_path / "other.toml")
     with pytest.raises(ConfigError, match="No such file"):
         write_preset("debug", tmp_path / "nowhere" / "mine.toml")

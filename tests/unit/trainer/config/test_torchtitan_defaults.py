@@ -14,7 +14,7 @@ from trainer.config.show import toml_text
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "training.md").read_text()
 NO_KEY = "no key"
-MARKED = "No key of torchtitan's"  # in the docstrings of trainer/config/sections.py
+MARKED = "Not in torchtitan"  # in the docstrings of trainer/config/sections.py
 
 
 def documented() -> dict[str, tuple[str, str]]:

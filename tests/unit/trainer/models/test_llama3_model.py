@@ -129,7 +129,7 @@ def test_rotary_angles_survive_other_dtypes_and_the_meta_device():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiler_gets_the_rotation_in_real_numbers(dtype):
-    turns = RotaryAngles(ARGS["grouped"])(torch.arange(16000, 16000 + SEQ_LEN))
+    rotations = RotaryAngles(ARGS["grouped"])(torch.arange(16000, 16000 + SEQ_LEN))
     q_BLNH = torch.randn(2, SEQ_LEN, 4, 16, dtype=dtype, generator=torch.Generator().manual_seed(3))
     seen = set()
 
@@ -138,9 +138,9 @@ def test_a_compiler_gets_the_rotation_in_real_numbers(dtype):
         seen.update(value.dtype for value in values if isinstance(value, torch.Tensor))
         return graph
 
-    compiled = torch.compile(rotate, backend=look, fullgraph=True)(q_BLNH, turns)
+    compiled = torch.compile(rotate, backend=look, fullgraph=True)(q_BLNH, rotations)
     assert seen == {torch.float32, dtype}
-    assert torch.allclose(compiled, rotate(q_BLNH, turns), atol=1e-6 if dtype == torch.float32 else 2e-2)
+    assert torch.allclose(compiled, rotate(q_BLNH, rotations), atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
 def test_a_tied_output_is_one_parameter_also_after_leaving_the_meta_device():

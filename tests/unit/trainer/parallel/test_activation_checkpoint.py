@@ -189,7 +189,11 @@ OP = [f"{AC}.mode=selective", f"{AC}.selective_ac_option=op"]
         ([*OP, f"{AC}.debug"], 1, ["mode = full"]),
         ([f"{AC}.mode=full", f"{AC}.debug"], 1, []),
         ([f"{AC}.mode=full", f"{AC}.debug", "--compile.enable"], 1, ["without compile"]),
-        ([*OP, ZERO_BUBBLE, f"{AC}.debug", "--compile.enable"], 2, ["as often", "room for one", "watches"]),
+        (
+            [*OP, ZERO_BUBBLE, f"{AC}.debug", "--compile.enable"],
+            2,
+            ["as often", "only one of them", "does not run one by one"],
+        ),
     ],
 )
 def test_what_cannot_be_is_told_at_once(words, pp, told):

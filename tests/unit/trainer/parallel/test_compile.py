@@ -134,11 +134,11 @@ def test_inductor_without_a_compiler_is_refused_with_what_would_do(monkeypatch):
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
     (problem,) = machine_problems(configure("--compile.enable"), CPU)
-    assert "no C++ compiler" in problem and "aot_eager" in problem
+    assert "needs a C++ compiler" in problem and "aot_eager" in problem
     assert machine_problems(configure("--compile.enable", "--compile.backend=aot_eager"), CPU) == []
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     (problem,) = machine_problems(configure("--compile.enable"), CUDA)
-    assert "triton" in problem
+    assert "Triton" in problem
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     assert machine_problems(configure("--compile.enable"), CUDA) == []
 

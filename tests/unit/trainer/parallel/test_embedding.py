@@ -15,7 +15,7 @@ class Scaled(nn.Embedding):
 @pytest.mark.parametrize(
     ("embedding", "told"),
     [
-        (Scaled(8, 4), "Scaled has a forward of its own"),
+        (Scaled(8, 4), "Scaled overrides forward"),
         (nn.Embedding(8, 4, padding_idx=0), "padding_idx = 0"),
         (nn.Embedding(8, 4, max_norm=1.0, sparse=True), "max_norm = 1.0; sparse = True"),
     ],

@@ -178,5 +178,5 @@ def test_recomputation_is_refused_where_backward_is_split():
     dims, args = MeshShape(pp=2), FLAVORS["debug_gqa"]
     for mode, is_refused in {"none": False, "full": True, "selective": True}.items():
         config = Config(parallelism=parallelism, activation_checkpoint=ActivationCheckpoint(mode=mode))
-        problems = [p for p in layout_problems(config, args, dims) if "goes back once for inputs" in p]
+        problems = [p for p in layout_problems(config, args, dims) if "runs backward once for inputs" in p]
         assert len(problems) == is_refused

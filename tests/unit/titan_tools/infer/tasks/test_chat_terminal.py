@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.unit.titan_tools.test_infer_chat import write_checkpoint
+from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 
 pytestmark = pytest.mark.slow
 CTRL_C, CTRL_D = b"\x03", b"\x04"

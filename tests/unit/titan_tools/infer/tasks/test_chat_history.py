@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.titan_tools.test_infer_chat import write_checkpoint
+from tests.unit.titan_tools.infer.tasks.test_chat import write_checkpoint
 from titan_tools.infer.tasks.chat import ChatHistory
 from titan_tools.infer.text.chat_template import read_template
 from trainer.data.tokenizer import load_tokenizer

@@ -209,7 +209,7 @@ def test_json_holds_what_was_to_be_printed(value):
 
 
 def test_the_example_of_the_docs_is_what_is_printed(capsys):
-    page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[4] / "docs" / "inference.md").read_text(encoding="utf-8")
     example = page.partition("```json\n")[2].partition("```")[0]
     print_json(json.loads(example))
     assert capsys.readouterr().out == example
