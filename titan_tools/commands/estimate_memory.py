@@ -53,17 +53,20 @@ def estimate_memory(
     --gpu the exit code is the verdict: 0 fits, 1 does not fit, 5 too close to call. Features that the estimate does not
     support are refused with exit code 2.
     """
-    from titan_tools.memory.command import estimate_from_command_line
+    from converters.collector import collector_paused
 
-    code = estimate_from_command_line(
-        config,
-        context.args,
-        world_size=world_size,
-        gpu_text=gpu,
-        allocator=allocator,
-        timeline=timeline,
-        snapshot=snapshot,
-        as_json=as_json,
-    )
+    with collector_paused():  # also while torch is imported: 0.2 of 4 seconds
+        from titan_tools.memory.command import estimate_from_command_line
+
+        code = estimate_from_command_line(
+            config,
+            context.args,
+            world_size=world_size,
+            gpu_text=gpu,
+            allocator=allocator,
+            timeline=timeline,
+            snapshot=snapshot,
+            as_json=as_json,
+        )
     if code:
         raise typer.Exit(code)
