@@ -288,9 +288,7 @@ models.register("prints", replace(models.get_trainer_family("llama3"), build_mod
 """
 
 
-def test_a_model_that_does_not_compile_in_a_pipeline_is_refused_with_a_working_command(
-    titan, tmp_path, monkeypatch
-):
+def test_a_model_that_does_not_compile_in_a_pipeline_is_refused_with_a_working_command(titan, tmp_path, monkeypatch):
     monkeypatch.setattr(families, "_FAMILIES", {**families.all_families()})
     monkeypatch.setattr(models, "_FAMILIES", {**models._FAMILIES})
     (tmp_path / "family_that_prints.py").write_text(_OWN_FAMILY)
