@@ -120,8 +120,8 @@ class Training:
     dataset: str = "c4_test"
     """Kind of data. `tokens`: an index made by `titan data prepare`. `text`, `jsonl`, `parquet` and `c4_test` (C4's own
     files): text, tokenized into an index under job.dump_folder when the run first starts. `c4`: streamed, from the hub
-    or from C4's files. Or a name that a module in experimental.custom_import registers. Finite data is repeated in another
-    order: training.steps is the length of the run."""
+    or from C4's files. Or a name that a module in experimental.custom_import registers. Finite data is repeated in
+    another order: training.steps is the length of the run."""
     dataset_path: str | None = None
     """Path of the data: the index, a file or a folder of text; without it `c4` is read from the hub."""
     dataset_mix: tuple[Weighted, ...] = ()
