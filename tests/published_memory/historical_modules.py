@@ -30,25 +30,25 @@ def composite_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     return (wide * scale * norm.weight).type_as(x)
 
 
-def llama_attention(attention: nn.Module, x_BLD: Tensor, rotary: Tensor) -> Tensor:
-    """torchtitan/models/llama/model.py: q and k are rotated as complex numbers. `rotary` [L, 1, P], complex."""
+def llama_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+    """torchtitan/models/llama/model.py: q and k are rotated as complex numbers. `rotations` [L, 1, P], complex."""
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     pairs = [torch.view_as_complex(each.float().unflatten(-1, (-1, 2))) for each in (q, k)]
-    wide_q, wide_k = (torch.view_as_real(each * rotary).flatten(-2) for each in pairs)
+    wide_q, wide_k = (torch.view_as_real(each * rotations).flatten(-2) for each in pairs)
     del pairs
     return _attend(attention, wide_q.type_as(q), wide_k.type_as(k), v)
 
 
-def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotary: Tensor) -> Tensor:
+def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
     """torchtitan/models/qwen3/model/model.py: q and k are normalized, then rotated in x's dtype.
 
-    `rotary` [L, 2·H]: cosine and sine of both halves.
+    `rotations` [L, 2·H]: cosine and sine of both halves.
     """
     q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
     q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
     q, k = attention.q_norm(q), attention.k_norm(k)
-    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotary.chunk(2, dim=-1))
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations.chunk(2, dim=-1))
     return _attend(attention, *((each * cos) + (_rotate_halves(each) * sin) for each in (q, k)), v)
 
 

@@ -479,6 +479,7 @@ def test_a_file_that_is_no_config_is_an_error(titan, tmp_path):
         assert err.startswith("error:")
 
 
+@pytest.mark.slow
 def test_torchs_remarks_on_a_step_are_left_out(titan, caplog):
     """Float8's gathered weights make DTensor say, under TP, that two messages could be one."""
     float8 = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")

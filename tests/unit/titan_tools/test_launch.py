@@ -213,7 +213,9 @@ def test_sigterm_kills_ranks_that_do_not_save_and_then_this_process(tmp_path):
     assert not any(map(_is_alive, pids))
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGINT], pytest.param([signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.slow)]
+)
 def test_ctrl_c_or_a_second_sigterm_kills_the_ranks(tmp_path, signals):
     process = _start(tmp_path, WAITING + '    (FOLDER / f"asked-{RANK}").touch()\n    time.sleep(60)\n')
     pids = _wait_for_ranks(tmp_path)

@@ -224,6 +224,7 @@ def test_layers_of_which_some_are_in_float8_are_all_captured(left_out, is_cut):
     assert (shallow_model(Job.of(config, args, dims), rank=0) is not None) == is_cut
 
 
+@pytest.mark.slow
 def test_precomputed_scales_are_as_many_as_there_are_weights(depths_captured):
     case = (2, 6, PRECOMPUTED, 0)
     compare(case, depths_captured, num_steps=1)

@@ -27,7 +27,7 @@ MODES = {
 }
 
 
-QUICK_MODES = ("none", "op", "memory budget")
+QUICK_MODES = ("op", "memory budget")
 
 
 def configure(*words: str) -> Config:
