@@ -1,7 +1,7 @@
-"""Work whose outcome all ranks share: what one finds, all know; where one fails, all raise the same."""
+"""Work whose outcome all ranks share: every rank gets the results, or raises the same error."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def on_each(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
-    """Do `work` on every rank and give each all results; or raise, on all, the error of the lowest that fails."""
+    """Run `work` on every rank and return all results; or raise, on all ranks, the error of the lowest that failed."""
     outcome: tuple[T | None, Exception | None]
     try:
         outcome = work(), None
@@ -19,14 +19,15 @@ def on_each(group: dist.ProcessGroup, work: Callable[[], T]) -> list[T]:
         outcome = None, error
     outcomes: list[Any] = [None] * group.size()
     dist.all_gather_object(outcomes, outcome, group=group)
-    for rank, (_, error) in enumerate(outcomes):
-        if isinstance(error, OSError):
-            raise CheckpointError(f"rank {rank}: {error}")
-        if error is not None:
-            raise error
+    for rank, (_, failure) in enumerate(outcomes):
+        if isinstance(failure, OSError):
+            raise CheckpointError(f"rank {rank}: {failure}")
+        if failure is not None:
+            raise failure
     return [result for result, _ in outcomes]
 
 
 def on_first(group: dist.ProcessGroup, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 only, and give its result, or its error, to all."""
-    return on_each(group, work if group.rank() == 0 else lambda: None)[0]
+    """Run `work` on rank 0 only; all ranks return its result or raise its error."""
+    result: list[Any] = on_each(group, work if group.rank() == 0 else lambda: None)
+    return cast("T", result[0])

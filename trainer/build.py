@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
@@ -22,6 +22,7 @@ from trainer.job import Job
 from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
+from trainer.models.llama3.model import Transformer
 from trainer.models.registry import get_trainer_family
 from trainer.observability.log import note
 from trainer.observability.profiling import profiling_machine_problems
@@ -120,14 +121,14 @@ def check_hardware(config: Config, device: torch.device) -> None:
         raise UnsupportedError(f"this machine ({device.type}) cannot run the config:" + list_offenders(problems))
 
 
-def build_part(job: Job, stage: int) -> nn.Module:
+def build_part(job: Job, stage: int) -> Transformer:
     """A pipeline stage of the model on the meta device."""
     with torch.device("meta"):
         model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
     return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(part: nn.Module, job: Job, meshes: Meshes) -> None:
+def parallelize(part: Transformer, job: Job, meshes: Meshes) -> None:
     """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training

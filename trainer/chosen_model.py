@@ -12,10 +12,10 @@ from converters.weights import NativeWeights
 from trainer.config.sections import Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
-from trainer.data.tokenizer import load_tokenizer, reads_otherwise
+from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
 from trainer.job import Job
 
-NO_TOKENIZER = "no tokenizer goes with the weights: model.hf_assets_path is not set, and the data brings none"
+NO_TOKENIZER = "checkpoints will have no tokenizer: model.hf_assets_path is not set, and the data has none"
 
 
 def chosen_model(job: Job) -> ModelInfo:
@@ -30,7 +30,7 @@ def chosen_model(job: Job) -> ModelInfo:
 
 
 def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
-    """Numbers that leave no trace in the shapes, such as rope_theta, are compared too."""
+    """Raise CheckpointError where the numbers differ, also those that do not affect shapes, such as rope_theta."""
     theirs, ours = all_numbers(found.args), all_numbers(wanted.args)
     if not isinstance(wanted.args.rope_scaling, DynamicRope):  # whose frequencies change beyond it
         del ours["max_seq_len"]  # says how far a model may look, not what it is
@@ -43,32 +43,32 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
         problems.insert(0, f"family: {found.family} in the checkpoint, {wanted.family} in the config")
     if problems:
         raise CheckpointError(
-            f"{path} is of another model than the config names:" + list_offenders(problems),
+            f"{path} has another model than the config:" + list_offenders(problems),
             tries=["--model.name FAMILY --model.flavor FLAVOR; `titan models` lists them"],
         )
 
 
 def refuse_other_names(weights: NativeWeights, path: Path) -> None:
-    """checkpoint.initial_load_in_hf takes Hugging Face's names only."""
+    """checkpoint.initial_load_in_hf accepts only Hugging Face's names."""
     if weights.naming != "hf":
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
-            hint="without that key the format is read from the files",
+            hint="without that key the format is detected",
             tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
         )
 
 
 def tokenizer_folder(model: Model, training: Training) -> Path:
-    """What the config sets; else the prepared data, which carries its tokenizer; else the default."""
+    """The folder that the config sets; else the prepared data, which has its tokenizer; else the default."""
     folder, data = Path(model.hf_assets_path), _prepared_data(training)
-    is_set = model.hf_assets_path != Model().hf_assets_path  # by its value: `titan config show` writes defaults too
+    is_set = model.hf_assets_path != Model().hf_assets_path  # by value: `titan config show` writes defaults too
     if data and not is_set and _holds_tokenizer(data):
         return data
     if is_set and not _holds_tokenizer(folder):
-        what = f"holds no {TOKENIZER_JSON} or {TIKTOKEN_MODEL}" if folder.is_dir() else "is no folder"
+        what = f"holds no {TOKENIZER_JSON} or {TIKTOKEN_MODEL}" if folder.is_dir() else "is not a folder"
         raise ConfigError(
             f"model.hf_assets_path = {model.hf_assets_path!r} {what}",
-            hint="a prepared data folder and an HF folder hold one; without the key the data's own is taken",
+            hint="prepared data and HF folders have one; without the key the data's is used",
         )
     if data and _holds_tokenizer(folder):
         _refuse_other_vocabulary(folder, data)
@@ -76,7 +76,7 @@ def tokenizer_folder(model: Model, training: Training) -> Path:
 
 
 def _prepared_data(training: Training) -> Path | None:
-    """The index that training reads, or the first of several: all carry the same tokenizer."""
+    """The index that training reads, or the first of several, which all have the same tokenizer."""
     path = next(iter(dict(training.dataset_mix)), training.dataset_path)
     data = Path(path) if training.dataset == TOKENS and path else None
     return data if data and (data / INDEX_JSON).is_file() else None
@@ -87,18 +87,18 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def _refuse_other_vocabulary(folder: Path, data: Path) -> None:
-    """A model that is trained on one tokenizer's ids and shipped with another's speaks nonsense."""
+    """Raise ConfigError where the tokenizer is not the one that the data was made with."""
     if folder.resolve() == data.resolve():
         return
     theirs, num_ours = load_tokenizer(folder), read_vocab_size(data)
     if theirs.vocab_size != num_ours:
         what = f"has {theirs.vocab_size:,} tokens, but training.dataset_path = {str(data)!r} was made with {num_ours:,}"
-    elif _holds_tokenizer(data) and reads_otherwise(load_tokenizer(data), theirs):
-        what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but reads text otherwise"
+    elif _holds_tokenizer(data) and tokenizes_differently(load_tokenizer(data), theirs):
+        what = f"has as many tokens as that of training.dataset_path = {str(data)!r}, but tokenizes text differently"
     else:
         return
     raise ConfigError(
         f"model.hf_assets_path = {str(folder)!r} {what}",
-        hint="the checkpoints would carry a tokenizer that does not read the model's tokens",
+        hint="the checkpoints would have a tokenizer that does not match the model's tokens",
         tries=[f"--model.hf_assets_path {data}", f"titan data prepare … --tokenizer {folder}"],
     )

@@ -102,10 +102,10 @@ def _payload_bytes(args: tuple[Any, ...]) -> int:
         second = [t for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)]
         sides.append(sum(t.nbytes for t in second))
     grows = args[1] if len(args) == 3 and isinstance(args[1], int) else 1
-    return max(sides) * grows
+    return int(max(sides)) * grows
 
 
-class TracedTensors(FakeTensorMode):
+class TracedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose collectives are counted. Shapes and dtypes go through the operations that training runs.
 
     Reading a number from a fake tensor gives 1.
@@ -261,11 +261,13 @@ def _one_step(
 
 def _group_names(meshes: Meshes) -> dict[str, str]:
     """The mesh axis of each group. An axis over all ranks may use torch's default group, which is shared."""
-    named = {dist.group.WORLD.group_name: "all ranks"}
+    default = dist.group.WORLD
+    assert default is not None
+    named: dict[str, str] = {default.group_name: "all ranks"}
     for axis in reversed(_AXES):
         mesh = meshes[axis]
         name = mesh.get_group().group_name
-        if name != dist.group.WORLD.group_name:
+        if name != default.group_name:
             named[name] = axis
         elif mesh.size() > 1 and axis not in ("batch", "loss"):
             named[name] = f"{axis} = all ranks"
@@ -286,9 +288,9 @@ def _by_axis(count: CollectiveCount, names: Mapping[str, str]) -> dict[tuple[str
 
 
 def _size_of(group_name: str) -> int:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch._C._distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(group_name).size()
+    return int(_resolve_process_group(group_name).size())  # type: ignore[arg-type]
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -1,4 +1,4 @@
-"""What a run reads and writes, checked before anything is built: dump folder, tokenizer, data, initial checkpoint."""
+"""Check what a run reads and writes before it starts: dump folder, tokenizer, data, initial checkpoint."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +20,7 @@ _DATA_KEYS = ("dataset", "dataset_path", "dataset_mix")
 def check_inputs(job: Job) -> list[str]:
     """Raise ConfigError with everything that training would refuse; returns what could not be checked.
 
-    Of what comes from a preset or a default, which nobody has asked for by name, a missing file is such a point.
+    A missing file that only a preset or a default names counts as not checked.
     """
     refused: dict[str, TitanError] = {}
     open_points: dict[str, None] = {}
@@ -37,14 +37,14 @@ def check_inputs(job: Job) -> list[str]:
         raise next(iter(refused.values()))
     if refused:
         raise ConfigError(
-            f"training would refuse {len(refused)} things:" + list_offenders([*refused]),
+            f"training would fail, {len(refused)} problems:" + list_offenders([*refused]),
             tries=list(dict.fromkeys(line for error in refused.values() for line in error.tries)),
         )
     return [*open_points]
 
 
 def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None]]]:
-    """Checks, each with the keys that they are of."""
+    """Checks, each with the config keys that it depends on."""
     config = job.config
     training, validation = config.training, config.validation
 
@@ -53,7 +53,7 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
         return check_dataset(name, path, split=split, vocab_size=job.args.vocab_size, tokenizer=tokenizer)
 
     yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
-    yield ("model.hf_assets_path",), lambda: chosen_model(job) and None
+    yield ("model.hf_assets_path",), lambda: _check_tokenizer(job)
     for section, settings in (("training", training), ("validation", validation)):
         if section == "validation" and not validation.enable:
             continue
@@ -63,6 +63,10 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
         for path in dict(settings.dataset_mix) or (settings.dataset_path,):
             yield keys, partial(check_data, settings.dataset, path, section)
     yield ("checkpoint.initial_load_path",), lambda: _check_initial(job)
+
+
+def _check_tokenizer(job: Job) -> None:
+    chosen_model(job)
 
 
 def _check_initial(job: Job) -> None:

@@ -33,7 +33,7 @@ class Meshes:
         if name in self.axes:
             return self.axes[name]
         for grid in (self.parameters, self.data, self.losses):
-            if name in grid.mesh_dim_names:
+            if name in (grid.mesh_dim_names or ()):
                 return self.axes.setdefault(name, grid[name])
         raise KeyError(name)
 

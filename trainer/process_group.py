@@ -65,7 +65,7 @@ def set_train_timeout(meshes: "Meshes", secs: int) -> None:
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set how long a collective of a group may take; None means the default group."""
     is_public = hasattr(dist, "set_timeout")  # new in torch 2.15, which warns about the private one
-    (dist.set_timeout if is_public else distributed_c10d._set_pg_timeout)(timeout, group)
+    (getattr(dist, "set_timeout") if is_public else distributed_c10d._set_pg_timeout)(timeout, group)  # noqa: B009  torch's stubs lack it
 
 
 def leave_ranks() -> None:
@@ -104,15 +104,18 @@ def use_one_worker() -> None:
     if not dist.is_gloo_available() or hasattr(dist.ProcessGroupGloo.__init__, "__wrapped__"):
         return
     # torch accepts no options for a gloo group, and has no setting: the constructor is the only place to set threads
-    dist.ProcessGroupGloo.__init__ = _with_one_worker(dist.ProcessGroupGloo.__init__)
+    dist.ProcessGroupGloo.__init__ = _with_one_worker(dist.ProcessGroupGloo.__init__)  # type: ignore[method-assign]
 
 
 def _with_one_worker(construct: Any) -> Any:
     @functools.wraps(construct)
-    def __init__(self, store, rank, size, options=None, *, timeout: timedelta | None = None):
-        if not isinstance(options, dist.ProcessGroupGloo._Options):
+    def __init__(
+        self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> None:
+        options_type: Any = dist.ProcessGroupGloo._Options  # type: ignore[attr-defined]
+        if not isinstance(options, options_type):
             timeout = options or timeout
-            options = dist.ProcessGroupGloo._Options()
+            options = options_type()
             options._devices = list(_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
             if timeout is not None:
                 options._timeout = timeout
@@ -149,4 +152,4 @@ def fake_ranks(world_size: int, *, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # its entries name groups that no longer exist
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its entries name groups that no longer exist

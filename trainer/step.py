@@ -108,5 +108,5 @@ class TrainStep:
         size = self._local_batch_size
         # All copies now, while the device's queue is empty: a copy from unpinned memory waits for earlier work.
         tokens, targets = (ids.to(self._inputs_on, non_blocking=True) for ids in (samples.tokens, samples.targets))
-        pairs = zip(tokens.split(size), targets.split(size), strict=True)
+        pairs = zip(torch.split(tokens, size), torch.split(targets, size), strict=True)
         return [Batch(tokens, targets) for tokens, targets in pairs]

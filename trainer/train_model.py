@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from trainer.mesh import Meshes, local_part
 from trainer.models.initial_weights import InitialWeights
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
+
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
 
 
 class Runner(Protocol):
@@ -37,13 +40,14 @@ class WholeModel:
         self.model = model
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
-        loss = self.model(tokens, positions, targets) / num_valid_tokens
-        loss.backward()
+        loss: Tensor = self.model(tokens, positions, targets) / num_valid_tokens
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
     def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        return self.model(tokens, positions, targets)
+        loss: Tensor = self.model(tokens, positions, targets)
+        return loss
 
 
 class TrainModel:
@@ -55,11 +59,11 @@ class TrainModel:
         family: str,
         args: ModelArgs,
         meshes: Meshes,
-        parts: list[nn.Module],
+        parts: "list[Transformer]",
         runner: Runner,
         take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
         ends_meet: bool,
-        accumulating: Callable[[], AbstractContextManager] = nullcontext,
+        accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_update: Callable[[], None] | None = None,
     ):
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
@@ -93,8 +97,8 @@ class TrainModel:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Do after every update what the build asks for."""
-        if self._after_update:
-            optimizer.register_step_post_hook(lambda *_: self._after_update())
+        if after_update := self._after_update:
+            optimizer.register_step_post_hook(lambda *_: after_update())
 
     def sum_tied_gradients(self) -> None:
         """Give both copies of an embedding that is tied across stages the whole gradient; once, before clipping."""

@@ -1,4 +1,4 @@
-"""Loss on held-out data: the same batches every time, summed over all ranks, for each source by itself."""
+"""Validation: the loss on held-out data, over the same batches every time, for each source separately."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from trainer.train_model import TrainModel
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A source, its share, and its batches: as many on every rank."""
+    """A source, its weight in the mean, and its batches, the same number on every rank."""
 
     name: str
     share: float
@@ -29,7 +29,7 @@ class _Part:
 
 
 class Validator:
-    """Knows its data; `run` walks through it from the start and leaves model and training data as they were."""
+    """Computes the held-out loss; `run` starts from the beginning each time and does not change the model."""
 
     def __init__(
         self,
@@ -44,11 +44,18 @@ class Validator:
         self._num_batches = None if settings.steps == -1 else settings.steps
         global_batch_size = settings.local_batch_size * batch.size()
         most_tokens = settings.steps * global_batch_size * settings.seq_len + 1 if self._num_batches else None
-        opened = {"vocab_size": model.args.vocab_size, "preparation": preparation}
+        vocab_size = model.args.vocab_size
         if settings.dataset_mix:
-            sources = open_mixture(settings.dataset, settings.dataset_mix, **opened)
+            mix = settings.dataset_mix
+            sources = open_mixture(settings.dataset, mix, vocab_size=vocab_size, preparation=preparation)
         else:
-            source = open_dataset(settings.dataset, settings.dataset_path, most_tokens=most_tokens, **opened)
+            source = open_dataset(
+                settings.dataset,
+                settings.dataset_path,
+                vocab_size=vocab_size,
+                preparation=preparation,
+                most_tokens=most_tokens,
+            )
             sources = [Weighted(settings.dataset_path or settings.dataset, source, 1.0)]
         total = sum(source.weight for source in sources)
         self._parts = [
@@ -78,9 +85,9 @@ class Validator:
             )
 
     def run(self) -> dict[str, float | None]:
-        """Loss per token in nats, perplexity, and the unigram entropy to hold it against; equal on all ranks.
+        """Loss per token in nats, perplexity, and the unigram entropy for comparison; equal on all ranks.
 
-        Of several sources the mean by their shares, and each one's loss under its name.
+        For several sources the weighted mean, and each loss under its source's name.
         """
         for part in self._model.parts:
             part.eval()
@@ -90,22 +97,19 @@ class Validator:
         device = next(iter(self._model.named_parameters().values())).device
         sums = sums.to(device)
         dist.all_reduce(sums)
-        # tp ranks hold the same share of the loss; all ranks but those of a batch group count the same tokens
+        # tp ranks hold the same share of the loss; all ranks outside a batch group count the same tokens
         copies = self._dims.world_size // self._dims.batch
         losses = [(loss / self._dims.tp) / (tokens / copies) for loss, tokens in sums.tolist()]
         loss = sum(part.share * loss for part, loss in zip(self._parts, losses, strict=True))
-        entropies = [part.unigram_entropy for part in self._parts]
-        entropy = None
-        if None not in entropies:
-            entropy = sum(part.share * part.unigram_entropy for part in self._parts)
-        told = {
+        entropies = [part.share * part.unigram_entropy for part in self._parts if part.unigram_entropy is not None]
+        metrics: dict[str, float | None] = {
             "validation_loss": loss,
             "validation_perplexity": math.exp(min(loss, 700.0)),
-            "validation_unigram_entropy": entropy,
+            "validation_unigram_entropy": sum(entropies) if len(entropies) == len(self._parts) else None,
         }
         if len(self._parts) > 1:
-            told |= {f"validation_loss/{p.name}": loss for p, loss in zip(self._parts, losses, strict=True)}
-        return told
+            metrics |= {f"validation_loss/{p.name}": loss for p, loss in zip(self._parts, losses, strict=True)}
+        return metrics
 
     def _sums(self, loader: TokenLoader) -> torch.Tensor:
         sums = torch.zeros(2, dtype=torch.float64)

@@ -295,7 +295,7 @@ def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(titan, monkeypatch, tm
         (("--training.dataset_path", "nowhere"), "nowhere"),
         (("--training.dataset_path", "file"), "file"),
         (("--training.dataset_path", "folder"), "folder"),
-        (("--model.hf_assets_path", "nowhere"), "is no folder"),
+        (("--model.hf_assets_path", "nowhere"), "is not a folder"),
         (("--job.dump_folder", "file/run"), "job.dump_folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

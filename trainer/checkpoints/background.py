@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from converters.errors import CheckpointError, TitanError
 from converters.sizes import format_bytes
@@ -46,7 +47,7 @@ def make_saver(async_mode: str, *, group: dist.ProcessGroup, on_committed: Calla
     """`on_committed(step)` runs on every rank after each complete save, for asynchronous saves in a thread."""
     if async_mode == "disabled":
         return SynchronousSaver(group, on_committed)
-    writer = ThreadWriter() if async_mode == "async" else ProcessWriter(group)
+    writer: SnapshotWriter = ThreadWriter() if async_mode == "async" else ProcessWriter(group)
     return AsynchronousSaver(writer, group, on_committed)
 
 
@@ -75,7 +76,8 @@ class SynchronousSaver:
 class SnapshotWriter(Protocol):
     """Writes a snapshot from memory that it can read."""
 
-    memory: HostMemory | SharedMemory
+    @property
+    def memory(self) -> HostMemory | SharedMemory: ...
 
     def open(self) -> None: ...
     def write(self, todo: StepToSave, snapshot: Snapshot) -> None: ...
@@ -201,7 +203,7 @@ class ProcessWriter:
         """On rank 0: the store by which the processes set up their group, on a free port."""
         host = os.environ.get("MASTER_ADDR", "localhost")
         timeout = timedelta(minutes=5)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return host, self._store.port
 
     def write(self, todo: StepToSave, snapshot: Snapshot) -> None:

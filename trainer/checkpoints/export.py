@@ -1,6 +1,7 @@
 """Export the last step's checkpoint for transformers or torchtune, as `titan convert` does."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,7 +57,7 @@ class Exports:
         `is_new` says that this run has trained, so existing exports are replaced; otherwise they stay.
         """
         for kind, folder in self._folders.items():
-            on_first(self._group, lambda kind=kind, folder=folder: self._make(checkpoint, folder, kind, is_new=is_new))
+            on_first(self._group, partial(self._make, checkpoint, folder, kind, is_new=is_new))
 
     def _make(self, checkpoint: Path, folder: Path, kind: str, *, is_new: bool) -> None:
         if folder.exists() and not is_new:

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -102,7 +102,7 @@ class SourceReader(StorageReader):
                 target[block.slices_within(box)].copy_(as_tensor(self._source.read(fqn, block), dtype))
         planner.commit_tensor(item, target)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -115,7 +115,7 @@ class SourceReader(StorageReader):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
@@ -189,7 +189,9 @@ class CheckpointWriter(StorageWriter):
         assert item.tensor_data is not None
         shape, box = tuple(item.tensor_data.size), _box_of(item)
         source, whole = self._sources[item.index.fqn, item.tensor_data.chunk.offsets]
-        array = as_array(planner.resolve_data(source)[box.slices_within(whole)])
+        values = planner.resolve_data(source)
+        assert isinstance(values, torch.Tensor)
+        array = as_array(values[box.slices_within(whole)])
         dtype, raw = dtype_name(item.tensor_data.properties.dtype), array.reshape(-1).view(np.uint8).data
         start = file.size
         head, tail = item_shell(dtype, box.sizes, crc32(raw))
@@ -216,7 +218,7 @@ class CheckpointWriter(StorageWriter):
             file.write(dump_metadata(catalog))
             self.files[file.name] = FileSum(file.size, file.crc32)
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
@@ -226,7 +228,7 @@ class CheckpointWriter(StorageWriter):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
@@ -257,6 +259,7 @@ class _SyncedFile:
 
 def _write_blob(file: _SyncedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
     start = file.size
+    assert isinstance(planner, DefaultSavePlanner)
     file.write(blob_item(planner.lookup_object(item.index)))
     written = _Written(item.index.fqn, file.name, (start, file.size - start))
     return WriteResult(index=item.index, size_in_bytes=file.size - start, storage_data=written)
@@ -274,7 +277,7 @@ def _holds_values(item: WriteItem) -> bool:
 
 
 def _chunks(parts: Iterable[_Written]) -> tuple[Chunk, ...]:
-    return tuple(Chunk(part.box, part.file, UNLOCATED, (), item=part.item) for part in parts)
+    return tuple(Chunk(part.box, part.file, UNLOCATED, (), item=part.item) for part in parts if part.box is not None)
 
 
 def _done(value: Any) -> Future[Any]:

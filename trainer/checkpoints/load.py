@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters.assets import CLASS_DEFAULTS
 from converters.catalog import Box, Catalog, TensorSource
@@ -35,7 +35,7 @@ from trainer.checkpoints.fit import refuse_misfits
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_model, refuse_other_names
-from trainer.data.tokenizer import load_tokenizer, reads_otherwise
+from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
 from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
@@ -53,7 +53,7 @@ def load_state(
     _refuse_not_resumable(catalog, path, info=info, excluded=excluded)
     found = read_model_info(path, catalog) if describes_model(path) else info  # torchtitan's own do not
     refuse_other_model(found, info, path)
-    wanted = dict(state.model.state_dict())
+    wanted: dict[str, Any] = dict(state.model.state_dict())
     for section, values in state.sections().items():
         if section in excluded:
             note(f"not loaded from {path}: {section}")
@@ -196,13 +196,15 @@ def _counters(reader: CatalogReader, wanted: Mapping[str, Any], path: Path) -> d
 
 def other_tokenizer(found: ModelInfo, wanted: ModelInfo, path: Path) -> str:
     """A warning if the tokenizer of initial weights tokenizes differently from the run's; else ""."""
-    places = [
+    theirs, ours = (
         next((info.assets[name].parent for name in (TOKENIZER_JSON, TIKTOKEN_MODEL) if name in info.assets), None)
         for info in (found, wanted)
-    ]
-    if None in places or places[0] == places[1] or not reads_otherwise(*map(load_tokenizer, places)):
+    )
+    if theirs is None or ours is None or theirs == ours:
         return ""
-    return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {places[1]}"
+    if not tokenizes_differently(load_tokenizer(theirs), load_tokenizer(ours)):
+        return ""
+    return f"WARNING: {path} has a tokenizer that gives other ids than the run's, in {ours}"
 
 
 def not_carried(found: ModelInfo, wanted: ModelInfo) -> list[str]:
@@ -249,7 +251,7 @@ def _fill(
     loaded = dict(wanted)
     reader = SourceReader(source, blobs=blobs, read_blob=read_blob)
     try:
-        dcp.load(loaded, storage_reader=reader, planner=PlainPlanner(), process_group=group)
+        dcp_load(loaded, storage_reader=reader, planner=PlainPlanner(), process_group=group)
     except CheckpointException as error:
         raise as_titan_error(f"cannot load {path}", error) from error
     return loaded

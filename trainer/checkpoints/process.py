@@ -33,7 +33,8 @@ class WriterArguments:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> "WriterArguments":
-        return cls(*(field.type(text) for field, text in zip(fields(cls), arguments, strict=True)))
+        parent, host, *numbers = arguments
+        return cls(int(parent), host, *map(int, numbers))
 
 
 def main(arguments: list[str]) -> None:
@@ -48,6 +49,7 @@ def main(arguments: list[str]) -> None:
 def serve(own: WriterArguments, pipe: Connection) -> None:
     """Write each step that arrives; answer with None once it is committed, else with the error."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     from converters.errors import TitanError
     from trainer.checkpoints.staging import SharedMemory, SnapshotPlanner
@@ -55,7 +57,7 @@ def serve(own: WriterArguments, pipe: Connection) -> None:
     from trainer.process_group import CHECKPOINT_TIMEOUT
 
     memory = SharedMemory(own.memory)
-    group = None
+    group: dist.ProcessGroup | None = None
     while True:
         try:
             todo, snapshot = pipe.recv()
@@ -63,12 +65,14 @@ def serve(own: WriterArguments, pipe: Connection) -> None:
             return
         try:
             if group is None:
-                store = dist.TCPStore(own.host, own.port, is_master=False, timeout=timedelta(minutes=5))
-                ours = {"rank": own.rank, "world_size": own.world_size}
-                dist.init_process_group("gloo", store=store, timeout=CHECKPOINT_TIMEOUT, **ours)
+                store = TCPStore(own.host, own.port, is_master=False, timeout=timedelta(minutes=5))
+                dist.init_process_group(
+                    "gloo", store=store, timeout=CHECKPOINT_TIMEOUT, rank=own.rank, world_size=own.world_size
+                )
                 group = dist.group.WORLD
+                assert group is not None
             save_step(todo, {}, group=group, planner=SnapshotPlanner(snapshot, memory.get(snapshot.num_bytes)))
-            answer = None
+            answer: TitanError | str | None = None
         except TitanError as error:
             answer = error
         except Exception as error:

@@ -65,7 +65,7 @@ class SharedMemory:
                 os.ftruncate(self.descriptor, num_bytes)
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
             if self._is_owner and torch.cuda.is_available():
-                check_cuda(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))
+                check_cuda(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
         return self._bytes
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class SharedMemory:
 
     def _release(self) -> None:
         if self._is_owner and self._bytes.numel() and torch.cuda.is_available():
-            check_cuda(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
+            check_cuda(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))  # type: ignore[no-untyped-call]
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
@@ -95,7 +95,9 @@ def take_snapshot(nested: Mapping[str, Any], memory: HostMemory | SharedMemory, 
         if item.type == WriteItemType.BYTE_IO:
             values[item.index] = copy.deepcopy(planner.lookup_object(item.index))
         else:
-            tensors[item.index] = tensor = planner.resolve_data(item)
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, torch.Tensor)
+            tensors[item.index] = tensor
             offsets[item.index] = end
             end += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
     place = memory.get(end)

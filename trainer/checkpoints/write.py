@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from converters.assets import write_assets
 from converters.catalog import Box, Catalog
@@ -81,7 +81,7 @@ def write_step(
     try:
         writer = CheckpointWriter(staging, rank=group.rank())
         try:
-            dcp.save(dict(nested), storage_writer=writer, planner=planner, process_group=group)
+            save(dict(nested), storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
             raise as_titan_error(f"cannot save {destination}", error) from error
         written = on_each(group, lambda: writer.files)

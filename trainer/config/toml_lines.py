@@ -41,10 +41,12 @@ def read_lines(text: str) -> list[Line]:
         header = _HEADER.match(taken)
         if header:
             section = ".".join(part.strip(" \"'") for part in header[1].split("."))
-        while not header and (values := _parse(taken)) is None:
+        values: dict[str, Any] | None = {} if header else _parse(taken)
+        while values is None:
             taken += rest.pop(0)
+            values = _parse(taken)
         prefix = f"{section}." if section else ""
-        flat = {} if header else {prefix + key: value for key, value in flatten(values).items()}
+        flat = {prefix + key: value for key, value in flatten(values).items()}
         lines.append(Line(taken, section, number, flat, is_header=bool(header)))
         number += taken.count("\n")
     return lines
@@ -74,7 +76,9 @@ def renamed(line: Line, key: str) -> Line:
 
 def revalued(line: Line, value: Any, value_text: str) -> Line:
     """The statement with another value, what follows it on its line kept."""
-    head = _NAME.match(line.text)[0]
+    found = _NAME.match(line.text)
+    assert found, line.text
+    head = found[0]
     return replace(line, text=head + value_text + _after_value(line.text), values={line.key: value})
 
 

@@ -74,7 +74,7 @@ def fit(kind: Any, value: Any) -> Any:
     return _fit_plain(kind, value)
 
 
-def _items(value: Any) -> list | tuple:
+def _items(value: Any) -> list[Any] | tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError
     return value
@@ -92,7 +92,7 @@ def _fit_annotated(kind: Any, value: Any) -> Any:
     return fitted
 
 
-def _fit_plain(kind: type, value: Any) -> Any:
+def _fit_plain(kind: Any, value: Any) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):  # `type`, because True is an int

@@ -68,7 +68,8 @@ def upgrade(path: Path) -> Upgrade:
         changes.append(f"{where}: {told}")
     upgraded = "".join(line.text for line in without_empty_sections(lines, touched)) if changes else text
     upgraded = upgraded if has_end or not changes else upgraded.removesuffix("\n")
-    notes, refused = [], []
+    notes: list[str] = []
+    refused: list[str] = []
     if not problems:
         problems, refused = _what_is_left(upgraded, path)
     if changes:
@@ -243,7 +244,8 @@ def _what_is_left(text: str, path: Path) -> tuple[list[str], list[str]]:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         return [f"{path}: the upgraded file would be no TOML ({error}): write its dotted keys as sections"], []
-    unknown, refused = [], []
+    unknown: list[str] = []
+    refused: list[str] = []
     for key, value in flatten(tables).items():
         problem = problem_of(key, Setting(value, str(path)))
         if problem:

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from converters.errors import DataError, UnsupportedError
 
@@ -41,7 +41,7 @@ def decompressed(path: Path) -> BinaryIO:
     return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
 
 
-def _refuse_other_column(path: Path, schema, column: str) -> None:
+def _refuse_other_column(path: Path, schema: Any, column: str) -> None:
     import pyarrow as pa
 
     kind = schema.field(column).type if column in schema.names else None

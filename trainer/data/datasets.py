@@ -75,6 +75,7 @@ def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, t
     refuse_no_tokenizer(name, tokenizer)
     refuse_large_vocabulary(load_tokenizer(tokenizer).vocab_size, vocab_size, str(tokenizer))
     if name in TEXT_KINDS:
+        assert path, name
         _text_files(name, path)
         return ""
     files = find_stream(_SPLITS[name], path)

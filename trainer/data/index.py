@@ -47,7 +47,8 @@ class TokenIndex:
     @property
     def unigram_entropy(self) -> float | None:
         """Of the held-out part, nats per token: what a model that knows only how frequent tokens are would pay."""
-        return self.summary.get("unigram", {}).get("unigram_entropy")
+        entropy: float | None = self.summary.get("unigram", {}).get("unigram_entropy")
+        return entropy
 
     @property
     def tokenizer_digests(self) -> frozenset[str]:
@@ -91,9 +92,10 @@ def open_index(folder: Path | str) -> TokenIndex:
 def read_vocab_size(folder: Path) -> int:
     """Of the tokenizer that an index was made with, from index.json alone; raises DataError where that is none."""
     summary = _read_summary(folder)
-    if not isinstance(summary.get("vocab_size"), int):
+    vocab_size = summary.get("vocab_size")
+    if not isinstance(vocab_size, int):
         raise DataError(f"{folder / INDEX_JSON} is not the index of `titan data prepare`: it has no vocab_size")
-    return summary["vocab_size"]
+    return vocab_size
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -119,7 +121,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
         what = "holds no token index (no index.json)" if folder.is_dir() else "is no folder, so no token index"
         raise DataError(f"{folder} {what}", tries=[f"titan data prepare --out {folder}"])
     try:
-        summary = json.loads(path.read_text("utf-8"))
+        summary: dict[str, Any] = json.loads(path.read_text("utf-8"))
         version = summary["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not the index of `titan data prepare`: {error!r}") from None
@@ -144,4 +146,5 @@ def digest_of(path: Path) -> str:
 
 
 def _map(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+    array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array

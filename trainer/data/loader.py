@@ -36,10 +36,12 @@ class TokenLoader:
     ):
         assert global_batch_size % dp_degree == 0, (global_batch_size, dp_degree)
         assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
-        is_mixture = isinstance(source, Sequence)
-        assert seed is not None or not is_mixture
-        samples_of = MixedSamples if is_mixture else SourceSamples
-        self._samples = samples_of(source, split, seq_len=seq_len, seed=seed or 0)
+        self._samples: MixedSamples | SourceSamples
+        if isinstance(source, Sequence):
+            assert seed is not None, "a mixture is endless"
+            self._samples = MixedSamples(source, split, seq_len=seq_len, seed=seed)
+        else:
+            self._samples = SourceSamples(source, split, seq_len=seq_len, seed=seed or 0)
         self._seed, self._pin_memory = seed, pin_memory
         self._global_batch_size = global_batch_size
         self._per_rank = global_batch_size // dp_degree
@@ -47,7 +49,7 @@ class TokenLoader:
         self._consumed = 0
         self.num_samples = self._samples.num_samples
         self.num_batches = self.num_samples // global_batch_size  # whole ones, in one pass
-        if self.num_batches == 0 and not is_mixture:
+        if self.num_batches == 0 and isinstance(self._samples, SourceSamples):
             raise DataError(
                 f"{self._samples}: too few for one batch of {global_batch_size}",
                 hint="prepare more text, or take a smaller batch or seq_len",
@@ -68,6 +70,7 @@ class TokenLoader:
                 start += self._global_batch_size
                 self._consumed = start
                 ahead = thread.submit(self._read, start)
+                assert batch is not None, "only the read after the last batch finds none"
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:

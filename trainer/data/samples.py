@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -23,9 +23,12 @@ from trainer.data.index import HELD_OUT
 class TokenSource(Protocol):
     """Token ids in one long row per split (`train`, `held_out`), random access; `fingerprint` changes when any does."""
 
-    fingerprint: str
-    vocab_size: int  # every id is below it
-    unigram_entropy: float | None  # of the held-out ids, nats per token; None where nobody measured it
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...  # every id is below it
+    @property
+    def unigram_entropy(self) -> float | None: ...  # of the held-out ids, nats per token; None if not measured
 
     def tokens(self, split: str) -> np.ndarray: ...
 
@@ -128,23 +131,24 @@ def place_in_mixture(place: int, shares: Sequence[int]) -> tuple[int, int]:
 def _shuffled(num_samples: int, seed: int, number: int) -> Sequence[int]:
     """An endless order of the samples: every epoch a permutation of its own."""
     grain = _import_grain()
-    told = seed.to_bytes(16, "little") + (number.to_bytes(4, "little") if number else b"")
-    folded = xxhash.xxh32_intdigest(told)  # Grain takes 32 bits, and adds the epoch to them
-    return grain.MapDataset.range(num_samples).shuffle(seed=folded).repeat()
+    key = seed.to_bytes(16, "little") + (number.to_bytes(4, "little") if number else b"")
+    folded = xxhash.xxh32_intdigest(key)  # Grain takes 32 bits, and adds the epoch to them
+    order: Sequence[int] = grain.MapDataset.range(num_samples).shuffle(seed=folded).repeat()
+    return order
 
 
-def _import_grain():
-    """Grain, without its warning that JAX's profiler is not there: nobody here waits for it."""
+def _import_grain() -> Any:
+    """Import Grain without its warning about JAX's profiler, which is not used here."""
     import absl.logging  # noqa: F401  its logger must be made by absl itself before it is asked for by name
 
     logger = logging.getLogger("absl")
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_relevant(record: logging.LogRecord) -> bool:
         return "jax profiler" not in record.getMessage()
 
-    logger.addFilter(is_news)
+    logger.addFilter(is_relevant)
     try:
         import grain
     finally:
-        logger.removeFilter(is_news)
+        logger.removeFilter(is_relevant)
     return grain

@@ -10,10 +10,10 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -136,7 +136,7 @@ def read_documents(
             if left is not None:
                 left -= content.nbytes if isinstance(content, np.ndarray) else len(content.encode("utf-8"))
                 if left < 0:
-                    if is_first and len((cut := _cut(document, max_bytes)).content):
+                    if is_first and max_bytes is not None and len((cut := _cut(document, max_bytes)).content):
                         yield cut
                     return
             is_first = False
@@ -154,13 +154,14 @@ def _documents_of(path: Path, text_key: str, skipped: Skipped | None) -> Iterato
     if path.name.endswith(_TOKEN_IDS):
         yield Document("", str(path), _token_ids(path))
         return
-    pieces: Iterable[tuple[str, Any]]
+    source: tuple[Iterable[tuple[str, Any]], Callable[[Any, str, str], str]]
     if path.name.endswith(JSON_LINES):
-        pieces, read = _lines(path), _text_of_line
+        source = _lines(path), _text_of_line
     elif path.name.endswith(PARQUET):
-        pieces, read = parquet_values(path, text_key), _text_of_value
+        source = parquet_values(path, text_key), _text_of_value
     else:
-        pieces, read = [(str(path), path)], _whole_file
+        source = [(str(path), path)], _whole_file
+    pieces, read = source
     for where, piece in pieces:
         try:
             yield Document(read(piece, text_key, where), where)
@@ -213,9 +214,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return gzip.open(path)
+        return cast("IO[bytes]", gzip.open(path))
     return decompressed(path) if path.suffix == ".zst" else path.open("rb")
 
 
@@ -242,7 +243,7 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
         raise DataError(f"{where}: not JSON: {error}", hint="each line is one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__}, not an object", hint="each line is one JSON object")
-    text = record.get(text_key)
+    text: str | None = record.get(text_key)
     if text_key in record and not isinstance(text, str):
         raise DataError(f"{where}: {text_key!r} is {_JSON_KINDS[type(text)]}, not a string")
     if text is None:

@@ -111,7 +111,7 @@ class StreamLoader:
         return batch_of(windows, pin_memory=self._pin_memory), positions
 
 
-def _wait_for(future: Future) -> None:
+def _wait_for(future: Future[Any]) -> None:
     future.result()
 
 

@@ -71,10 +71,10 @@ def stream_c4(split: str, path: str | None) -> StreamedText:
         dataset = datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", streaming=True)
     except Exception as error:
         raise DataError(f"{path}: cannot be read as {kind}: {_told(error)}") from error
-    identity = [[file.name, file.stat().st_size] for file in files]
+    sizes = [[file.name, file.stat().st_size] for file in files]
     if dataset.num_shards != len(files):
         raise DataError(f"{path}: {len(files)} files are {dataset.num_shards} to the datasets library")
-    return StreamedText(path, identity, len(files), dataset)
+    return StreamedText(path, sizes, len(files), dataset)
 
 
 def find_stream(split: str, path: str | None) -> Sequence[Path]:
@@ -103,7 +103,7 @@ def _told(error: Exception) -> str:
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 
 
-def _import_datasets():
+def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError:

@@ -1,12 +1,12 @@
-"""Text to token ids and back. Llama's own form (`tokenizer.model`: tiktoken ranks, SentencePiece), or `tokenizer.json`.
+"""Tokenizers: `tokenizer.json`, and `tokenizer.model` as tiktoken ranks or SentencePiece.
 
-Special tokens that stand in a text are text, unless the caller asks for them: no document can end itself.
+Special tokens in a text are read as text unless the caller asks otherwise, so that no document can end itself.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from converters.assets import find_assets
 from converters.errors import DataError
@@ -24,7 +24,7 @@ from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_mode
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
-_LEAD = "\U000ffffd"  # a character of nobody, which merges with nothing
+_LEAD = "\U000ffffd"  # a private-use character, which merges with nothing
 _PROBE = "A text of 1234 words and then some more: naïve, straightforward,\n\tdef probe(x): return x ** 2  # no more"
 _RELEASED_VOCAB, _NUM_RELEASED_RANKS, _NUM_SPECIAL = 128256, 128000, 10
 
@@ -38,15 +38,20 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_ids: tuple[int, ...]
     prefix_ids: tuple[int, ...]
-    special_names: frozenset[str] | None  # what `special` finds in a text; None where other spellings count too
     vocab_size: int  # the largest id + 1
-    byte_values: Mapping[int, int]  # ids of single bytes, a run of which is text as a whole or U+FFFD as a whole
+
+    @property
+    def special_names(self) -> frozenset[str] | None: ...  # what `special` matches; None if other spellings match too
+    @property
+    def byte_values(self) -> Mapping[int, int]: ...  # ids of single bytes; a run decodes to text or U+FFFD as a whole
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text; `special` also reads special tokens written in it. Raises DataError for a lone surrogate."""
+        """Ids of the text; `special` also reads special tokens in it. Raises DataError for a lone surrogate."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens included; bytes that are no UTF-8 become U+FFFD."""
+        """The text of the ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        ...
 
 
 def load_tokenizer(folder: Path | str, *, as_transformers: bool = False) -> Tokenizer:
@@ -87,8 +92,8 @@ def tokenizer_note(folder: Path | str) -> str:
     return ""
 
 
-def reads_otherwise(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers make other ids of a text; their files may differ in form, and in what they add to it."""
+def tokenizes_differently(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give different ids for a text; their files and added tokens may differ."""
     return one.encode(_PROBE) != other.encode(_PROBE)
 
 
@@ -117,14 +122,15 @@ class _TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             str(model), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        self.vocab_size, self.byte_values = self._encoding.max_token_value + 1, {}
+        self.vocab_size = self._encoding.max_token_value + 1
+        self.byte_values: dict[int, int] = {}
         self._words = words if as_transformers else set()
         self.special_names = frozenset(specials) - self._words
         self.bos_id, self.eos_ids = document_ends(assets, self.vocab_size)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False, special: bool = False) -> list[int]:
         _refuse_lone_surrogates(text)
-        allowed = "all" if special else self._words
+        allowed: Literal["all"] | set[str] = "all" if special else self._words
         ids: list[int] = []
         for part in _without_long_white_space(text):
             ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
@@ -135,7 +141,7 @@ class _TiktokenTokenizer:
         try:
             return self._encoding.decode(ids)
         except KeyError as id:  # between the ranks and a special token far behind them
-            raise DataError(f"token id {id} stands for nothing in this tokenizer") from None
+            raise DataError(f"token id {id} is not used by this tokenizer") from None
 
 
 class _JsonTokenizer:
@@ -168,7 +174,7 @@ class _JsonTokenizer:
         _refuse_foreign_ids(ids, self.vocab_size)
         for id in ids:
             if self._tokenizer.id_to_token(id) is None:  # which the library leaves out
-                raise DataError(f"token id {id} stands for nothing in this tokenizer")
+                raise DataError(f"token id {id} is not used by this tokenizer")
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
@@ -180,7 +186,8 @@ class _SentencePieceTokenizer:
             self._pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: neither a tiktoken nor a SentencePiece file: {error}") from None
-        self.vocab_size, self.byte_values = len(self._pieces), {}
+        self.vocab_size = len(self._pieces)
+        self.byte_values: dict[int, int] = {}
         control = [id for id in range(self.vocab_size) if self._pieces.is_control(id)]
         self._control = {self._pieces.id_to_piece(id): id for id in control}
         self._is_legacy = is_legacy(assets)
@@ -205,17 +212,17 @@ class _SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         _refuse_foreign_ids(ids, self.vocab_size)
-        text, run = "", []
+        text, run = "", list[int]()
         for id in map(int, ids):
             if self._pieces.is_control(id):  # which the library leaves out
                 text += self._pieces.decode(run) + self._pieces.id_to_piece(id)
                 run = []
             else:
                 run.append(id)
-        return text + self._pieces.decode(run)
+        return text + str(self._pieces.decode(run))
 
 
-def _special_names(tokenizer) -> frozenset[str] | None:
+def _special_names(tokenizer: Any) -> frozenset[str] | None:
     """Of a tokenizer.json; None where text is changed before one is looked for, or not every place counts."""
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     changes = tokenizer.normalizer is not None
@@ -223,7 +230,7 @@ def _special_names(tokenizer) -> frozenset[str] | None:
     return frozenset(token.content for token in special) if exact else None
 
 
-def _byte_values(tokenizer) -> dict[int, int]:
+def _byte_values(tokenizer: Any) -> dict[int, int]:
     """Those of a tokenizer.json whose decoder has ByteFallback, as Llama 2's."""
     ids = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
     letter = tokenizer.token_to_id("<0x41>")

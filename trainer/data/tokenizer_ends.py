@@ -42,7 +42,13 @@ def prefix_of_post_processor(found: Any) -> tuple[int, ...]:
 
     described = json.loads(found.__getstate__()) if not isinstance(found, dict) else found
     # The library's own answer, with one word in place of a vocabulary that takes its time to read
-    frame = {"version": "1.0", "added_tokens": [], "normalizer": None, "pre_tokenizer": None, "decoder": None}
+    frame: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "decoder": None,
+    }
     word = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     try:
         tokenizer = Tokenizer.from_str(json.dumps(frame | {"post_processor": described, "model": word}))

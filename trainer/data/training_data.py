@@ -1,7 +1,7 @@
 """Open the training data of a job: an index, a mixture of several, or a stream."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocab
 from trainer.data.index import TRAIN, digest_of
 from trainer.data.kinds import C4
 from trainer.data.loader import TokenLoader
+from trainer.data.samples import TokenSource, Weighted
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
 from trainer.data.text_index import Preparation, refuse_no_tokenizer
@@ -69,11 +70,13 @@ def open_training_data(
     """`batches` are TokenLoader's arguments: batch size, this rank's part, seed."""
     if settings.dataset == C4:
         return _open_stream(settings, preparation, vocab_size=vocab_size, on_each=on_each, **batches)
-    opened = {"vocab_size": vocab_size, "preparation": preparation}
+    source: TokenSource | Sequence[Weighted]
     if settings.dataset_mix:
-        source = open_mixture(settings.dataset, settings.dataset_mix, **opened)
+        mix = settings.dataset_mix
+        source = open_mixture(settings.dataset, mix, vocab_size=vocab_size, preparation=preparation)
     else:
-        source = open_dataset(settings.dataset, settings.dataset_path, **opened)
+        path = settings.dataset_path
+        source = open_dataset(settings.dataset, path, vocab_size=vocab_size, preparation=preparation)
     return TokenLoader(source, TRAIN, seq_len=settings.seq_len, **batches)
 
 
@@ -87,8 +90,8 @@ def _open_stream(
 ) -> StreamLoader:
     refuse_no_tokenizer(settings.dataset, preparation.tokenizer)
     tokenizer = load_tokenizer(preparation.tokenizer)
-    if text := tokenizer_note(preparation.tokenizer):
-        preparation.say(text)
+    if tokenizer_text := tokenizer_note(preparation.tokenizer):
+        preparation.say(tokenizer_text)
     refuse_large_vocabulary(tokenizer.vocab_size, vocab_size, str(preparation.tokenizer))
     opened: list[StreamedText] = []
     on_each(lambda: opened.append(stream_c4(TRAIN, settings.dataset_path)))  # all ranks reach the hub, or all raise

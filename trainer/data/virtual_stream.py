@@ -14,9 +14,10 @@ from trainer.data.tokenizer import Tokenizer
 class FilesOfText(Protocol):
     """Documents in numbered files, each of which can be read from any document on."""
 
-    name: str
-    num_files: int
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_files(self) -> int: ...
     def texts(self, file: int, *, skip: int = 0) -> Iterator[str]: ...
 
 

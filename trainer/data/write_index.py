@@ -35,7 +35,7 @@ class Split:
 def mark_of(document: Document) -> int:
     """A hash of the content, 64 bits: documents with the smallest are held out."""
     content = document.content
-    return xxhash.xxh3_64_intdigest(content.encode() if isinstance(content, str) else np.ascontiguousarray(content))
+    return xxhash.xxh3_64_intdigest(content.encode() if isinstance(content, str) else content.tobytes())
 
 
 NOTHING_HELD_OUT = Split(0.0, "document")

@@ -8,9 +8,10 @@ Under schedules that run many forward passes before the first backward, each mic
 the output. There (`in_backward`) the chunks are computed in backward, and their logits twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class ChunkedOutput:
         self._targets: Tensor | None = None
 
     @contextmanager
-    def given(self, targets_BL: Tensor):
+    def given(self, targets_BL: Tensor) -> Iterator[None]:
         """Context in which a call of `output` computes the loss of these targets."""
         self._targets = targets_BL
         try:
@@ -45,16 +46,17 @@ class ChunkedOutput:
         targets_BL = self._targets
         assert targets_BL is not None, "the part's forward sets the targets"
         # Sequence parallelism gathers h and sums its gradients over the ranks' columns: once for all chunks.
-        is_sharded = isinstance(h_BLD, DTensor)
-        wrap = _replicated_over(h_BLD) if is_sharded else _unchanged
-        own_BLD = h_BLD.to_local(grad_placements=[Partial()]) if is_sharded else h_BLD
+        wrap = _replicated_over(h_BLD) if isinstance(h_BLD, DTensor) else _unchanged
+        own_BLD = h_BLD.to_local(grad_placements=[Partial()]) if isinstance(h_BLD, DTensor) else h_BLD
         if torch.is_grad_enabled():
             # Local tensors for autograd; read at each call, because FSDP replaces the parameters while gathered.
             parameters = (p.to_local() if isinstance(p, DTensor) else p for p in self.parameters())
-            loss = _ChunkedLossSum.apply(self, wrap, own_BLD, targets_BL, *parameters)
+            loss: Tensor = _ChunkedLossSum.apply(self, wrap, own_BLD, targets_BL, *parameters)  # type: ignore[no-untyped-call]
         else:
             loss = self.loss(wrap, own_BLD, targets_BL)
-        return DTensor.from_local(loss, h_BLD.device_mesh, [Replicate()], run_check=False) if is_sharded else loss
+        if not isinstance(h_BLD, DTensor):
+            return loss
+        return DTensor.from_local(loss, h_BLD.device_mesh, [Replicate()], run_check=False)
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._output.parameters() if parameter.requires_grad]
@@ -89,17 +91,24 @@ class ChunkedOutput:
             gradients.append(sums.pop(0).to(parameters[len(gradients) - 1].dtype))
         return total, gradients
 
-    def _chunks(self, h_BLD: Tensor, targets_BL: Tensor):
+    def _chunks(self, h_BLD: Tensor, targets_BL: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         h_1ND, targets_1N = h_BLD.reshape(1, -1, h_BLD.shape[-1]), targets_BL.reshape(1, -1)
         size = ceil(targets_1N.numel() / self._num_chunks)
-        return zip(h_1ND.split(size, dim=1), targets_1N.split(size, dim=1), strict=True)
+        return zip(torch.split(h_1ND, size, dim=1), torch.split(targets_1N, size, dim=1), strict=True)
 
 
 class _ChunkedLossSum(torch.autograd.Function):
     """Backward may run twice: schedules with a split backward compute gradients of weights separately."""
 
     @staticmethod
-    def forward(ctx, chunked: ChunkedOutput, wrap, h_BLD: Tensor, targets_BL: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        chunked: ChunkedOutput,
+        wrap: Callable[[Tensor], Tensor],
+        h_BLD: Tensor,
+        targets_BL: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         ctx.chunked, ctx.wrap = chunked, wrap
         if chunked.in_backward:
             ctx.save_for_backward(h_BLD, targets_BL)
@@ -109,7 +118,7 @@ class _ChunkedLossSum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.chunked.in_backward:
             _, gradients = ctx.chunked.loss_and_gradients(ctx.wrap, *ctx.saved_tensors)
         else:
@@ -138,6 +147,6 @@ def _replicated_over(h: DTensor) -> Callable[[Tensor], Tensor]:
     return lambda local: DTensor.from_local(local, mesh, [Replicate()], run_check=False)
 
 
-def _local_as(gradient: Tensor, placements) -> Tensor:
+def _local_as(gradient: Tensor, placements: Any) -> Tensor:
     """This rank's part of a gradient, which usually has these placements already."""
     return gradient.redistribute(placements=placements).to_local() if isinstance(gradient, DTensor) else gradient

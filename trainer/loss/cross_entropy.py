@@ -4,6 +4,8 @@ Sums, not means: the caller divides by the number of valid tokens of the whole s
 accumulated batches), so that every layout optimizes the same number.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,14 +26,15 @@ def sharded_cross_entropy_sum(logits_BLV: Tensor, targets_BL: Tensor, *, group: 
 
     The vocabulary is split evenly over `group` in rank order; every rank of it returns the whole loss.
     """
-    return _ShardedCrossEntropySum.apply(logits_BLV.flatten(0, -2), targets_BL.flatten(), group)
+    loss: Tensor = _ShardedCrossEntropySum.apply(logits_BLV.flatten(0, -2), targets_BL.flatten(), group)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _ShardedCrossEntropySum(torch.autograd.Function):
     """T tokens, V columns of this rank."""
 
     @staticmethod
-    def forward(ctx, logits_TV: Tensor, targets_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, group: dist.ProcessGroup) -> Tensor:
         shifted_TV = logits_TV.float()
         highest_T = shifted_TV.amax(-1)
         dist.all_reduce(highest_T, dist.ReduceOp.MAX, group)
@@ -53,7 +56,7 @@ class _ShardedCrossEntropySum(torch.autograd.Function):
         return ((sums_2T[0].log() - sums_2T[1]) * valid_T).sum()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         probabilities_TV, columns_T, here_T, valid_T = ctx.saved_tensors
         grad_TV = probabilities_TV * valid_T.unsqueeze(-1)
         grad_TV.scatter_add_(-1, columns_T.unsqueeze(-1), -here_T.to(grad_TV.dtype).unsqueeze(-1))

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from converters.errors import UnsupportedError
 from trainer.config.sections import Compile, Training
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from trainer.models.llama3.model import Transformer
+
 
 def install_loss(
-    part: nn.Module,
+    part: "Transformer",
     training: Training,
     compile: Compile,
     *,
@@ -37,7 +39,7 @@ def install_loss(
     all forward passes before the first backward.
     """
     if part.output is None:
-        part.forward = partial(_pass_on, part.forward)
+        part.forward = partial(_pass_on, part.forward)  # type: ignore[method-assign]
         return
     group = tp_mesh.get_group() if tp_mesh is not None and is_loss_parallel else None
     loss_sum = choose_loss(training.loss, compile, group)
@@ -46,9 +48,9 @@ def install_loss(
             loss_sum = (_of_columns if is_loss_parallel else _of_whole_logits)(loss_sum)
         chunked = ChunkedOutput(part.output, loss_sum, num_chunks=training.loss_chunks, in_backward=all_forward_first)
         part.output.forward = chunked
-        part.forward = partial(_loss_of_output, part.forward, chunked)
+        part.forward = partial(_loss_of_output, part.forward, chunked)  # type: ignore[method-assign]
     else:
-        part.forward = partial(_loss_of_logits, part.forward, loss_sum)
+        part.forward = partial(_loss_of_logits, part.forward, loss_sum)  # type: ignore[method-assign]
 
 
 def choose_loss(name: str, compile: Compile, group: "dist.ProcessGroup | None") -> LossSum:
@@ -71,7 +73,7 @@ def _of_columns(loss_sum: LossSum) -> LossSum:
     def of_columns(logits: "DTensor", targets: Tensor) -> Tensor:
         return loss_sum(logits.to_local(), targets)
 
-    return of_columns
+    return cast("LossSum", of_columns)
 
 
 def _of_whole_logits(loss_sum: LossSum) -> LossSum:
@@ -80,7 +82,7 @@ def _of_whole_logits(loss_sum: LossSum) -> LossSum:
     def of_whole(logits: "DTensor", targets: Tensor) -> Tensor:
         return loss_sum(logits.full_tensor(), targets)
 
-    return of_whole
+    return cast("LossSum", of_whole)
 
 
 Forward = Callable[[Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ from trainer.models.initialization import Distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
 
 if TYPE_CHECKING:
-    from torch import nn
+    from trainer.models.llama3.model import Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,18 @@ class TrainerFamily:
     it on chunks of the tokens.
     """
 
-    build_model: "Callable[[ModelArgs], nn.Module]"
+    build_model: "Callable[[ModelArgs], Transformer]"  # or a module with the same attributes
     tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
     initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
 
 
-def _build_llama3(args: ModelArgs) -> "nn.Module":
+def _build_llama3(args: ModelArgs) -> "Transformer":
     from trainer.models.llama3.model import Transformer
 
     return Transformer(args)
 
 
-def _build_qwen3(args: ModelArgs) -> "nn.Module":
+def _build_qwen3(args: ModelArgs) -> "Transformer":
     from trainer.models.qwen3.model import build_model
 
     return build_model(args)

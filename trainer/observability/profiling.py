@@ -77,7 +77,7 @@ def _profiler(settings: Profiling, folder: Path, *, rank: int, num_done: int) ->
         profiler.export_chrome_trace(str(path))
 
     return profile(
-        activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA},
+        activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA},  # type: ignore[no-untyped-call]
         schedule=lambda step: cycle(num_done + step),
         on_trace_ready=write,
         record_shapes=True,
@@ -112,7 +112,7 @@ class MemorySnapshots:
         import torch
 
         path = _folder_of_step(self._folder, step) / f"rank{self._rank}_memory_snapshot.pickle"
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
 
 
 def _folder_of_step(folder: Path, step: int | str) -> Path:

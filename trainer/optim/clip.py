@@ -71,6 +71,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert gradient is not None, "every parameter takes part in every step"
     if not isinstance(gradient, DTensor):
         return gradient
+    assert isinstance(parameter, DTensor)
     if gradient.placements != parameter.placements:  # sequence parallelism leaves a norm's gradient unsummed
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient

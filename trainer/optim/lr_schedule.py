@@ -79,7 +79,7 @@ class LRSchedule:
 
     @property
     def lr(self) -> float:
-        return self._groups[0]["lr"]
+        return float(self._groups[0]["lr"])
 
     def step(self) -> None:
         self.last_epoch += 1

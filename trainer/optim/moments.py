@@ -1,11 +1,12 @@
-"""Adam and AdamW whose moments have another dtype than the parameters, which torch's own step cannot take.
+"""Adam and AdamW whose moments have another dtype than the parameters, which torch's optimizers do not support.
 
-torch's kernel runs in fp32 over a few parameters at a time, on copies; then each tensor takes its values back in its
-own dtype, rounded to the nearest. (torch 2.15 does this in its fused kernel on CUDA; torchao's needs torch.compile.)
+torch's kernel runs in fp32 on copies of a few parameters at a time; the results are rounded to each tensor's dtype.
+(torch 2.15 does this in its fused kernel on CUDA; torchao's needs torch.compile.)
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,37 +15,41 @@ from torch.optim.adam import adam
 from converters.layout import module_of
 from trainer.mesh import local_part
 
-# Elements that fp32 copies are made of at once: 256 MiB for each of parameter, gradient and moments.
+# Elements that are copied to fp32 at once: 256 MiB for each of parameter, gradient and moments.
 COPIED_ELEMENTS = 1 << 26
 
 
 class AdamOfOtherMoments(torch.optim.Adam):
-    """`torch.optim.Adam` but for its step; `decoupled` is what makes AdamW of it."""
+    """`torch.optim.Adam` with another `step`; `decoupled` makes it AdamW."""
 
-    def __init__(self, params, *, decoupled: bool, **settings):
+    def __init__(self, params: Any, *, decoupled: bool, **settings: Any):
         super().__init__(params, **settings, decoupled_weight_decay=decoupled)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for parameters in _batches(group["param_names"], group["params"]):
                 self._update(group, parameters)
 
-    def _update(self, group: dict, parameters: Sequence[Tensor]) -> None:
+    def _update(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         own = [
             list(map(local_part, tensors))
             for tensors in (
                 parameters,
-                [p.grad for p in parameters],
+                [p.grad for p in parameters if p.grad is not None],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
             )
         ]
-        wide = [[t.float() for t in tensors] for tensors in own]  # the tensor itself where it is fp32 already
+        wide = [[t.float() for t in tensors] for tensors in own]  # the tensor itself where it is already fp32
+        values, gradients, averages, squares = wide
         adam(
-            *wide,
+            values,
+            gradients,
+            averages,
+            squares,
             [],
             [local_part(s["step"]) for s in states],
             foreach=group["foreach"],
@@ -65,14 +70,15 @@ class AdamOfOtherMoments(torch.optim.Adam):
 
 
 def _batches(fqns: Sequence[str], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of parameters of one layer, or of none, that come to no more than COPIED_ELEMENTS here, or of one.
+    """Consecutive parameters of one layer, or outside of layers, with at most COPIED_ELEMENTS, or a single larger one.
 
-    No run goes on into the next layer: what an update takes is the same for each layer, however many there are, which
-    lets `titan estimate-memory` tell it from a few.
+    Batches end with their layer, so that an update needs the same memory for each layer, which lets
+    `titan estimate-memory` extrapolate from a few layers.
     """
     named = zip(fqns, parameters, strict=True)
     for _, run in groupby(named, key=lambda one: one[0].startswith("layers.") and module_of(one[0])):
-        batch, num_elements = [], 0
+        batch: list[Tensor] = []
+        num_elements = 0
         for _, parameter in run:
             size = local_part(parameter).numel()
             if batch and num_elements + size > COPIED_ELEMENTS:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.sections import ActivationCheckpoint
 from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
-    from torch import nn
+    from trainer.models.llama3.model import Transformer
 
 
 def activation_checkpoint_problems(
@@ -61,7 +61,7 @@ def set_memory_budget(settings: ActivationCheckpoint, dump_folder: Path) -> None
     functorch.memory_budget_pareto_dir = str(dump_folder / "memory_budget_pareto")
 
 
-def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(model: Transformer, settings: ActivationCheckpoint) -> None:
     """Recompute layers in backward; `selective` with a number n recomputes every n-th layer of the model.
 
     Only `forward` is replaced, no module is wrapped: FQNs do not change, and FSDP's hooks run outside it.
@@ -88,16 +88,16 @@ def apply_activation_checkpoint(model: nn.Module, settings: ActivationCheckpoint
             layer.forward = _recomputed(layer.forward, run)
 
 
-def _recomputed(forward: Callable, run: Callable) -> Callable:
+def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
     # A function instead of a partial: Dynamo traces into our functions, but not into torch's checkpoint at the top.
-    def checkpointed(*args, **kwargs):
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return run(forward, *args, **kwargs)
 
     return checkpointed
 
 
 @cache
-def _kept_operations() -> frozenset:
+def _kept_operations() -> frozenset[Any]:
     """Operations that are costly to recompute: attention and collectives. Matrix products are handled separately.
 
     Only functional operations: one that fills a buffer, as c10d's collectives do, would leave it empty if it were not
@@ -121,14 +121,14 @@ def _kept_operations() -> frozenset:
 
 
 @cache
-def _matrix_products() -> frozenset:
+def _matrix_products() -> frozenset[Any]:
     import torch
 
     aten = torch.ops.aten
     return frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default})
 
 
-def _save_costly_operations():
+def _save_costly_operations() -> Any:
     """Contexts for one checkpointed layer that save attention, collectives, and every second matrix product.
 
     Half of the products balance memory and time, as in torchtitan. Forward and recomputation count separately, so that
@@ -139,7 +139,7 @@ def _save_costly_operations():
     kept, products = _kept_operations(), _matrix_products()
     num_products = {"forward": 0, "recompute": 0}
 
-    def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in products:
             phase = "recompute" if context.is_recompute else "forward"
             num_products[phase] += 1
@@ -148,4 +148,4 @@ def _save_costly_operations():
             keep = operation in kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

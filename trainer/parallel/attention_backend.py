@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainer.models.llama3.model import CausalAttention
+from trainer.models.llama3.model import CausalAttention, Transformer
 
 _HOPPER = 9
 _ELSEWHERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def attention_backends(device: torch.device) -> AbstractContextManager:
+def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
     """Context that sets the order of attention kernels: on Hopper cuDNN first, the fastest there. No effect on a CPU.
 
     cuDNN is not used on Blackwell, where it may be wrong for fewer than 8 KV heads (pytorch#193893), as under TP.
@@ -37,10 +38,11 @@ class WideAttention(nn.Module):
         self.inner = inner
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        return self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float()).type_as(q_BLNH)
+        out_BLNH: Tensor = self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float())
+        return out_BLNH.type_as(q_BLNH)
 
 
-def widen_attention_on_cpu(parts: Sequence[nn.Module], device: torch.device) -> None:
+def widen_attention_on_cpu(parts: Sequence[Transformer], device: torch.device) -> None:
     """Compute causal attention in fp32 on a CPU, where torch's bf16 backward is three times slower.
 
     Not part of `build`: estimates and dry runs build on a CPU what will run on a GPU.
@@ -49,6 +51,7 @@ def widen_attention_on_cpu(parts: Sequence[nn.Module], device: torch.device) -> 
         return
     for part in parts:
         for layer in part.layers.values():
-            seam = getattr(getattr(layer, "attention", None), "inner_attention", None)
-            if type(seam) is CausalAttention:
-                layer.attention.inner_attention = WideAttention(seam)
+            attention: Any = getattr(layer, "attention", None)
+            inner = getattr(attention, "inner_attention", None)
+            if type(inner) is CausalAttention:
+                attention.inner_attention = WideAttention(inner)

@@ -12,7 +12,8 @@ from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+
+    from trainer.models.llama3.model import Transformer
 
 
 def compiles(settings: Compile, component: str) -> bool:
@@ -80,7 +81,7 @@ def why_inductor_cannot(device: torch.device) -> str | None:
     return None
 
 
-def apply_compile(model: nn.Module, settings: Compile) -> None:
+def apply_compile(model: Transformer, settings: Compile) -> None:
     """Compile each layer's `forward` in place: FQNs and hooks around layers, as FSDP's, do not change.
 
     Graph breaks are errors. Each shape (training and validation, with and without gradients) is compiled separately:

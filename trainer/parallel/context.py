@@ -5,11 +5,16 @@ masked. Sequences are split into 2·cp chunks and rank r holds chunks r and 2·c
 compute the same number of (query, key) pairs although attention is causal. Works with gloo and NCCL.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -27,14 +32,15 @@ class _GatherShards(torch.autograd.Function):
     """All ranks' tensors, concatenated along dim 0. Backward reduce-scatters the gradients."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         # The functional collective: activation checkpointing can save the result of an operation, but not a buffer that
         # an operation has filled.
-        return funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))
+        gathered: Tensor = funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))  # type: ignore[no-untyped-call]
+        return gathered
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         own = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
         _reduce_scatter(own, gradient.contiguous(), group=ctx.group)
         return own, None
@@ -42,7 +48,8 @@ class _GatherShards(torch.autograd.Function):
 
 def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' head-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
-    shards = _GatherShards.apply(x_BLKH, group).chunk(dist.get_world_size(group))
+    gathered: Tensor = _GatherShards.apply(x_BLKH, group)  # type: ignore[no-untyped-call]
+    shards = gathered.chunk(dist.get_world_size(group))
     heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
     return torch.cat((*heads, *reversed(tails)), dim=1)
 
@@ -78,12 +85,12 @@ def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
     if q_BCNH.is_cuda and is_compiling and _flash_takes(q_BCNH):
         # The operation that causal_lower_right below selects, which a compiler cannot trace; here is_causal means lower
         # right.
-        out_BNCH = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
+        out_BNCH: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
         return out_BNCH.transpose(1, 2)
     if q_BCNH.is_cuda and not is_compiling:
         from torch.nn.attention.bias import causal_lower_right  # here: it imports the compiler
 
-        mask_CE = causal_lower_right(num_queries, num_keys)  # flash attention needs no C × E mask
+        mask_CE: Tensor = causal_lower_right(num_queries, num_keys)  # flash attention needs no C × E mask
     else:
         mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device)
         mask_CE = mask_CE.tril(num_keys - num_queries)
@@ -96,7 +103,8 @@ def _flash_takes(q_BCNH: Tensor) -> bool:
     return q_BCNH.dtype in (torch.bfloat16, torch.float16) and q_BCNH.shape[-1] % 8 == 0
 
 
-def apply_cp(model: nn.Module, group: dist.ProcessGroup) -> None:
+def apply_cp(model: "Transformer", group: dist.ProcessGroup) -> None:
     """Replace the inner attention of every layer."""
     for layer in model.layers.values():
-        layer.attention.inner_attention = ContextParallelAttention(group)
+        attention: Any = layer.attention
+        attention.inner_attention = ContextParallelAttention(group)

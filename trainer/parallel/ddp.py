@@ -36,7 +36,7 @@ class Replicated:
         self._is_summed = False
         self._sums: list[dist.Work] = []
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._sum_gradient)
+            parameter.register_post_accumulate_grad_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
         self._take_own_share()

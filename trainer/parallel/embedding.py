@@ -15,16 +15,18 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from converters.errors import UnsupportedError
+from trainer.mesh import local_part
 
 
 class RowsOfVocabulary(ParallelStyle):
     """Style of an `nn.Embedding`: equal row shards, input tokens [B, L], output sequence shards [B, L / tp, D]."""
 
-    def _apply(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
         _refuse_other_embeddings(module)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
         module.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
-        module.forward = partial(_look_up, module, device_mesh)
+        module.forward = partial(_look_up, module, device_mesh)  # type: ignore[method-assign]
         return module
 
 
@@ -42,7 +44,7 @@ def _refuse_other_embeddings(module: nn.Embedding) -> None:
 
 
 def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BL: Tensor) -> Tensor:
-    rows_VD = module.weight.to_local()  # at each call: FSDP replaces the parameter while it is gathered
+    rows_VD = local_part(module.weight)  # at each call: FSDP replaces the parameter while it is gathered
     num_rows = rows_VD.shape[0]
     # Tokens of other ranks are looked up in arbitrary rows and masked to zero in the sum.
     is_elsewhere_BL = tokens_BL // num_rows != mesh.get_local_rank()

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.families.base import ModelArgs, Parameter
 from converters.layout import MeshShape
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed.tensor.parallel import ParallelStyle
+
+    from trainer.models.llama3.model import Transformer
 
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER
@@ -139,7 +141,7 @@ def _is_rowwise(settings: Float8) -> bool:
 
 
 def apply_float8(
-    model: nn.Module, settings: Float8, parameters: Sequence[Parameter], *, tp: int, compiles_model: bool
+    model: Transformer, settings: Float8, parameters: Sequence[Parameter], *, tp: int, compiles_model: bool
 ) -> None:
     """Swap the Linears of a model on the meta device for torchao's, whose products are in float8.
 
@@ -161,7 +163,7 @@ def apply_float8(
         torch._inductor.config.emulate_precision_casts = True
 
 
-def _torchao_config(settings: Float8):
+def _torchao_config(settings: Float8) -> Any:
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig
@@ -189,7 +191,10 @@ def _gains_by_size(settings: Float8) -> Callable[[nn.Module, str], bool]:
     """torchao's own thresholds, measured on H100s."""
     from torchao.float8 import _auto_filter_for_recipe
 
-    return _auto_filter_for_recipe(settings.recipe_name or "tensorwise", filter_fqns=[])
+    is_large: Callable[[nn.Module, str], bool] = _auto_filter_for_recipe(
+        settings.recipe_name or "tensorwise", filter_fqns=[]
+    )
+    return is_large
 
 
 def weight_shapes(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[int, ...]]:
@@ -248,13 +253,14 @@ def without_float8(tensor: Tensor) -> Tensor:
     """
     from torch.distributed.tensor import DTensor
 
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "fsdp_pre_all_gather"):
         return tensor
+    plain: Tensor = local._tensor
     if not isinstance(tensor, DTensor):
-        return local._tensor
+        return plain
     return DTensor.from_local(
-        local._tensor,
+        plain,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

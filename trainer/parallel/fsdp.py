@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from trainer.models.llama3.model import Transformer
+
 
 def is_fsdp(config: Config, dims: MeshShape) -> bool:
     """Whether FSDP wraps the model: also where it has nothing to shard, for what only FSDP does.
@@ -40,7 +42,7 @@ def offload_problems(config: Config, dims: MeshShape) -> list[str]:
 
 
 def apply_fsdp(
-    model: nn.Module,
+    model: Transformer,
     mesh: DeviceMesh,
     *,
     param_dtype: torch.dtype,

@@ -1,7 +1,8 @@
-"""Pipeline parallelism: stages are the same model with modules taken out; torch's schedules move the microbatches."""
+"""Pipeline parallelism: stages are the model with modules removed; torch's schedules run the microbatches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from trainer.parallel.stages import StageSplit
 
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
 
-def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """Take out of a model everything that a stage does not hold; FQNs of the rest stay."""
+
+def keep_modules(model: "Transformer", names: Sequence[str]) -> "Transformer":
+    """Remove from a model everything that a stage does not hold; the other FQNs do not change."""
     for end in ("tok_embeddings", "norm", "output"):
         if end not in names:
             setattr(model, end, None)
@@ -26,39 +30,39 @@ def keep_modules(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What travels: tokens [B, L], hidden states [B, L / tp, D] between stages, the summed loss at the end."""
+    """Shapes between stages: tokens [B, L], hidden states [B, L / tp, D], at the end the summed loss."""
 
     size: int
-    local_len: int  # L: context parallelism has already cut it
+    local_len: int  # L: after context parallelism
     sequence_shards: int  # tp, by sequence parallelism
     dim: int
-    dtype: torch.dtype  # that hidden states travel in
+    dtype: torch.dtype  # of hidden states
 
     def tokens(self, *, device: str) -> Tensor:
         return torch.empty(self.size, self.local_len, dtype=torch.int64, device=device)
 
     def hidden_like(self, tokens_BL: Tensor) -> Tensor:
-        """Room for the hidden states that belong to these tokens, where they are."""
+        """An empty tensor for the hidden states of these tokens, on the same device."""
         batch, length = tokens_BL.shape
         shape = (batch, length // self.sequence_shards, self.dim)
         return torch.empty(shape, dtype=self.dtype, device=tokens_BL.device)
 
 
 class _Stage(PipelineStage):
-    """torch's stage, whose gradients of weights are added up in FSDP's reduce dtype also where backward is split."""
+    """torch's stage, with gradients of weights accumulated in FSDP's reduce dtype also under a split backward."""
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if isinstance(self.submod, FSDPModule):
-            # FSDP casts what autograd has left when it goes back through a module's inputs; towards a schedule's end,
-            # gradients of several microbatches would add up in the compute dtype before that.
-            for state in fully_shard.state(self.submod)._state_ctx.all_states:
+            # FSDP casts gradients when backward reaches a module's inputs; at a schedule's end, gradients of several
+            # microbatches would be summed in the compute dtype before that.
+            for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
                 for group in state._fsdp_param_groups:
                     group.post_backward()
 
 
 class Pipeline:
-    """This rank's stages, and how a batch goes through all of them."""
+    """Runs batches through the stages of all ranks, of which this rank holds some."""
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class Pipeline:
         )
 
     def _make_stage(self, index: int, part: nn.Module) -> PipelineStage:
-        # Shapes are given, so that nothing is inferred by running the model and sending pickles between ranks.
+        # Given shapes avoid torch's shape inference, which runs the model and sends pickles between ranks.
         tokens = self.microbatch.tokens(device="meta")
         hidden = self.microbatch.hidden_like(tokens).requires_grad_()
         is_last = index == self.split.num_stages - 1
@@ -101,18 +105,18 @@ class Pipeline:
         )
 
     def _loss(self, loss_sum: Tensor, targets_BL: Tensor) -> Tensor:
-        # Divided here, before backward: after it, gradients would be thousands of times too large.
+        # Divided before backward; otherwise gradients would be thousands of times too large.
         return loss_sum / self.num_valid_tokens
 
     def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
-        """Run all microbatches; the loss on ranks that hold the last stage, 0 elsewhere."""
+        """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""
         self.num_valid_tokens = num_valid_tokens
         losses: list[Tensor] = []
         self.schedule.step(
             *((tokens,) if 0 in self.parts else ()),
             target=targets if self.holds_last else None,
             losses=losses if self.holds_last else None,
-            positions=positions.expand(tokens.shape[0], -1),  # every stage rotates by position
+            positions=positions.expand(tokens.shape[0], -1),  # every stage needs the positions
             targets=targets,
             return_outputs=False,
         )
@@ -120,13 +124,13 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        """The summed loss of a batch on ranks that hold the last stage, 0 elsewhere; forward only.
+        """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only.
 
-        Microbatch by microbatch with plain sends: a rank goes on while the next one computes, and no logits are kept.
+        Each microbatch is sent to the next rank, which computes while this one continues; no logits are kept.
         """
         total = torch.zeros((), device=self.device)
         size, ranks = self.microbatch.size, self.split.ranks
-        for tokens_mb, targets_mb in zip(tokens.split(size), targets.split(size), strict=True):
+        for tokens_mb, targets_mb in zip(torch.split(tokens, size), torch.split(targets, size), strict=True):
             x = tokens_mb
             for index, part in self.parts.items():
                 if index > 0 and index - 1 not in self.parts:

@@ -6,8 +6,10 @@ Torch-free, because seed and estimates need it too.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from converters.errors import ConfigError
 from converters.layout import ranks_of_stages, split_stages
@@ -42,6 +44,7 @@ class StageSplit:
 def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
     """The stages that the config asks for. Raises ConfigError where the model cannot be cut so."""
     explicit = parallelism.module_fqns_per_model_part
+    modules: Sequence[Sequence[str]]
     if pp == 1:
         modules = split_stages(1, num_layers)
     elif explicit is not None:
@@ -178,7 +181,7 @@ def schedule_machine_problems(parallelism: Parallelism) -> list[str]:
     """Versions of torch that compute a split backward wrongly."""
     import torch
 
-    version = torch.__version__
+    version: Any = torch.__version__  # a TorchVersion, which compares with tuples
     schedule = parallelism.pipeline_parallel_schedule
     if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES or version >= (2, 13):
         return []

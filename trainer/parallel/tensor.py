@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence and loss parallelism: a plan's styles in DTensor terms."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,12 +17,15 @@ from torch.distributed.tensor.parallel import (
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.embedding import RowsOfVocabulary
 
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
+
 _SEQUENCE = Shard(1)  # of [B, L, D]
 _HEADS_DIM = 2  # of [B, L, heads, H]
 
 
 def apply_tp(
-    model: nn.Module,
+    model: "Transformer",
     mesh: DeviceMesh,
     plan: Mapping[str, TensorStyle],
     *,
@@ -31,13 +34,13 @@ def apply_tp(
 ) -> None:
     """Shard the modules that a plan names and this stage has.
 
-    Logits leave as plain local tensors: this rank's columns of the vocabulary under loss parallel, else whole.
-    `converted`: the styles of modules that a converter has given other ones.
+    Logits are plain local tensors: this rank's columns of the vocabulary with loss parallelism, else whole.
+    `converted` are styles of modules that a converter has replaced.
     """
     present = {name for name, _ in model.named_modules()}
     styles = {fqn: _parallel_style(style, loss_parallel=loss_parallel) for fqn, style in plan.items() if fqn in present}
     parallelize_module(model, mesh, styles | dict(converted or {}))
-    model.tie()  # each of the two modules got a DTensor of its own
+    model.tie()  # the two modules have separate DTensors now
 
 
 def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle:
@@ -47,7 +50,7 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
         case TensorStyle.SEQUENCE_SHARDS:
             return SequenceParallel()
         case TensorStyle.HEADS:
-            # torch's class for replicated weights over a sharded dim, whichever: it sums their gradients over the ranks
+            # torch's style for replicated weights over any sharded dim; it sums their gradients over the ranks
             return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
         case TensorStyle.GATHER_SEQUENCE:
             return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())

@@ -1,6 +1,7 @@
-"""Tied embeddings across pipeline stages: two copies of one parameter, one gradient, one update."""
+"""Tied embeddings across pipeline stages: two copies of a parameter with the same gradient and update."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,24 +11,27 @@ from converters.families.base import ModelArgs
 from trainer.mesh import Meshes, local_part
 from trainer.optim.clip import local_gradient
 
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
+
 
 class TiedCopies:
-    """The embedding on the first stage and the output on the last are the same numbers.
+    """Keeps the embedding of the first stage and the output of the last equal.
 
-    Stages of different ranks: each updates its copy, with the summed gradient. Stages of one rank (V-shaped schedules):
-    the output is a copy that no optimizer knows; it lends its gradient and takes the values before they are used. In
-    one stage they are one parameter, and there is nothing to do here.
+    With stages on different ranks each updates its copy with the summed gradient. With both on one rank (V-shaped
+    schedules) the output is a copy that is not in the optimizer: its gradient is added to the embedding's, and its
+    values are copied from it before use. In a single stage they are one parameter, and nothing is done.
     """
 
-    def __init__(self, args: ModelArgs, parts: Sequence[nn.Module], meshes: Meshes, *, ends_meet: bool):
-        self.copies: list[nn.Parameter] = []  # updated here, and by the rank of the first stage
-        self.followers: list[nn.Parameter] = []  # of a parameter of this rank
+    def __init__(self, args: ModelArgs, parts: Sequence["Transformer"], meshes: Meshes, *, ends_meet: bool):
+        self.copies: list[nn.Parameter] = []  # updated here and on the rank of the first stage
+        self.followers: list[nn.Parameter] = []  # copies of a parameter of this rank
         self._shared: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
         if not args.tied or meshes.dims.pp == 1:
             return
-        embeddings = [part.tok_embeddings.weight for part in parts if part.tok_embeddings is not None]
-        outputs = [part.output.weight for part in parts if part.output is not None]
+        embeddings = [_weight(part.tok_embeddings) for part in parts if part.tok_embeddings is not None]
+        outputs = [_weight(part.output) for part in parts if part.output is not None]
         self._shared = embeddings + outputs
         if ends_meet:
             self.followers = outputs
@@ -36,13 +40,13 @@ class TiedCopies:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give a follower the values that the optimizer, a checkpoint or the first weights have set."""
+        """Copy the current values to the followers."""
         for follower in self.followers:
             local_part(follower).copy_(local_part(self._shared[0]))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sum over the two stages. Both hold the same shard of it, so local tensors are all that meets."""
+        """Sum the gradients of both stages, which hold the same shard of it."""
         for follower in self.followers:
             local_gradient(self._shared[0]).add_(local_gradient(follower))
             follower.grad = None
@@ -51,10 +55,16 @@ class TiedCopies:
                 dist.all_reduce(local_gradient(parameter), group=self._group)
 
 
+def _weight(module: nn.Module) -> nn.Parameter:
+    assert isinstance(module.weight, nn.Parameter)
+    return module.weight
+
+
 def _group_of_ends(meshes: Meshes) -> dist.ProcessGroup:
-    """The first and the last rank of this rank's pipeline. Every rank takes part in making every such group."""
+    """The first and the last rank of this rank's pipeline. All ranks must create all these groups."""
     if meshes.dims.pp == 2:
         return meshes["pp"].get_group()
     grid = meshes.parameters.mesh.flatten(1)  # [pp, ranks of a stage]
     groups = [dist.new_group([first, last]) for first, last in zip(grid[0].tolist(), grid[-1].tolist(), strict=True)]
-    return groups[grid.eq(dist.get_rank()).nonzero()[0, 1]]
+    group: dist.ProcessGroup = groups[grid.eq(dist.get_rank()).nonzero()[0, 1]]
+    return group

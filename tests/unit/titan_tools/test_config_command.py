@@ -72,7 +72,7 @@ def test_check_of_a_bad_config_is_exit_2_and_no_traceback(titan, arguments, mess
     [
         (["--training.dataset_path", "/nope"], "/nope is no folder, so no token index"),
         (["--job.dump_folder", "/proc/x"], "job.dump_folder = '/proc/x' cannot be written to"),
-        (["--model.hf_assets_path", "/nope"], "model.hf_assets_path = '/nope' is no folder"),
+        (["--model.hf_assets_path", "/nope"], "model.hf_assets_path = '/nope' is not a folder"),
         (["--validation.enable", "--validation.dataset", "text", "--validation.dataset_path", "/nope"], "no tokenizer"),
         (["--validation.enable", "--validation.dataset", "c4_validation"], "c4_validation is text"),
         (["--checkpoint.initial_load_path", "/nope"], "/nope: no such file or folder"),
@@ -91,7 +91,7 @@ def test_check_refuses_an_initial_checkpoint_that_training_refuses(titan, tmp_pa
     initial = ("--checkpoint.initial_load_path", "seed")
     assert titan("config", "check", "debug", *initial)[0] == 0
     code, _, err = titan("config", "check", "debug", *initial, "--model.flavor", "debugmodel")
-    assert code == 2 and "seed is of another model than the config names:\n  dim: 128 in the checkpoint" in err
+    assert code == 2 and "seed has another model than the config:\n  dim: 128 in the checkpoint" in err
     code, _, err = titan("config", "check", "debug", *initial, "--checkpoint.initial_load_in_hf")
     assert code == 2 and "checkpoint.initial_load_in_hf: seed is dcp with native names" in err
 

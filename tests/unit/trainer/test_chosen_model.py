@@ -50,7 +50,7 @@ def test_without_data_or_a_name_there_is_none(choose, tmp_path, indexes):
 def test_a_folder_that_is_named_must_hold_one(choose, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "generation_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"hf_assets_path = 'nowhere' is no folder"):
+    with pytest.raises(ConfigError, match=r"hf_assets_path = 'nowhere' is not a folder"):
         choose("nowhere", data="270")
     with pytest.raises(ConfigError, match=r"hf_assets_path = 'empty' holds no tokenizer\.json"):
         choose("empty", data="270")
@@ -68,7 +68,7 @@ def test_the_tokenizer_must_read_text_as_the_datas_does(choose, indexes, tmp_pat
     """One of the same size, from other text; and the same one without its tokenizer.model, which is no other."""
     (tmp_path / "other.txt").write_text("Straightforward words return; def straight(forward): return words.\n" * 30)
     prepare([tmp_path / "other.txt"], tmp_path / "other", vocab_size=270, held_out=0.2)
-    with pytest.raises(ConfigError, match=r"has as many tokens as that of .*270', but reads text otherwise"):
+    with pytest.raises(ConfigError, match=r"has as many tokens as that of .*270', but tokenizes text differently"):
         choose(tmp_path / "other", data="270")
     shutil.copytree(indexes / "270", tmp_path / "hf", ignore=shutil.ignore_patterns("tokenizer.model"))
     assert choose(tmp_path / "hf", data="270").assets["tokenizer.json"].parent.name == "hf"

@@ -47,7 +47,8 @@ class Attention(nn.Module):
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         out_BLNH = self.inner_attention(rotate(q_BLNH, rotations), rotate(k_BLKH, rotations), v_BLKH)
-        return self.wo(out_BLNH.flatten(-2))
+        out_BLD: Tensor = self.wo(out_BLNH.flatten(-2))
+        return out_BLD
 
 
 class FeedForward(nn.Module):
@@ -60,7 +61,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.ffn_hidden, bias=args.mlp_bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        out_BLD: Tensor = self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        return out_BLD
 
 
 class TransformerBlock(nn.Module):
@@ -74,8 +76,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
-        return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
+        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
+        out_BLD: Tensor = h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
+        return out_BLD
 
 
 class Transformer(nn.Module):

@@ -7,6 +7,7 @@ P = H/2 is the number of rotation pairs of a head.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def _theta(args: ModelArgs) -> float:
     if not isinstance(scaling, DynamicRope):
         return args.rope_theta
     stretch = (scaling.factor * length / length) - (scaling.factor - 1)
-    return args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2))
+    return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
 
 
 def _yarn_frequencies(args: ModelArgs, scaling: YarnRope) -> Tensor:
@@ -95,10 +96,10 @@ class RotaryAngles(nn.Module):
         self.args, self.stacked_on = args, stacked_on
         self.frequencies_P, self.scale = rope_frequencies(args), rotation_scale(args.rope_scaling)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryAngles":
         # Called by `.to()`, `.cuda()` and `.to_empty()`. Use the new device, never the dtype, and compute the values
         # again: `.to_empty()` leaves them uninitialized.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.frequencies_P = rope_frequencies(self.args).to(fn(self.frequencies_P).device)
         return self
 
@@ -118,7 +119,7 @@ def rotate(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
     Eager mode uses one complex product: real products over strided pairs are seven times slower on a CPU. Compiled
     code fuses the real ones, and does not support complex numbers.
     """
-    pairs = x_BLNH.float().unflatten(-1, (-1, 2))
+    pairs: Tensor = x_BLNH.float().unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]
     if torch.compiler.is_compiling():
         (first, second), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
         rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -33,7 +33,8 @@ class Attention(nn.Module):
         k_BLKH = self.k_norm(self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         out_BLNH = self.inner_attention(rotate_halves(q_BLNH, rotations), rotate_halves(k_BLKH, rotations), v_BLKH)
-        return self.wo(out_BLNH.flatten(-2))
+        out_BLD: Tensor = self.wo(out_BLNH.flatten(-2))
+        return out_BLD
 
 
 def rotate_halves(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
