@@ -219,7 +219,8 @@ class _SentencePieceTokenizer:
                 run = []
             else:
                 run.append(id)
-        return text + str(self._pieces.decode(run))
+        tail: str = self._pieces.decode(run)
+        return text + tail
 
 
 def _special_names(tokenizer: Any) -> frozenset[str] | None:

@@ -38,7 +38,7 @@ class AdamOfOtherMoments(torch.optim.Adam):
             list(map(local_part, tensors))
             for tensors in (
                 parameters,
-                [p.grad for p in parameters if p.grad is not None],
+                [_gradient(p) for p in parameters],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
             )
@@ -67,6 +67,11 @@ class AdamOfOtherMoments(torch.optim.Adam):
             for tensor, value in zip(own[kind], wide[kind], strict=True):
                 if tensor is not value:
                     tensor.copy_(value)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return parameter.grad
 
 
 def _batches(fqns: Sequence[str], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
