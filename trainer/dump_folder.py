@@ -1,4 +1,4 @@
-"""The folder that a run writes to: made, and tried, before anything is computed."""
+"""The folder that a run writes to: created and tested before training."""
 
 import json
 import uuid

@@ -1,8 +1,8 @@
 """Device meshes by name, made from the degrees.
 
-Three grids over the same ranks, in the same order, differ in which neighbouring axes they merge: parameters see
-`fsdp` (dp_shard × cp), data sees `batch` (dp_replicate × dp_shard), the loss sees `loss` (batch × cp). Each is a real
-axis of its own grid, because torch is giving up slicing of flattened axes.
+Three grids over the same ranks, in the same order, merge different neighbouring axes: parameters use `fsdp`
+(dp_shard × cp), data uses `batch` (dp_replicate × dp_shard), the loss uses `loss` (batch × cp). Each is a real axis of
+its grid, because torch deprecates slicing of flattened axes.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Meshes:
     axes: dict[str, DeviceMesh] = field(default_factory=dict)  # of those that were asked for
 
     def __getitem__(self, name: str) -> DeviceMesh:
-        """One object for each name: torch slices a new one, for which each pipeline stage would be compiled anew."""
+        """One object per name: torch would slice a new one each time, and recompile each pipeline stage for it."""
         if name in self.axes:
             return self.axes[name]
         for grid in (self.parameters, self.data, self.losses):

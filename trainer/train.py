@@ -1,4 +1,4 @@
-"""Training, in the order it happens: build, load, step after step, the last checkpoint. Read this first."""
+"""The training loop: build, load, train, save. Read this first."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainer.job import Job, resolve_job
 from trainer.mesh import make_meshes
 from trainer.observability.flight_recorder import FlightRecorder, collective_failures
 from trainer.observability.log import note
-from trainer.observability.profiling import profiled
+from trainer.observability.profiling import PhaseNames, profiled
 from trainer.observability.report import Report
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
@@ -38,9 +38,9 @@ from trainer.validate import Validator
 
 
 def main(config: Config) -> None:
-    """Train on this rank, together with the others that the launcher has started.
+    """Train on this rank, together with the other ranks that the launcher has started.
 
-    Raises NumericalFault before an update that a NaN would spoil, and Preempted after saving on request.
+    Raises NumericalFault before an update with NaN, and Preempted after saving on request.
     """
     stop = StopRequest()
     stop.listen()
@@ -92,7 +92,13 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     if config.validation.enable:
         pin_memory = config.validation_dataloader.pin_memory
         validator = Validator(model, config.validation, meshes, preparation, pin_memory=pin_memory)
-    train_step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
+    train_step = TrainStep(
+        model,
+        meshes,
+        max_norm=training.max_norm,
+        local_batch_size=training.local_batch_size,
+        observer=PhaseNames() if config.profiling.enable_profiling else None,
+    )
     state = RunState(model, optimizer, schedule, loader, progress)
 
     # Load
@@ -100,7 +106,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     exports = Exports(dump_folder, settings, info, group=ranks.agreement)
     load(config.checkpoint, initial_path(settings, config.model), job.seed, state, checkpoints)
     if is_saving(settings):
-        checkpoints.get_ready(model)  # what forbids saving is told now, and not at the first save
+        checkpoints.get_ready(model)  # raises now what the first save would raise
         exports.get_ready(beside_bytes=checkpoints.bytes_of_step(model))
     num_done = progress.step
     if num_done >= training.steps:
@@ -123,7 +129,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
                 train_step.update(optimizer)
                 progress.ntokens_seen += result.num_valid_tokens
             else:
-                leave_out_update(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
+                skip_update(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
             optimizer.zero_grad()
             lr = schedule.lr
             schedule.step()
@@ -150,7 +156,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
 
 
 def announce(config: Config) -> None:
-    """Say what is about to run, on how many ranks, and, if asked, under which settings."""
+    """Print what runs on how many ranks, and the settings if requested."""
     ranks = f"{dist.get_world_size()} rank{'s' if dist.get_world_size() > 1 else ''}"
     note(f"{config.job.description}: {config.model.name} {config.model.flavor} on {ranks}")
     if config.job.print_config:
@@ -173,17 +179,17 @@ def load(settings: Checkpoint, initial: Path | None, seed: int, state: RunState,
 
 
 def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:
-    """Whether a checkpoint is due after this step. `is_final`: the run ends with it."""
+    """Whether to save after this step. `is_final`: the run ends with it."""
     is_due = is_final or step % settings.interval == 0 or (step == 1 and settings.enable_first_step_checkpoint)
     return is_saving(settings) and is_due
 
 
-def leave_out_update(
+def skip_update(
     progress: Progress, result: StepResult, checkpoints: Checkpoints, *, on_nonfinite: Literal["stop", "skip"]
 ) -> None:
-    """Count the next step as one without an update, and say so; or, under `stop`, raise NumericalFault."""
+    """Count the step as skipped, with a warning; or with `stop` raise NumericalFault."""
     what = (
-        f"step {progress.step + 1}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was not made"
+        f"step {progress.step + 1}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was skipped"
     )
     if on_nonfinite == "stop":
         raise _numerical_fault(what, checkpoints)
@@ -192,28 +198,28 @@ def leave_out_update(
 
 
 def _numerical_fault(what: str, checkpoints: Checkpoints) -> NumericalFault:
-    """The error, with the step to go back to, after whatever is being saved."""
+    """The error, with the last good step, after the current save."""
     try:
-        checkpoints.finish()  # the save under way counts, if it comes to anything
+        checkpoints.finish()  # the current save counts if it succeeds
     except TitanError as error:
         note(f"WARNING: {error.message}")
     good = checkpoints.last_good_step
     return NumericalFault(
         what,
-        hint=f"the last good checkpoint is step {good}" if good is not None else "there is no checkpoint to go back to",
+        hint=f"the last good checkpoint is step {good}" if good is not None else "there is no earlier checkpoint",
         tries=[
             "--optimizer.lr LOWER",
             "--lr_scheduler.warmup_steps MORE",
-            "--training.on_nonfinite skip, to leave such updates out",
+            "--training.on_nonfinite skip, to skip such updates",
         ],
     )
 
 
 def preempted(step: int, checkpoints: Checkpoints) -> Preempted:
-    """The end on request, after whatever is being saved."""
+    """The error that ends the run on request, after the current save."""
     checkpoints.finish()
     if checkpoints.last_good_step != step:
         return Preempted(
             f"stopped on request after step {step}; nothing was saved: checkpoint.enable or load_only forbids saving"
         )
-    return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to go on"])
+    return Preempted(f"stopped on request after step {step}, which is saved", tries=["the same command, to resume"])

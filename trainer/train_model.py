@@ -1,4 +1,4 @@
-"""What a rank trains: its parts of the model, their parameters by FQN, and the two things the loop does with them."""
+"""The model as a rank trains it: its parts, their parameters by FQN, and forward and backward."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """What the loop does with this rank's parts, settled at build: one piece, or stages of a pipeline."""
+    """Runs this rank's parts: the whole model, or stages of a pipeline. Chosen at build."""
 
     def forward_backward(
         self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float
@@ -69,8 +69,8 @@ class TrainModel:
         self.family, self.args, self.meshes, self.parts = family, args, meshes, parts
         self._runner, self._take_shard = runner, take_shard
         self._after_update = after_update
-        self.accumulating = accumulating  # around the batches of a step but its last: gradients need not meet yet
-        # Taken once: while FSDP has a parameter gathered, its module shows the gathered one.
+        self.accumulating = accumulating  # around all batches of a step but the last: gradients need not be reduced yet
+        # Collected once: while FSDP has gathered a parameter, its module shows the gathered one.
         self._tied = TiedCopies(args, parts, meshes, ends_meet=ends_meet)
         followers = set(map(id, self._tied.followers))
         named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
@@ -96,7 +96,7 @@ class TrainModel:
         return loss
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do after every update what the build asks for."""
+        """Run what the build requires after every update."""
         if after_update := self._after_update:
             optimizer.register_step_post_hook(lambda *_: after_update())
 
@@ -109,7 +109,7 @@ class TrainModel:
         return self._tied.copies
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """FQN → parameter. A tied output in a stage of its own goes by the embedding's FQN, as on disk."""
+        """FQN → parameter. A tied output on another stage has the embedding's FQN, as on disk."""
         return self._parameters
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class TrainModel:
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set the first weights: the same for a seed in any layout, and those that `titan seed` writes."""
+        """Set the initial weights: equal in any layout for a seed, and equal to those that `titan seed` writes."""
         weights = InitialWeights(ModelInfo(self.family, self.args), seed=seed)
         native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
         for fqn, parameter in self._parameters.items():

@@ -1,4 +1,4 @@
-"""A batch of training data: what the model reads, and what it is to say."""
+"""A batch of training data: input tokens and target tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import torch
 
 from trainer.config.sections import Dataloader
 
-IGNORED = -100  # a target that the loss skips
+IGNORED = -100  # a target without loss
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Both int64 [B, S]; targets are the tokens one position later, IGNORED where there is nothing to learn."""
+    """Both int64 [B, S]; targets are the tokens one position later, IGNORED where there is no target."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
@@ -24,7 +24,7 @@ class Batch:
 
 
 def batch_of(windows: Sequence[np.ndarray], *, pin_memory: bool) -> Batch:
-    """Windows of seq_len + 1 token ids as a batch; pinned, a GPU copies it while the host goes on."""
+    """Windows of seq_len + 1 token ids as a batch; pinned memory makes copies to a GPU asynchronous."""
     ids = torch.from_numpy(np.stack(windows).astype(np.int64))
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     return Batch(tokens.pin_memory(), targets.pin_memory()) if pin_memory else Batch(tokens, targets)

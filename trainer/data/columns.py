@@ -1,4 +1,4 @@
-"""What needs pyarrow: a text column of parquet files, and zstd's compression."""
+"""Readers that need pyarrow: text columns of parquet files, and zstd files."""
 
 import io
 from collections.abc import Iterator

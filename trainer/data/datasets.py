@@ -1,4 +1,4 @@
-"""The kinds of data that `training.dataset` and `validation.dataset` can name, and how each is opened."""
+"""Open the data that `training.dataset` and `validation.dataset` name; register a user's own kinds."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -18,17 +18,17 @@ assert _ENDINGS.keys() == set(TEXT_KINDS)
 
 _SPLITS = {C4: "train", C4_VALIDATION: "validation"}
 _OPENERS: dict[str, Callable[[str], TokenSource]] = {TOKENS: open_index}
-_TORCHTITANS_SAMPLE = Path("tests/assets/c4_test")  # in its repository, from which its users start their runs
+_TORCHTITANS_SAMPLE = Path("tests/assets/c4_test")  # relative to its repository, where its users start their runs
 _BUILT_IN = (TOKENS, *TEXT_KINDS, C4, C4_VALIDATION)
 
 
 def register_dataset(name: str, open_source: Callable[[str], TokenSource]) -> None:
-    """Make a kind of data known under its name; for a module named in `experimental.custom_import`.
+    """Register a kind of data under a name; for a module in `experimental.custom_import`.
 
-    `open_source` gets `dataset_path` and is called on every rank. What it returns is all that training needs.
+    `open_source(dataset_path)` is called on every rank and returns the tokens.
     """
     if name in _BUILT_IN:
-        raise ConfigError(f"a kind of data called {name!r} is built in", hint="give yours another name")
+        raise ConfigError(f"a kind of data called {name!r} is built in", hint="choose another name")
     if name not in known_kinds:
         known_kinds.append(name)
     _OPENERS[name] = open_source
@@ -44,9 +44,9 @@ def open_dataset(
 ) -> TokenSource:
     """Open the data of a `dataset` and `dataset_path` pair for a model with `vocab_size` embedding rows.
 
-    `preparation`: for text, which becomes an index by it; `most_tokens`: how much of a streamed text.
+    `preparation` makes an index of text; `most_tokens` limits a streamed text.
     """
-    if not path and (path := _place_of(name, path)):
+    if not path and (path := _path_of(name, path)):
         assert preparation is not None, name
         preparation.say(f"dataset c4_test without dataset_path: reading {path}, as torchtitan does")
     if name in (C4, C4_VALIDATION):
@@ -67,8 +67,8 @@ def open_dataset(
 
 
 def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, tokenizer: Path) -> str:
-    """Raise as `open_dataset` does, but make no index of a text and ask no hub. Returns what was not checked."""
-    path = _place_of(name, path)
+    """Raise as `open_dataset` does, without making an index or contacting the hub. Returns what was not checked."""
+    path = _path_of(name, path)
     if name not in (C4, C4_VALIDATION) and (name not in TEXT_KINDS or not path):
         refuse_no_held_out(open_dataset(name, path, vocab_size=vocab_size), split)
         return ""
@@ -79,7 +79,7 @@ def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, t
         _text_files(name, path)
         return ""
     files = find_stream(_SPLITS[name], path)
-    return "" if files else f"dataset = {name!r} comes from the hub, which was not asked"
+    return "" if files else f"dataset = {name!r} is on the hub, which was not contacted"
 
 
 def open_mixture(
@@ -95,7 +95,7 @@ def open_mixture(
     other = [name for name, found in digests.items() if found and not found & digests[first.name]]
     if other:
         raise DataError(
-            f"{first.name} and {', '.join(other)} were made with different tokenizers: an id would mean several texts",
+            f"{first.name} and {', '.join(other)} were made with different tokenizers: ids would be ambiguous",
             tries=[f"titan data prepare … --tokenizer {first.name}"],
         )
     return opened
@@ -110,8 +110,8 @@ def refuse_large_vocabulary(data_vocab: int, model_vocab: int, where: str) -> No
         )
 
 
-def _place_of(name: str, path: str | None) -> str | None:
-    """`path`; without one, the folder in which torchtitan reads its sample of C4, where it is there."""
+def _path_of(name: str, path: str | None) -> str | None:
+    """`path`; without one, the folder of torchtitan's sample of C4, if it exists."""
     return str(_TORCHTITANS_SAMPLE) if name == "c4_test" and not path and _TORCHTITANS_SAMPLE.is_dir() else path
 
 
@@ -128,16 +128,16 @@ def _text_files(name: str, path: str) -> list[Path]:
 def _open_beginning_of_c4(
     name: str, path: str | None, preparation: Preparation | None, most_tokens: int | None
 ) -> TokenSource:
-    """A stream as an index: validation reads the same tokens every time, on any number of ranks."""
+    """The beginning of a stream as an index, so that validation always reads the same tokens."""
     assert preparation is not None, name
     if name == C4 and most_tokens is None:
         raise DataError(
-            "dataset = 'c4' is too long to be held out as a whole", tries=["--validation.steps 100", C4_VALIDATION]
+            "dataset = 'c4' is too long to validate on as a whole", tries=["--validation.steps 100", C4_VALIDATION]
         )
     split = _SPLITS[name]
 
     @cache
-    def text() -> StreamedText:  # opened on the one rank that makes the index
+    def text() -> StreamedText:  # opened only on the rank that makes the index
         return stream_c4(split, path)
 
     return index_text(
@@ -150,7 +150,7 @@ def _open_beginning_of_c4(
 
 
 def _tokenizer_of(source: TokenSource) -> frozenset[str]:
-    """Digests of the tokenizer that an index carries; none for data that carries none, such as a user's own."""
+    """Digests of an index's tokenizer; empty for data without one, such as a user's own."""
     return getattr(source, "tokenizer_digests", frozenset())
 
 
@@ -159,7 +159,7 @@ def _no_path(name: str) -> DataError:
         return DataError(
             "dataset = 'c4_test' needs dataset_path: a file or folder in C4's format (JSON lines with a \"text\" each)",
             hint=f"torchtitan's small sample of C4 is not part of titan, and there is no {_TORCHTITANS_SAMPLE} here;"
-            " Python's own sources make as good a first text",
+            " Python's own sources work as a first text",
             tries=["--training.dataset_path c4-train.00000-of-01024.json.gz", "titan data prepare --out data"],
         )
     return DataError(f"dataset = {name!r} needs dataset_path", tries=["--training.dataset_path data"])

@@ -1,4 +1,4 @@
-"""What a config says about its data that cannot be: told with the layout's problems, before anything is opened."""
+"""The kinds of data, and unsupported data settings, which are reported with the layout's problems."""
 
 from math import ceil
 
@@ -9,7 +9,7 @@ TOKENS = "tokens"
 TEXT_KINDS = ("c4_test", "jsonl", "text", "parquet")
 C4, C4_VALIDATION = "c4", "c4_validation"
 _STREAMED = (C4, C4_VALIDATION)
-known_kinds = [TOKENS, *TEXT_KINDS, C4, C4_VALIDATION]  # those that come with titan, then those that are registered
+known_kinds = [TOKENS, *TEXT_KINDS, C4, C4_VALIDATION]  # built in, then registered
 
 
 def data_problems(training: Training, validation: Validation, dims: MeshShape) -> list[str]:
@@ -17,19 +17,19 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
     problems = _source_problems("training", training)
     if training.dataset == C4 and training.dataset_streams % dims.batch:
         problems.append(
-            f"training.dataset_streams = {training.dataset_streams} cannot be dealt to a data-parallel degree of"
+            f"training.dataset_streams = {training.dataset_streams} cannot be divided over a data-parallel degree of"
             f" {dims.batch}; degrees that divide it: {', '.join(map(str, _divisors(training.dataset_streams)))};"
             f" a new run may take training.dataset_streams = {ceil(training.dataset_streams / dims.batch) * dims.batch}"
         )
     if validation.enable:
         problems += _source_problems("validation", validation)
         if validation.dataset == C4 and validation.steps == -1:
-            problems.append("validation.dataset = 'c4' goes on for weeks: give validation.steps, or take c4_validation")
+            problems.append("validation.dataset = 'c4' would take weeks: set validation.steps, or use c4_validation")
         seen = {path for path in (training.dataset_path, *dict(training.dataset_mix)) if path}
         also = sorted(seen & {validation.dataset_path, *dict(validation.dataset_mix)})
         if also and training.dataset in TEXT_KINDS and validation.dataset in TEXT_KINDS:
             problems.append(
-                f"validation reads {', '.join(also)}, which is learnt from; `titan data prepare` holds out a part of it"
+                f"validation reads {', '.join(also)}, which is trained on; `titan data prepare` holds out a part of it"
             )
     return problems
 
@@ -37,13 +37,13 @@ def data_problems(training: Training, validation: Validation, dims: MeshShape) -
 def _source_problems(section: str, settings: Training | Validation) -> list[str]:
     problems = []
     if settings.dataset not in known_kinds:
-        problems.append(f"{section}.dataset = {settings.dataset!r}: there is {', '.join(known_kinds)}")
+        problems.append(f"{section}.dataset = {settings.dataset!r} is unknown; there is {', '.join(known_kinds)}")
     if settings.dataset_mix and settings.dataset_path:
         both = f"{section}.dataset_path and {section}.dataset_mix"
-        problems.append(f"{both} are both set: give one of them; a path may be `none`")
+        problems.append(f"{both} are both set: use one of them; a path may be `none`")
     if settings.dataset_mix and settings.dataset in _STREAMED:
         problems.append(
-            f"{section}.dataset_mix mixes what can be read at any place, and {settings.dataset} is streamed;"
+            f"{section}.dataset_mix needs random access, and {settings.dataset} is streamed;"
             " make indexes of its files with `titan data prepare`, or mix them as `jsonl`"
         )
     paths = [path for path, _ in settings.dataset_mix]

@@ -1,7 +1,7 @@
-"""Batches from token indexes, the same global batches for any data-parallel degree, with a state of four values.
+"""Batches from token indexes: the same global batches for any data-parallel degree, with a state of four values.
 
-The global order of samples is one endless row; a step takes the next global_batch_size of it, and each rank its slice
-of those. So a position is one number, `consumed_samples`, that means the same for every layout and every batch size.
+Samples have one endless global order; a step takes the next global_batch_size of them, and each rank its slice of
+these. So the position is one number, `consumed_samples`, independent of layout and batch size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from trainer.data.samples import MixedSamples, SourceSamples, TokenSource, Weigh
 class TokenLoader:
     """One rank's batches [global_batch_size / dp_degree, seq_len]. With a seed: shuffled, endless, resumable.
 
-    With seed None, for validation: one pass of whole batches, the same with every `iter`, in a fixed order that mixes
-    the documents, so that the first few batches stand for all. A mixture is endless, so it needs a seed.
-    Raises DataError where the split is too small for one batch, or holds a token id that it says it does not.
+    With seed None, for validation: one pass of complete batches, the same for every `iter`, in a fixed order that mixes
+    the documents, so that the first few batches are representative. A mixture is endless, so it needs a seed.
+    Raises DataError where the split is too small for one batch, or has a token id beyond its vocabulary.
     """
 
     def __init__(
@@ -48,22 +48,22 @@ class TokenLoader:
         self._first = dp_rank * self._per_rank
         self._consumed = 0
         self.num_samples = self._samples.num_samples
-        self.num_batches = self.num_samples // global_batch_size  # whole ones, in one pass
+        self.num_batches = self.num_samples // global_batch_size  # complete ones, in one pass
         if self.num_batches == 0 and isinstance(self._samples, SourceSamples):
             raise DataError(
                 f"{self._samples}: too few for one batch of {global_batch_size}",
-                hint="prepare more text, or take a smaller batch or seq_len",
+                hint="prepare more text, or use a smaller batch or seq_len",
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on; the next one is read in a background thread while one is in use."""
+        """Batches from the current position; the next one is read in a background thread."""
         if self._seed is None:
             self._consumed = 0
         with ThreadPoolExecutor(1, "data") as thread:
             start = self._consumed
             ahead = thread.submit(self._read, start)
             while self._seed is not None or self._consumed < self.num_batches * self._global_batch_size:
-                if start != self._consumed:  # load_state_dict came in between
+                if start != self._consumed:  # load_state_dict was called
                     start = self._consumed
                     ahead = thread.submit(self._read, start)
                 batch = ahead.result()
@@ -74,7 +74,7 @@ class TokenLoader:
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data, counting every batch handed out; equal on all ranks."""
+        """The position in the data, after the batches returned so far; equal on all ranks."""
         return {
             "version": STATE_VERSION,
             "fingerprint": self._samples.fingerprint,

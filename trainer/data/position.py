@@ -1,4 +1,4 @@
-"""Whether a position in the data, as a checkpoint holds it, is one of this run's data: else going on would be wrong."""
+"""Check that a checkpoint's data position belongs to this run's data."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,21 +7,21 @@ from converters.errors import DataError
 
 STATE_VERSION = 1
 STREAMS = " streams"  # after their number, at the end of a stream's fingerprint; that of an index ends in its seq_len
-START_ANEW = "--checkpoint.exclude_from_loading dataloader"  # weights go on, the data begins again
+RESTART_DATA = "--checkpoint.exclude_from_loading dataloader"  # resume weights, restart the data
 
 
 def refuse_other_position(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise DataError unless `state` has the keys, the version, the data and the seed of `expected`."""
     if set(state) != set(expected) or state["version"] != STATE_VERSION:
         raise DataError(
-            f"the checkpoint's data position is not one that this titan wrote: {dict(state)}", tries=[START_ANEW]
+            f"the checkpoint's data position is not one that this titan wrote: {dict(state)}", tries=[RESTART_DATA]
         )
     _refuse_other_data(str(state["fingerprint"]), expected["fingerprint"])
     if state["seed"] != expected["seed"]:
         raise DataError(
             f"the run was begun with seed {state['seed']}, and is to be resumed with seed {expected['seed']}",
             hint="another seed is another order of the data: samples would be repeated or left out",
-            tries=[f"--debug.seed {state['seed']}", START_ANEW],
+            tries=[f"--debug.seed {state['seed']}", RESTART_DATA],
         )
 
 
@@ -33,16 +33,16 @@ def _refuse_other_data(theirs: str, ours: str) -> None:
         raise DataError(
             f"the run was begun with {was}, and is to be resumed with {now}",
             hint="each stream has a part of the text to itself, and its own position in it",
-            tries=[f"--training.dataset_streams {was.removesuffix(STREAMS)}", START_ANEW],
+            tries=[f"--training.dataset_streams {was.removesuffix(STREAMS)}", RESTART_DATA],
         )
     if head and head == their_head:
         raise DataError(
             f"the run was begun with seq_len {was}, and is to be resumed with {now}",
             hint="samples are cut by seq_len, so the position in the old samples says nothing about the new ones",
-            tries=[f"--training.seq_len {was}", START_ANEW],
+            tries=[f"--training.seq_len {was}", RESTART_DATA],
         )
     raise DataError(
         f"the data is not that of the checkpoint: fingerprint {ours} now, {theirs} then",
         hint="the text, its sources, the tokenizer or the index changed; going on would repeat or leave out samples",
-        tries=[START_ANEW],
+        tries=[RESTART_DATA],
     )

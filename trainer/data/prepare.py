@@ -1,4 +1,4 @@
-"""Make a token index from text: train or take a tokenizer, encode, split, measure, and commit in one rename."""
+"""Make a token index from text: train or load a tokenizer, encode, split, measure, and commit with one rename."""
 
 import time
 from collections import Counter
@@ -63,11 +63,11 @@ def prepare(
     """Turn the sources (none: the Python standard library) into a token index at `out`.
 
     Raises before any work where `out` exists, and with file and line for text that cannot be read, which `skip_bad`
-    leaves out and counts instead; whatever happens, `out` is a whole index or is not there.
+    skips and counts instead. `out` is always a complete index or does not exist.
     """
     started = time.monotonic()
     if not 0 <= held_out < 1:
-        raise DataError(f"the held-out share is {held_out}; it must lie between 0 and 1 (0: nothing is held out)")
+        raise DataError(f"the held-out share is {held_out}; it must be between 0 and 1 (0: nothing is held out)")
     if max_bytes is not None and max_bytes < 1:
         raise DataError(f"--max-bytes is {max_bytes}; it must be at least 1")
     left_out: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def prepare(
 
         def documents() -> Iterable[Document]:
             nonlocal skipped
-            skipped = Skipped()  # the text is read more than once, and each reading meets the same
+            skipped = Skipped()  # the text is read more than once, each time with the same result
             return read_documents(files, text_key=text_key, max_bytes=max_bytes, skipped=skipped if skip_bad else None)
 
         if next(iter(documents()), None) is None:
@@ -106,7 +106,7 @@ def prepare(
 
 @contextmanager
 def _writing_told(out: Path) -> Iterator[None]:
-    """What cannot be read is told where it is read; any other failure of the system here is one of writing."""
+    """Report OSError as a failed write; failed reads are reported where they happen."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def carry_tokenizer(folder: Path, existing: Path) -> Tokenizer:
     """Open a tokenizer and copy its files into an index."""
     used = load_tokenizer(existing)
     if used.bos_id is None and not used.eos_ids:
-        raise DataError(f"{existing}: the tokenizer names no begin or end token, so documents could not be told apart")
+        raise DataError(f"{existing}: the tokenizer names no begin or end token, so documents could not be separated")
     write_assets(folder, find_assets(existing), {})
     return used
 

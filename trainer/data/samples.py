@@ -1,9 +1,8 @@
-"""The global order of samples: of one source, or of several that are mixed by weight; any place is found at once.
+"""The global order of samples of one source, or of several mixed by weight, with random access.
 
-A sample is a window of seq_len + 1 tokens at a fixed place. Each source has an endless order of its own, every epoch
-shuffled anew by Grain. A mixture deals places out to its sources by arithmetic, as Grain's `MapDataset.mix` does but
-with the weights as they were written: after any number of samples each source has had its share, up to one sample per
-source, however few or many tokens it has.
+A sample is a window of seq_len + 1 tokens at a fixed offset. Each source has an endless order, shuffled by Grain in
+every epoch. A mixture assigns indexes to its sources by arithmetic, as Grain's `MapDataset.mix` does, but with exact
+weights: after any number of samples each source has had its share, up to one sample per source.
 """
 
 import logging
@@ -21,7 +20,7 @@ from trainer.data.index import HELD_OUT
 
 
 class TokenSource(Protocol):
-    """Token ids in one long row per split (`train`, `held_out`), random access; `fingerprint` changes when any does."""
+    """Token ids, one array per split (`train`, `held_out`); `fingerprint` changes when any id does."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -35,7 +34,7 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A source of a mixture, with the share of samples that is to come from it; shares need not add up to 1."""
+    """A source of a mixture with its weight; weights need not sum to 1."""
 
     name: str
     source: TokenSource
@@ -43,7 +42,7 @@ class Weighted:
 
 
 def refuse_no_held_out(source: TokenSource, split: str) -> None:
-    """Raise DataError where validation would read an index that holds nothing out."""
+    """Raise DataError where validation would read an index without a held-out part."""
     if split == HELD_OUT and not len(source.tokens(split)):
         raise DataError(
             "the token index has no held-out part to validate on",
@@ -56,7 +55,7 @@ class SourceSamples:
     """The samples of one source, in the order of `seed`."""
 
     def __init__(self, source: TokenSource, split: str, *, seq_len: int, seed: int, number: int = 0):
-        """`number`: the source's place in a mixture, so that two of one size are not shuffled alike."""
+        """`number` is the source's number in a mixture, so that sources of one size are shuffled differently."""
         self._tokens = source.tokens(split)
         refuse_no_held_out(source, split)
         self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
@@ -115,7 +114,7 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def place_in_mixture(place: int, shares: Sequence[int]) -> tuple[int, int]:
-    """Which source a place belongs to, and its place there.
+    """The source of an index, and the index within that source.
 
     The first source takes ⌈n·share/all⌉ of the first n places, the next its part of those that are left, and so on.
     """
@@ -129,7 +128,7 @@ def place_in_mixture(place: int, shares: Sequence[int]) -> tuple[int, int]:
 
 
 def _shuffled(num_samples: int, seed: int, number: int) -> Sequence[int]:
-    """An endless order of the samples: every epoch a permutation of its own."""
+    """An endless order of the samples, with another permutation for every epoch."""
     grain = _import_grain()
     key = seed.to_bytes(16, "little") + (number.to_bytes(4, "little") if number else b"")
     folded = xxhash.xxh32_intdigest(key)  # Grain takes 32 bits, and adds the epoch to them

@@ -1,6 +1,6 @@
-"""Documents out of files and folders: .txt, .md and .py are one each, JSON lines and parquet one per line or row.
+"""Documents from files and folders: one per .txt, .md and .py file, one per line or row of JSON lines and parquet.
 
-A .npy file of token ids is one document too, for those who have tokenised already.
+A .npy file of token ids is one document too, for text that is already tokenized.
 """
 
 import gzip
@@ -124,8 +124,8 @@ def read_documents(
     They are whole, but a first one that is longer than `max_bytes` is cut.
 
     Raises DataError with file and line for bad UTF-8, a line that is no JSON object, and a missing `text_key`; where
-    `skipped` is given, such documents are counted there and left out. A file that breaks off is an error all the same:
-    nobody could say how much it lacks.
+    `skipped` is given, such documents are skipped and counted there. A truncated file is always an error, since the
+    missing part is unknown.
     """
     left, is_first = max_bytes, True
     for path in files:

@@ -1,8 +1,8 @@
-"""Batches from a streamed text, the same global batches for any data-parallel degree that divides the streams.
+"""Batches from a streamed text: the same global batches for any data-parallel degree that divides the streams.
 
-The text is dealt to a fixed number of streams, and these to ranks in blocks. A place in the global batch has streams
-of its own to draw from, so that whoever reads that place owns them, whatever the degree; of these the one that has
-given the fewest samples comes next. The state is the position of every stream.
+The text is divided over a fixed number of streams, and these over ranks in blocks. Each index of the global batch has
+its own streams, which belong to the rank that reads this index for any degree; of these the one that has given the
+fewest samples comes next. The state is the position of every stream.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 
 from converters.errors import DataError
 from trainer.data.batch import Batch, batch_of
-from trainer.data.position import START_ANEW, STATE_VERSION, STREAMS, refuse_other_position
+from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
 
@@ -71,7 +71,7 @@ class StreamLoader:
                     yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data, counting every batch handed out. Called by all ranks; equal on all."""
+        """The position in the data, after the batches returned so far. Called by all ranks; equal on all."""
         known: dict[int, Position] = {}
         for own in self._on_each(lambda: self._positions):
             known |= own
@@ -88,7 +88,7 @@ class StreamLoader:
         refuse_other_position(state, expected)
         positions = state["positions"]
         if not _are_positions(positions, self._num_streams):
-            raise DataError(f"the checkpoint's data position is damaged: {str(positions):.200}", tries=[START_ANEW])
+            raise DataError(f"the checkpoint's data position is damaged: {str(positions):.200}", tries=[RESTART_DATA])
         self._positions = {number: Position(*positions[number]) for number in self._positions}
         self._num_loads += 1
 
@@ -101,7 +101,7 @@ class StreamLoader:
         return self._read(streams)
 
     def _read(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
-        """This rank's next batch, and where its streams stand after it."""
+        """This rank's next batch, and the positions of its streams after it."""
         windows = []
         for group in self._groups:
             for _ in range(self._places_per_group):

@@ -1,4 +1,4 @@
-"""Text that the `datasets` library reads from wherever it lies, file by file, without keeping it: C4, or the like."""
+"""Text that the `datasets` library streams file by file, from the hub or from disk, as C4."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _FILES_OF_SPLIT = {"train": "c4-train", "validation": "c4-validation"}  # how C4
 
 @dataclass(frozen=True, slots=True)
 class StreamedText:
-    """Files of documents. `identity`: plain values that tell which they are."""
+    """Files of documents; `identity` holds plain values that identify them."""
 
     name: str
     identity: Any
@@ -35,8 +35,8 @@ class StreamedText:
             raise
         except Exception as error:  # the library's, its file systems' and its parsers' errors have no common base
             raise DataError(
-                f"{self.name}, file {file}: cannot be read after {number} documents: {_told(error)}",
-                hint="`titan data prepare` tells the line in a local file, and can leave such lines out",
+                f"{self.name}, file {file}: cannot be read after {number} documents: {_one_line(error)}",
+                hint="`titan data prepare` reports the line in a local file, and can skip such lines",
             ) from error
 
     def documents(self) -> Iterator[Document]:
@@ -60,8 +60,8 @@ def stream_c4(split: str, path: str | None) -> StreamedText:
             dataset = datasets.load_dataset(repository, config, split=split, streaming=True)
         except Exception as error:
             raise DataError(
-                f"{name} cannot be reached: {_told(error)}",
-                hint="a machine without a way to the hub needs the files",
+                f"{name} cannot be reached: {_one_line(error)}",
+                hint="a machine without access to the hub needs the files",
                 tries=["--training.dataset_path FOLDER", "--validation.dataset_path FOLDER"],
             ) from error
         return StreamedText(name, identity, dataset.num_shards, dataset)
@@ -70,7 +70,7 @@ def stream_c4(split: str, path: str | None) -> StreamedText:
     try:
         dataset = datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", streaming=True)
     except Exception as error:
-        raise DataError(f"{path}: cannot be read as {kind}: {_told(error)}") from error
+        raise DataError(f"{path}: cannot be read as {kind}: {_one_line(error)}") from error
     sizes = [[file.name, file.stat().st_size] for file in files]
     if dataset.num_shards != len(files):
         raise DataError(f"{path}: {len(files)} files are {dataset.num_shards} to the datasets library")
@@ -84,7 +84,7 @@ def find_stream(split: str, path: str | None) -> Sequence[Path]:
 
 
 def _files_of(path: Path, split: str) -> Sequence[Path]:
-    """Those of the split, where they are called as C4's are; else all. English, where the folder is a copy of C4."""
+    """The files of the split if they are named as C4's are, else all. English if the folder is a copy of C4."""
     english = path / C4_ON_THE_HUB[1]
     files = find_files([english if english.is_dir() else path], kinds=JSON_LINES + PARQUET)
     named = [file for file in files if file.name.startswith(tuple(_FILES_OF_SPLIT.values()))]
@@ -97,8 +97,8 @@ def _files_of(path: Path, split: str) -> Sequence[Path]:
     return files
 
 
-def _told(error: Exception) -> str:
-    """In one line, with the cause that the library wraps."""
+def _one_line(error: Exception) -> str:
+    """An error in one line, with the cause that the library wraps."""
     cause = error.__cause__ or error
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
 

@@ -1,4 +1,4 @@
-"""Text as training data without a step in between: it becomes a token index when first used, and stays one."""
+"""Train on text directly: a token index is made of it on first use and reused afterwards."""
 
 import json
 import shutil
@@ -22,22 +22,22 @@ from trainer.data.sources import Document
 from trainer.data.tokenizer import tokenizer_note
 from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
 
-_MOST_BYTES_DIGESTED = 1 << 30  # of all sources; beyond that their names, sizes and times must do
+_MOST_BYTES_DIGESTED = 1 << 30  # of all sources; beyond that, names, sizes and times are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What it takes to make tokens of text: a tokenizer, a folder to keep them in, and one process that does it."""
+    """How text is tokenized: the tokenizer, the folder of the indexes, and how to run the work on one rank."""
 
     tokenizer: Path
     folder: Path
-    once: Callable[[Callable[[], Any]], Any]  # does the work on one rank and gives its result, or error, to all
+    once: Callable[[Callable[[], Any]], Any]  # runs work on one rank; all get its result or error
     say: Callable[[str], None] = print
 
 
 @dataclass(frozen=True, slots=True)
 class WholeText:
-    """A token index nothing of which is held out: whoever names a text means all of it."""
+    """A token index without a held-out part, which returns all tokens for any split."""
 
     index: TokenIndex
 
@@ -71,7 +71,7 @@ def index_text(
 ) -> WholeText:
     """The index of a text: the one made earlier, where sources, tokenizer and length are the same; else made now.
 
-    `identity` tells, as plain values, what the documents come from. Called by all ranks; one does the work.
+    `identity` returns plain values that identify the documents. Called by all ranks; one does the work.
     """
     place = preparation.once(lambda: _settle(name, identity(), documents, preparation, most_tokens))
     return WholeText(open_index(place))

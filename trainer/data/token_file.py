@@ -1,4 +1,4 @@
-"""Write the tokens and offsets of one split, document by document, without knowing how many there will be."""
+"""Write the tokens and offsets of a split document by document, for an unknown number of documents."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from trainer.data.index import offsets_file, tokens_file
 from trainer.data.tokenizer import Tokenizer
 
 _IDS_AT_ONCE = 1 << 20
-_HEADER_BYTES = 128  # of a one-dimensional .npy file, whatever its length
+_HEADER_BYTES = 128  # of a one-dimensional .npy file of any length
 
 
 class TokenFile:

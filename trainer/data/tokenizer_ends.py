@@ -1,8 +1,8 @@
-"""The special tokens around a text: of a document that a model is trained on, and of a prompt that it shall go on from.
+"""The special tokens around a training document, and before a prompt.
 
-These are two rules on purpose. A document stands between a begin and an end token wherever the tokenizer names them,
-as in torchtitan. A prompt begins as transformers begins it: a tokenizer may name a begin-of-text token that it puts
-before no text (SmolLM2's), and a generation config may name one too (Qwen 3's).
+The rules differ on purpose. A document is between a begin and an end token if the tokenizer has them, as in torchtitan.
+A prompt begins as in transformers: a tokenizer may have a begin-of-text token that it does not add to texts
+(SmolLM2's), and so may a generation config (Qwen 3's).
 """
 
 import json
@@ -33,15 +33,15 @@ def document_ends(assets: Mapping[str, Path], vocab_size: int) -> tuple[int | No
 def prefix_of_post_processor(found: Any) -> tuple[int, ...]:
     """The ids that a tokenizer.json's post_processor, as JSON or as the library's own, puts before a text.
 
-    It alone tells: transformers 5 reads no add_bos_token beside a tokenizer.json, and 4 wrote the two alike. What it
-    puts behind a text (add_eos_token) is left out: nothing goes on behind an end. Raises DataError where it is none.
+    It alone decides: transformers 5 ignores add_bos_token with a tokenizer.json, and 4 wrote both consistently. What it
+    appends to a text (add_eos_token) is omitted from prompts. Raises DataError where it is invalid.
     """
     if found is None:
         return ()
     from tokenizers import Tokenizer
 
     described = json.loads(found.__getstate__()) if not isinstance(found, dict) else found
-    # The library's own answer, with one word in place of a vocabulary that takes its time to read
+    # Ask the library, with a vocabulary of one word, which loads quickly
     frame: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
@@ -67,7 +67,7 @@ def prefix_of_model_file(assets: Mapping[str, Path], bos_id: int | None) -> tupl
 
 
 def is_legacy(assets: Mapping[str, Path]) -> bool:
-    """Whether a SentencePiece model puts a space before what stands behind a special token too, as Meta's code does.
+    """Whether a SentencePiece model adds a space after a special token too, as Meta's code does.
 
     Not where a tokenizer_config.json says legacy: false.
     """

@@ -1,4 +1,4 @@
-"""Train a small byte-level BPE tokenizer, and write it in the forms that Llama's tools and transformers read."""
+"""Train a small byte-level BPE tokenizer and write it for Llama's tools and transformers."""
 
 import base64
 from collections.abc import Iterable
@@ -9,8 +9,8 @@ from converters.json_file import write_json
 from converters.names import HF_GENERATION_CONFIG, TIKTOKEN_MODEL
 from converters.tokenizers.tiktoken_model import BYTE_LETTERS, LLAMA3_PATTERN, write_hf_tokenizer
 
-NUM_SPECIAL = 10  # Llama 3's named ones: torchtune wants all of them
-_MAX_CONTEXT = 131072  # Llama 3.1's; only told to transformers
+NUM_SPECIAL = 10  # Llama 3's named ones, which torchtune requires
+_MAX_CONTEXT = 131072  # Llama 3.1's; for transformers only
 
 
 def train_ranks(texts: Iterable[str], *, vocab_size: int) -> list[bytes]:
@@ -46,7 +46,7 @@ def train_ranks(texts: Iterable[str], *, vocab_size: int) -> list[bytes]:
 
 
 def write_tokenizer(folder: Path, ranks: list[bytes]) -> None:
-    """Write tokenizer.model (tiktoken), tokenizer.json with equal ids, and what transformers wants beside them."""
+    """Write tokenizer.model (tiktoken), tokenizer.json with equal ids, and the other files that transformers needs."""
     model = folder / TIKTOKEN_MODEL
     model.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks)))
     write_hf_tokenizer(folder, model, vocab_size=len(ranks) + NUM_SPECIAL, max_seq_len=_MAX_CONTEXT)

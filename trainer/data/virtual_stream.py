@@ -1,4 +1,4 @@
-"""One of a fixed number of streams that a streamed text is dealt out to: its tokens in order, from any position on."""
+"""One of the fixed number of streams of a streamed text: its tokens in order, from any position."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from trainer.data.tokenizer import Tokenizer
 
 
 class FilesOfText(Protocol):
-    """Documents in numbered files, each of which can be read from any document on."""
+    """Documents in numbered files, each readable from any document on."""
 
     @property
     def name(self) -> str: ...
@@ -22,7 +22,7 @@ class FilesOfText(Protocol):
 
 
 class Position(NamedTuple):
-    """The next token of a stream: its place in the row of the stream's files, and how many samples came before."""
+    """The next token of a stream: file, document and offset, and the number of samples before it."""
 
     epoch: int = 0
     turn: int = 0  # of the stream's files in this epoch

@@ -1,8 +1,8 @@
-"""Watching a run from inside: torch's profiler traces, and snapshots of CUDA's memory, every few steps."""
+"""Profiling: torch.profiler traces and snapshots of CUDA memory every few steps."""
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +11,9 @@ from trainer.config.sections import Profiling
 if TYPE_CHECKING:
     import torch
 
-_MOST_ALLOCATIONS = 100_000  # that a snapshot tells, the latest ones
+    from trainer.step import Phase
+
+_MAX_ALLOCATIONS = 100_000  # in a snapshot, the latest ones
 
 
 def profiling_problems(settings: Profiling) -> list[str]:
@@ -32,43 +34,52 @@ def profiling_machine_problems(settings: Profiling, device: "torch.device") -> l
     return ["profiling.enable_memory_snapshot: it records CUDA's allocator, and there is no CUDA device here"]
 
 
-class Watch(Protocol):
-    """Something that is told when a step is done."""
+class PhaseNames:
+    """A StepObserver that names the phases of a step in profiler traces."""
+
+    def during(self, phase: "Phase", number: int = 0) -> AbstractContextManager[Any]:
+        from torch.profiler import record_function
+
+        return record_function(f"{phase} {number}" if phase == "forward_backward" else phase)
+
+
+class StepProfiler(Protocol):
+    """Advances when a step is done."""
 
     def step(self) -> None: ...
 
 
-class _Watches:
-    """All that the config asks for; often nothing."""
+class _StepProfilers:
+    """The profilers that the config enables, often none."""
 
-    def __init__(self, watches: list[Watch]):
-        self._watches = watches
+    def __init__(self, profilers: list[StepProfiler]):
+        self._profilers = profilers
 
     def step(self) -> None:
-        for watch in self._watches:
-            watch.step()
+        for profiler in self._profilers:
+            profiler.step()
 
 
 @contextmanager
-def profiled(settings: Profiling, dump_folder: Path, *, rank: int, num_done: int) -> Iterator[Watch]:
-    """Around the loop of a run that has done `num_done` steps; the loop calls `step()` after each of its own."""
+def profiled(settings: Profiling, dump_folder: Path, *, rank: int, num_done: int) -> Iterator[StepProfiler]:
+    """Context around the loop of a run that has done `num_done` steps; the loop calls `step()` after each step."""
     with ExitStack() as entered:
-        watches: list[Watch] = []
+        profilers: list[StepProfiler] = []
         if settings.enable_profiling:
             folder = dump_folder / settings.save_traces_folder
-            watches.append(entered.enter_context(_profiler(settings, folder, rank=rank, num_done=num_done)))
+            profilers.append(entered.enter_context(_profiler(settings, folder, rank=rank, num_done=num_done)))
         if settings.enable_memory_snapshot:
             folder = dump_folder / settings.save_memory_snapshot_folder
             snapshots = MemorySnapshots(folder, rank=rank, num_done=num_done, every=settings.profile_freq)
-            watches.append(entered.enter_context(snapshots))
-        yield _Watches(watches)
+            profilers.append(entered.enter_context(snapshots))
+        yield _StepProfilers(profilers)
 
 
 def _profiler(settings: Profiling, folder: Path, *, rank: int, num_done: int) -> Any:
-    """torch's profiler, whose cycles begin at multiples of profile_freq also in a run that was resumed in between."""
+    """torch's profiler, with cycles at multiples of profile_freq also in a resumed run."""
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of the cycle before: they are on disk
+    warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # of the previous cycle, which are on disk
     waiting = settings.profile_freq - settings.profiler_warmup - settings.profiler_active
     cycle = schedule(wait=waiting, warmup=settings.profiler_warmup, active=settings.profiler_active)
 
@@ -85,7 +96,7 @@ def _profiler(settings: Profiling, folder: Path, *, rank: int, num_done: int) ->
 
 
 class MemorySnapshots:
-    """Records CUDA's allocations; writes them every few steps, and when memory runs out."""
+    """Records CUDA allocations; writes a snapshot every few steps, and on out-of-memory errors."""
 
     def __init__(self, folder: Path, *, rank: int, num_done: int, every: int):
         self._folder, self._rank, self._num_done, self._every = folder, rank, num_done, every
@@ -93,14 +104,14 @@ class MemorySnapshots:
     def __enter__(self) -> "MemorySnapshots":
         import torch
 
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_ALLOCATIONS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         import torch
 
         if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-            self._write(f"{self._num_done + 1}_exit")  # the step that it happened in
+            self._write(f"{self._num_done + 1}_exit")  # the step that failed
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def step(self) -> None:

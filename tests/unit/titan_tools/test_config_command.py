@@ -101,7 +101,7 @@ def test_check_lists_what_it_did_not_check(titan, tmp_path):
     assert titan("data", "prepare", "a.txt", "--vocab-size", "270")[0] == 0
     assert titan("config", "check", "debug")[2] == ""
     code, _, err = titan("config", "check", "debug", "--validation.dataset", "c4_validation", *OWN_TEXT)
-    assert code == 0 and err == "not checked: dataset = 'c4_validation' comes from the hub, which was not asked\n"
+    assert code == 0 and err == "not checked: dataset = 'c4_validation' is on the hub, which was not contacted\n"
     assert titan("data", "prepare", "a.txt", "--vocab-size", "270", "--held-out", "0", "--overwrite")[0] == 0
     code, _, err = titan("config", "check", "debug", "--validation.enable")
     assert code == 2 and "no held-out part to validate on" in err and "--validation.no_enable" in err

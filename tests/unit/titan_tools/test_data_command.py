@@ -45,7 +45,7 @@ def test_files_folders_keys_and_a_tokenizer_as_json(titan, tmp_path):
         (["bad.jsonl"], "bad.jsonl:2: not JSON"),
         (["bad.txt"], "bad.txt:1: byte 0 of the file is not UTF-8"),
         (["empty.txt"], "every document is empty"),
-        (["fine.txt", "--held-out", "2"], "must lie between 0 and 1"),
+        (["fine.txt", "--held-out", "2"], "must be between 0 and 1"),
         (["fine.txt", "--tokenizer", "nowhere"], "is not a folder"),
         (["fine.txt", "--vocab-size", "9000"], "too small or too uniform"),
         (["fine.txt", "--out", "fine.txt"], "is not a folder"),

@@ -154,7 +154,7 @@ def test_all_problems_at_once():
 def test_a_kind_of_data_that_nobody_knows_is_told_with_those_that_are_known():
     config = Config(training=Training(dataset="wikipedia"))
     (problem,) = layout_problems(config, GQA, MeshShape())
-    assert "'wikipedia': there is tokens" in problem
+    assert "'wikipedia' is unknown; there is tokens" in problem
 
 
 def test_streams_that_cannot_be_dealt_are_told_with_a_number_that_can():

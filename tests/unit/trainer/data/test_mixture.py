@@ -184,7 +184,7 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
         ({"dataset_mix": (("b", 1.0), ("b", 2.0))}, {}, 1, "dataset_mix names b twice"),
         ({"dataset": "c4"}, {}, 3, "degree of 3; degrees that divide it: 1, 2, 4, 8, 16, 32, 64"),
         ({"dataset": "c4", "dataset_streams": 12}, {}, 8, "degrees that divide it: 1, 2, 3, 4, 6, 12"),
-        ({}, {"dataset": "c4"}, 1, "goes on for weeks: give validation.steps"),
+        ({}, {"dataset": "c4"}, 1, "would take weeks: set validation.steps"),
         (
             {"dataset": "jsonl", "dataset_path": "a"},
             {"dataset": "jsonl", "dataset_path": "a"},
@@ -195,7 +195,7 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
             {"dataset": "text", "dataset_mix": (("b", 1.0),)},
             {"dataset": "text", "dataset_path": "b"},
             1,
-            "validation reads b, which is learnt from",
+            "validation reads b, which is trained on",
         ),
         (
             {},

@@ -206,7 +206,7 @@ def test_c4s_validation_is_an_index_of_its_beginning(preparation, index, tmp_pat
     assert np.array_equal(first.tokens("held_out"), whole.tokens("held_out")[: len(first.tokens("held_out"))])
     assert len(documents_of(open_dataset("c4", str(folder), most_tokens=10**6, **options), load_tokenizer(index))) == 10
     assert len(said) == 3
-    with pytest.raises(DataError, match="too long to be held out as a whole"):
+    with pytest.raises(DataError, match="too long to validate on as a whole"):
         open_dataset("c4", str(folder), **options)
 
 
