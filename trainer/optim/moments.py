@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
 
 from converters.layout import module_of
 from trainer.mesh import local_part
@@ -22,11 +23,11 @@ COPIED_ELEMENTS = 1 << 26
 class AdamOfOtherMoments(torch.optim.Adam):
     """`torch.optim.Adam` with another `step`; `decoupled` makes it AdamW."""
 
-    def __init__(self, params: Any, *, decoupled: bool, **settings: Any):
+    def __init__(self, params: ParamsT, *, decoupled: bool, **settings: Any):
         super().__init__(params, **settings, decoupled_weight_decay=decoupled)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for parameters in _batches(group["param_names"], group["params"]):
