@@ -162,7 +162,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes) -> None:
         is_loss_parallel=loss_parallel,
         all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
     )
-    if is_fsdp(config, dims):
+    if is_fsdp(training, dims):
         reshard, reshard_last = reshard_policy(parallelism.fsdp_reshard_after_forward, pipelined=dims.pp > 1)
         apply_fsdp(
             part,

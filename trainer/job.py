@@ -158,7 +158,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     compiles_model = compiles(config.compile, "model")
     return [
         *_tensor_problems(args, dims.tp),
-        *offload_problems(config, dims),
+        *offload_problems(training, dims),
         *(
             float8_problems(
                 config.float8,

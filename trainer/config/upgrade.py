@@ -1,6 +1,6 @@
-"""Bring an older TOML file to the vocabulary of today, statement by statement; the rest keeps its bytes and its order.
+"""Upgrade an older TOML file to the current keys, statement by statement; everything else keeps its bytes and order.
 
-Torch-free. The tables of old names are in `renamed.py`; here is what happens to values that changed their meaning.
+Torch-free. The old names are in `renamed.py`; values that changed their meaning are converted here.
 """
 
 import tomllib
@@ -24,9 +24,9 @@ _PARALLELISM = "parallelism."
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """`changes` and `notes` are lines for a person; `problems` are what could not be translated: then `text` is void.
+    """`changes` and `notes` are messages; with `problems`, which could not be converted, `text` is invalid.
 
-    `refused` is what titan will not train with although the vocabulary has it.
+    `refused` are current settings that titan does not support.
     """
 
     text: str
@@ -42,11 +42,11 @@ class _CannotTranslate(Exception):
 
 
 def upgrade(path: Path) -> Upgrade:
-    """What the file is in today's vocabulary. Raises ConfigError where it cannot be read as TOML at all."""
-    read_toml(path)  # syntax, told with line and column
+    """The file with current keys. Raises ConfigError where it is not valid TOML."""
+    read_toml(path)  # raises for syntax errors, with line and column
     text = read_text(path)
     has_end = text.endswith("\n")
-    lines = read_lines(text if has_end else text + "\n")  # lines are known by identity: none is to be ended later
+    lines = read_lines(text if has_end else text + "\n")  # lines are compared by identity: end the last one now
     changes: list[str] = []
     problems: list[str] = []
     values = {key: value for line in lines for key, value in line.values.items()}
@@ -60,12 +60,12 @@ def upgrade(path: Path) -> Upgrade:
             problems.append(f"{where}: {', '.join(old)}: write this inline table as a section of its own")
             continue
         try:
-            lines, told = _translate(lines, line, values)
+            lines, change = _translate(lines, line, values)
         except _CannotTranslate as reason:
             problems.append(f"{where}: {line.key} = {_short(line.values[line.key])}: {reason}")
             continue
         touched.add(line.section)
-        changes.append(f"{where}: {told}")
+        changes.append(f"{where}: {change}")
     upgraded = "".join(line.text for line in without_empty_sections(lines, touched)) if changes else text
     upgraded = upgraded if has_end or not changes else upgraded.removesuffix("\n")
     notes: list[str] = []
@@ -82,7 +82,7 @@ def upgrade(path: Path) -> Upgrade:
 
 
 def _translate(lines: list[Line], line: Line, values: Mapping[str, Any]) -> tuple[list[Line], str]:
-    """The lines with this one brought up to date, and what was done. Raises _CannotTranslate."""
+    """The lines with this one upgraded, and a description of the change. Raises _CannotTranslate."""
     old, value = line.key, line.values[line.key]
     if _is_idle_torchft(old, values):
         return _without(lines, line), f"{old} is left out: it is read only with fault_tolerance.enable"
@@ -103,17 +103,17 @@ def _translate(lines: list[Line], line: Line, values: Mapping[str, Any]) -> tupl
         raise _CannotTranslate(f"is called {key} now, which the file sets as well, to {_short(values[key])}")
     new = revalued(line, value, _value_text(value)) if value != line.values[old] else line
     lines = [new if other is line else other for other in lines]
-    told = f"{old} = {_short(line.values[old])}" if value != line.values[old] else old
+    before = f"{old} = {_short(line.values[old])}" if value != line.values[old] else old
     now = f"{key} = {_short(value)}" if value != line.values[old] else key
     if key == old:
-        return lines, f"{told} is {_short(value)} now"
+        return lines, f"{before} is {_short(value)} now"
     if not line.section or key.rpartition(".")[0] == line.section:
-        return [renamed(new, key) if other is new else other for other in lines], f"{told} is called {now} now"
-    return moved(lines, new, key), f"{told} is {now} now, in its own section"
+        return [renamed(new, key) if other is new else other for other in lines], f"{before} is called {now} now"
+    return moved(lines, new, key), f"{before} is {now} now, in its own section"
 
 
 def _is_idle_torchft(key: str, values: Mapping[str, Any]) -> bool:
-    """What 0.1.0 had in its own sections and an extension has now, where nothing switches it on."""
+    """Settings of TorchFT, which is an extension now, in a file that does not enable it."""
     is_its = key.startswith(tuple(REFUSED_EXTENSIONS)) and key.startswith("fault_tolerance.")
     return is_its and values.get("fault_tolerance.enable") is not True
 
@@ -141,21 +141,21 @@ def _short(value: Any) -> str:
 
 
 def _with_converter(lines: list[Line], line: Line, wanted: bool) -> tuple[list[Line], str]:
-    """A switch of its own, once, is an entry of model.converters now."""
+    """Replace an old boolean key by an entry of model.converters."""
     if not wanted:
         return _without(lines, line), f"{line.key} = false is left out: a converter is on where {_CONVERTERS} names it"
-    told = f'{line.key} = true is {_CONVERTERS} = ["{_FLOAT8}"] now'
+    change = f'{line.key} = true is {_CONVERTERS} = ["{_FLOAT8}"] now'
     there = next((other for other in lines if other.key == _CONVERTERS), None)
     if there is None:
         new = revalued(line, [_FLOAT8], _value_text([_FLOAT8]))
         lines = [new if other is line else other for other in lines]
         if not new.section:
-            return [renamed(new, _CONVERTERS) if other is new else other for other in lines], told
-        return moved(lines, new, _CONVERTERS), told
+            return [renamed(new, _CONVERTERS) if other is new else other for other in lines], change
+        return moved(lines, new, _CONVERTERS), change
     names = _new_values(_CONVERTERS, there.values[_CONVERTERS])
     names = names if _FLOAT8 in names else [*names, _FLOAT8]
     new = revalued(there, names, _value_text(names))
-    return [new if other is there else other for other in lines if other is not line], told
+    return [new if other is there else other for other in lines if other is not line], change
 
 
 # Values that change with their key: (old value, all values of the file) → new value; None: leave the key out
@@ -196,7 +196,7 @@ def _microbatch_size(value: Any, values: Mapping[str, Any]) -> int:
 
 
 def _model_parts(value: Any, values: Mapping[str, Any]) -> list[list[str]] | None:
-    """Where stages begin → what each stage holds. Needs the number of layers."""
+    """Convert the first modules of stages to the module lists of stages, which needs the number of layers."""
     points = [p.strip() for p in value.split(",")] if isinstance(value, str) else value
     if not points or points == [""]:
         return None
@@ -218,7 +218,7 @@ def _model_parts(value: Any, values: Mapping[str, Any]) -> list[list[str]] | Non
 
 def _schedule(value: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
-        return value  # which is told once it is read
+        return value  # reported when the value is checked
     return RENAMED_VALUES.get((_PARALLELISM + "pipeline_parallel_schedule", value.lower()), value)
 
 
@@ -239,11 +239,11 @@ _TRANSLATED: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 
 
 def _what_is_left(text: str, path: Path) -> tuple[list[str], list[str]]:
-    """Keys that no version knows; and what today's vocabulary has, or a value of it, that titan will not train with."""
+    """Unknown keys, and current keys or values that titan does not support."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        return [f"{path}: the upgraded file would be no TOML ({error}): write its dotted keys as sections"], []
+        return [f"{path}: the upgraded file would not be valid TOML ({error}): write its dotted keys as sections"], []
     unknown: list[str] = []
     refused: list[str] = []
     for key, value in flatten(tables).items():
@@ -254,7 +254,7 @@ def _what_is_left(text: str, path: Path) -> tuple[list[str], list[str]]:
 
 
 def write_upgraded(found: Upgrade, out: Path, *, replace: bool) -> None:
-    """Write the new text, over an existing file only where `replace` says so."""
+    """Write the new text; an existing file is replaced only with `replace`."""
     try:
         if replace:
             temporary = out.with_name(f".{out.name}.tmp")

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 class GradientClip:
-    """Scales all gradients down to a global norm, with one all-reduce over all ranks: FSDP, TP, pipeline, replicas."""
+    """Clips all gradients by their global norm, with one all-reduce over all ranks of any layout."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class GradientClip:
         ranks_per_stage: int,
         copies: Iterable[nn.Parameter] = (),
     ):
-        """`copies` are parameters that another stage holds too (tied embeddings): the other one is counted."""
+        """`copies` are parameters that another stage also holds (tied embeddings) and counts."""
         self._parameters = list(parameters)
         self._max_norm = max_norm
         copied = set(map(id, copies))
@@ -29,10 +29,10 @@ class GradientClip:
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
-        """Clip, and return the norm that the gradients had: float64, 0-dim, the same on every rank."""
+        """Clip and return the norm before clipping: float64, 0-dim, equal on all ranks."""
         gradients = [local_gradient(p) for p in self._parameters]
         squares = _square_sums(gradients)
-        # What several ranks hold is summed as many times, each with its share; empty shards add nothing.
+        # Replicated gradients are summed several times, each with its share; empty shards add nothing.
         total = (self.shares * squares).sum()
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -46,19 +46,19 @@ def _square_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Sum of squares of each tensor, float64."""
     if tensors[0].is_cuda:
         return square_sums_on_gpu(tensors)
-    # On a CPU torch adds up a whole tensor one element after another, in fp32: 4e-4 too little at 10 M elements, and
-    # less so in shards, so that layouts would differ. Along rows it is exact enough, and as fast.
+    # On a CPU torch sums a whole tensor sequentially in fp32: 4e-4 too little at 10 M elements, and less in shards, so
+    # that layouts would differ. Row by row it is precise enough, and as fast.
     rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors]
     return torch.stack([norms.double().square().sum() for norms in rows])
 
 
 def square_sums_on_gpu(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The same in few launches."""
+    """Sum of squares of each tensor, float64, in few kernel launches."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).double().square()
 
 
 def _num_shards(parameter: nn.Parameter) -> int:
-    """Different shards that the ranks of a stage hold of it."""
+    """Number of different shards among the ranks of a stage."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
@@ -66,13 +66,13 @@ def _num_shards(parameter: nn.Parameter) -> int:
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part of a gradient, laid out as its parameter is."""
+    """This rank's part of a gradient, with its parameter's placements."""
     gradient = parameter.grad
     assert gradient is not None, "every parameter takes part in every step"
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(parameter, DTensor)
-    if gradient.placements != parameter.placements:  # sequence parallelism leaves a norm's gradient unsummed
+    if gradient.placements != parameter.placements:  # sequence parallelism leaves a norm's gradient unreduced
         gradient = gradient.redistribute(placements=parameter.placements)
         parameter.grad = gradient
     return gradient.to_local()

@@ -1,4 +1,4 @@
-"""The learning rate over the steps: linear warm-up, stable, decay (WSD)."""
+"""Learning-rate schedule: linear warm-up, stable, decay (WSD)."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DecayType = Literal["linear", "sqrt", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Lengths in steps. The decay aims at one step after the last, so that the last step still learns something."""
+    """Lengths in steps. The decay ends one step after the last, so that the last step has a nonzero rate."""
 
     warmup_steps: int
     stable_steps: int
@@ -31,7 +31,7 @@ class Curve:
         decay_type: DecayType = "linear",
         min_lr_factor: float = 0.0,
     ) -> "Curve":
-        """Fit the three phases into `total_steps`: the warm-up is cut to it, the decay to what the warm-up leaves."""
+        """Fit the phases into `total_steps`: the warm-up is truncated to it, the decay to the remaining steps."""
         warmup = min(warmup_steps, total_steps)
         left = total_steps - warmup
         decay = left if decay_ratio is None else min(round(total_steps * decay_ratio), left)
@@ -54,7 +54,7 @@ class Curve:
 
 
 def lr_curve(settings: LRScheduler, num_steps: int) -> Curve:
-    """The curve that a config asks for, in a run of `num_steps`. Says so where the warm-up is longer than all of it."""
+    """The curve of a config for a run of `num_steps`; prints a note if the warm-up is truncated."""
     total_steps = settings.total_steps or num_steps
     curve = Curve.of(
         total_steps,
@@ -64,12 +64,12 @@ def lr_curve(settings: LRScheduler, num_steps: int) -> Curve:
         min_lr_factor=settings.min_lr_factor,
     )
     if curve.warmup_steps < settings.warmup_steps:
-        note(f"lr_scheduler.warmup_steps = {settings.warmup_steps} is cut to the {total_steps} steps of the curve")
+        note(f"lr_scheduler.warmup_steps = {settings.warmup_steps} is truncated to the schedule's {total_steps} steps")
     return curve
 
 
 class LRSchedule:
-    """Sets each group's `lr` to its `initial_lr` × the curve, from the number of steps done: its whole state."""
+    """Sets each group's `lr` to `initial_lr` × the curve; its state is the number of steps done."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve):
         self.curve = curve

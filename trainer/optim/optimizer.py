@@ -1,4 +1,4 @@
-"""Adam and AdamW over all parts of a model, their state by FQN, and clipping over every mesh."""
+"""Adam and AdamW over all parts of a model, and their state by FQN."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,8 +18,8 @@ _CLASSES_OF_OTHER_MOMENTS = {
 
 
 def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
-    """One optimizer over parameters by FQN. Its state is there from the start, so that a checkpoint has where to go."""
-    # One group per mesh: the multi-tensor kernels cannot take DTensors of two meshes, or plain tensors, in one call.
+    """One optimizer over parameters by FQN, with its state already allocated, so that a checkpoint can fill it."""
+    # One group per mesh: multi-tensor kernels do not support DTensors of two meshes, or plain tensors, in one call.
     groups: dict[Any, list[tuple[str, nn.Parameter]]] = {}
     for fqn, parameter in named_parameters.items():
         groups.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
@@ -36,10 +36,10 @@ def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: Opti
         foreach=settings.implementation == "foreach",
     )
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales; torch's and torchtitan's name for it
+        group["initial_lr"] = group["lr"]  # the peak, which the schedule scales; torch's name
     for parameter in named_parameters.values():
         optimizer.state[parameter] = {
-            # the fused kernels count on the device, the others on the CPU
+            # fused kernels need it on the device, the others on the CPU
             "step": torch.zeros((), device=parameter.device if settings.implementation == "fused" else "cpu"),
             "exp_avg": torch.zeros_like(parameter, dtype=state_dtype),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=state_dtype),
@@ -50,8 +50,8 @@ def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: Opti
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Moments and settings by FQN, flat: `state.<fqn>.exp_avg`, `param_groups.<fqn>.lr`.
 
-    The keys of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`, made from our own FQNs: the same
-    from every layout, pipeline stages and tied weights included. Tensors are the live ones, to be filled in place.
+    The keys of torch's `get_optimizer_state_dict(flatten_optimizer_state_dict=True)`, made from our FQNs: the same for
+    every layout, with pipeline stages and tied weights. The tensors are live, to be filled in place.
     """
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:

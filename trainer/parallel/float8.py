@@ -1,7 +1,7 @@
-"""Float8 training through torchao: which Linears compute in it, what FSDP gathers, and what cannot be combined.
+"""Float8 training with torchao: which Linears are converted, what FSDP all-gathers, and unsupported combinations.
 
-Weights stay in high precision under the same FQNs, and so do checkpoints. torch and torchao are imported inside
-functions: what cannot be combined is checked without them.
+Weights and checkpoints stay in high precision under the same FQNs. torch and torchao are imported inside functions, so
+that settings are checked without them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER
 _AUTO_FILTER = "auto_filter_small_kn"
-_MULTIPLE = 16  # of both dims of a weight, and of the tokens: what the matrix units take
+_MULTIPLE = 16  # divides both dims of a weight, and the tokens: required by the hardware
 
 
 def is_float8(model: Model) -> bool:
@@ -70,7 +70,7 @@ def float8_problems(
         )
     if settings.emulate and compiles_model:
         problems.append(
-            f"{_SECTION}.emulate does not go with compiled blocks;"
+            f"{_SECTION}.emulate does not work with compiled blocks;"
             ' nearest: compile.components = ["loss"], or emulate = false on a GPU that has float8'
         )
     if _AUTO_FILTER in settings.filter_fqns and settings.recipe_name == "rowwise_with_gw_hp":
@@ -91,7 +91,7 @@ def _token_problems(
     if num_tokens % _MULTIPLE == 0:
         return _chunk_problems(settings, training, args, dims, num_tokens)
     return [
-        f"float8 products take tokens by {_MULTIPLE}, and a pass of a rank has {num_tokens}"
+        f"float8 products need a multiple of {_MULTIPLE} tokens, and a pass of a rank has {num_tokens}"
         f" ({microbatch_size} samples of {training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple"
         f" of {_MULTIPLE * dims.cp}"
     ]
@@ -108,8 +108,8 @@ def _chunk_problems(
         return []
     nearest = max(n for n in range(1, num_chunks + 1) if ceil(num_tokens / n) % _MULTIPLE == 0)
     return [
-        f"float8 products take tokens by {_MULTIPLE}, and training.loss_chunks = {num_chunks} cuts {num_tokens} of them"
-        f' otherwise; nearest: training.loss_chunks = {nearest}, or {_SECTION}.filter_fqns = ["output"]'
+        f"float8 products need a multiple of {_MULTIPLE} tokens, and training.loss_chunks = {num_chunks} splits"
+        f' {num_tokens} differently; nearest: training.loss_chunks = {nearest}, or {_SECTION}.filter_fqns = ["output"]'
     ]
 
 
@@ -132,7 +132,7 @@ def float8_machine_problems(settings: Float8, device: torch.device) -> list[str]
 
 
 def capability_needed(settings: Float8) -> tuple[int, int]:
-    """The compute capability of GPUs that have these products."""
+    """The compute capability that these products need."""
     return (9, 0) if _is_rowwise(settings) else (8, 9)
 
 
@@ -143,14 +143,14 @@ def _is_rowwise(settings: Float8) -> bool:
 def apply_float8(
     model: Transformer, settings: Float8, parameters: Sequence[Parameter], *, tp: int, compiles_model: bool
 ) -> None:
-    """Swap the Linears of a model on the meta device for torchao's, whose products are in float8.
+    """Replace the Linears of a model on the meta device with torchao's, whose products are in float8.
 
     All but: those that `filter_fqns` names by a part of their FQN, those whose dims (of each tensor-parallel rank) are
     not multiples of 16, and an output that is tied, because its weight is the embedding's. An output of its own is
     converted unless it is named, as in torchtitan.
     """
-    for talks in ("torchao", "torch.utils._pytree"):  # of C++ parts and registrations that training does not use
-        logging.getLogger(talks).setLevel(logging.ERROR)
+    for name in ("torchao", "torch.utils._pytree"):  # about C++ parts and registrations that training does not use
+        logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.float8 import convert_to_float8_training
 
     is_chosen = _module_filter(settings, weight_shapes(parameters, tp))
@@ -159,7 +159,7 @@ def apply_float8(
     if settings.recipe_name == "rowwise" and compiles_model:
         import torch._inductor.config
 
-        # else the compiler computes scales and what is scaled by them in different precision (pytorch#150859)
+        # otherwise the compiler computes scales and scaled values in different precision (pytorch#150859)
         torch._inductor.config.emulate_precision_casts = True
 
 
@@ -209,7 +209,7 @@ def weight_shapes(parameters: Iterable[Parameter], tp: int) -> dict[str, tuple[i
 def float8_styles(
     model: nn.Module, plan: Mapping[str, TensorStyle], settings: Float8, *, device_type: str
 ) -> dict[str, ParallelStyle]:
-    """Tensor-parallel styles that cast to float8 before they gather, of the modules where that is possible.
+    """Tensor-parallel styles that cast to float8 before the all-gather, for modules that support it.
 
     One scale for a tensor travels with it, many do not: so for tensorwise scaling only. Gloo has no float8: there
     (emulated) the same numbers are gathered in high precision, because a maximum is the same before and after.
@@ -233,13 +233,13 @@ def float8_styles(
             styles[fqn] = Float8RowwiseParallel(output_layouts=Shard(1))
         elif style is TensorStyle.GATHER_SEQUENCE:
             readers = {other for other, s in plan.items() if s is TensorStyle.COLUMNS and other.startswith(f"{fqn}.")}
-            if readers <= converted:  # one that computes in high precision cannot read float8
+            if readers <= converted:  # a Linear in high precision cannot read float8
                 styles[fqn] = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return styles
 
 
 def scale_weights(parts: Iterable[nn.Module]) -> None:
-    """After an update: the scales of all weights that FSDP gathers in float8, with one all-reduce a part."""
+    """Compute the scales of all weights that FSDP gathers in float8, with one all-reduce per part, after an update."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     for part in parts:
@@ -247,9 +247,9 @@ def scale_weights(parts: Iterable[nn.Module]) -> None:
 
 
 def without_float8(tensor: Tensor) -> Tensor:
-    """A weight as a plain tensor or DTensor over the same memory, out of the wrapper that float8 all-gather needs.
+    """A weight as a plain tensor or DTensor over the same memory, without the wrapper for float8 all-gather.
 
-    The wrapper can be neither saved as safetensors nor, elsewhere, loaded without torchao.
+    The wrapper cannot be saved as safetensors, nor loaded without torchao.
     """
     from torch.distributed.tensor import DTensor
 

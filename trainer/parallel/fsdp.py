@@ -1,6 +1,6 @@
-"""FSDP2: what it wraps, which modules are gathered together, in which dtypes, and when they are freed again.
+"""FSDP2: when it is used, its parameter groups, dtypes, and resharding.
 
-torch is imported inside functions: what cannot be combined is checked without it.
+torch is imported inside functions, so that settings are checked without it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from converters.layout import MeshShape
-from trainer.config.sections import Config
+from trainer.config.sections import Training
 from trainer.parallel.ddp import is_ddp
 
 if TYPE_CHECKING:
@@ -20,23 +20,21 @@ if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
 
 
-def is_fsdp(config: Config, dims: MeshShape) -> bool:
-    """Whether FSDP wraps the model: also where it has nothing to shard, for what only FSDP does.
+def is_fsdp(training: Training, dims: MeshShape) -> bool:
+    """Whether FSDP wraps the model, also with nothing to shard, for its mixed precision and CPU offload.
 
-    Mixed precision, above all: else TP-only and PP-only runs would compute in another dtype than the same job on other
-    degrees.
+    Otherwise TP-only and PP-only runs would compute in another dtype than the same job with other degrees.
     """
-    training = config.training
     is_needed = training.mixed_precision_param != training.dtype or training.enable_cpu_offload
     return not is_ddp(dims) and (dims.fsdp > 1 or dims.dp_replicate > 1 or is_needed)
 
 
-def offload_problems(config: Config, dims: MeshShape) -> list[str]:
-    """Offloading is FSDP's."""
-    if not config.training.enable_cpu_offload or not is_ddp(dims):
+def offload_problems(training: Training, dims: MeshShape) -> list[str]:
+    """CPU offload without FSDP."""
+    if not training.enable_cpu_offload or not is_ddp(dims):
         return []
     return [
-        "training.enable_cpu_offload needs FSDP, and ranks that hold whole copies (DDP) have none; nearest:"
+        "training.enable_cpu_offload needs FSDP, and ranks that hold whole copies (DDP) do not use it; nearest:"
         f" parallelism.data_parallel_replicate_degree = 1 and data_parallel_shard_degree = {dims.world_size}"
     ]
 
@@ -54,11 +52,11 @@ def apply_fsdp(
     """Shard a model (or stage) over `mesh`; a 2-d mesh replicates over its first axis (HSDP).
 
     Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
-    for norm and output, which backward needs again at once.
+    for norm and output, which backward needs first.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    # Inputs need no cast: embeddings come out in param_dtype, and what else goes in keeps its precision.
+    # Inputs need no cast: embeddings are in param_dtype, and other inputs keep their precision.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     # Pinned memory is for copies to and from a GPU.
@@ -69,7 +67,7 @@ def apply_fsdp(
 
     ends = [m for m in (model.norm, model.output) if m is not None]
     if model.args.tied and model.tok_embeddings is not None and model.output is not None:
-        ends.insert(0, model.tok_embeddings)  # one parameter cannot be in two groups; it stays gathered in between
+        ends.insert(0, model.tok_embeddings)  # one group per parameter; it stays gathered between its uses
     elif model.tok_embeddings is not None:
         shard(model.tok_embeddings, reshard=reshard_after_forward)
     for layer in model.layers.values():
@@ -79,17 +77,17 @@ def apply_fsdp(
     shard(model, reshard=reshard_after_forward)
     model.tie()
 
-    # Under TP a module's output is a view of a DTensor; torch warns of writing into it in place, which nobody does.
+    # Under TP a module's output is a view of a DTensor; torch warns about in-place writes, which do not occur.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A plain sum on every backend: gloo has no PREMUL_SUM, which a divide factor would ask for.
+            # A plain sum on every backend: gloo has no PREMUL_SUM, which a divide factor would need.
             module.set_force_sum_reduction_for_comms(True)
 
 
 def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
-    """Real memory under CPU offload: parameters on the CPU, and on `device` all else, which FSDP does not move."""
+    """Allocate for CPU offload: parameters on the CPU, everything else, which FSDP does not move, on `device`."""
     model.to_empty(device="cpu")
     for module in model.modules():
         if next(module.parameters(), None) is None:
@@ -101,7 +99,7 @@ def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
 def reshard_policy(name: str, *, pipelined: bool) -> tuple[bool, bool]:
     """(after a layer's forward, after the output's forward), for `parallelism.fsdp_reshard_after_forward`.
 
-    The default keeps parameters gathered in a pipeline, where every microbatch would gather them anew.
+    The default keeps parameters gathered in a pipeline, where each microbatch would gather them again.
     """
     match name:
         case "always":

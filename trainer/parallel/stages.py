@@ -1,7 +1,4 @@
-"""How a model is cut into pipeline stages, and which stages a rank holds.
-
-Torch-free, because seed and estimates need it too.
-"""
+"""Split a model into pipeline stages, assign them to ranks, and check schedules. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +12,13 @@ from converters.errors import ConfigError
 from converters.layout import ranks_of_stages, split_stages
 from trainer.config.sections import Parallelism, Training
 
-LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank, in turn
-V_SCHEDULES = ("ZBVZeroBubble",)  # two stages per rank, there and back again
-SPLIT_BACKWARD_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
-_ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # deal microbatches in equal rounds
+LOOPED_SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")  # several stages per rank
+V_SCHEDULES = ("ZBVZeroBubble",)  # two stages per rank, the second in reverse order
+SPLIT_BACKWARD_SCHEDULES = (
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+)  # inputs' gradients first, weights' later
+_ROUND_SCHEDULES = ("Interleaved1F1B", "InterleavedZeroBubble")  # need equal rounds of microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StageSplit:
 
 
 def split_model(parallelism: Parallelism, num_layers: int, pp: int) -> StageSplit:
-    """The stages that the config asks for. Raises ConfigError where the model cannot be cut so."""
+    """The stages that the config sets. Raises ConfigError where the model cannot be split this way."""
     explicit = parallelism.module_fqns_per_model_part
     modules: Sequence[Sequence[str]]
     if pp == 1:
@@ -72,7 +72,7 @@ def _num_stages(parallelism: Parallelism, num_layers: int, pp: int) -> int:
 
 
 def stage_problems(parallelism: Parallelism, training: Training, num_layers: int, pp: int) -> list[str]:
-    """Everything about stages, schedule and microbatches that does not fit."""
+    """All problems of stages, schedule and microbatches."""
     return [
         *_split_problems(parallelism, num_layers, pp),
         *_microbatch_problems(parallelism, training, pp),
@@ -89,14 +89,14 @@ def _split_problems(parallelism: Parallelism, num_layers: int, pp: int) -> list[
     if parallelism.module_fqns_per_model_part is not None:
         problems += _explicit_problems(split, num_layers)
     schedule, num_stages = parallelism.pipeline_parallel_schedule, split.num_stages
-    if not _takes(schedule, num_stages, pp):
+    if not _supports(schedule, num_stages, pp):
         wanted = f"{2 * pp}, {3 * pp}, …" if schedule in LOOPED_SCHEDULES else f"{_default_num_stages(schedule, pp)}"
-        told = f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}"
-        problems.append(told + _nearest_layers_per_stage(parallelism, num_layers, pp))
+        text = f"schedule {schedule} on {pp} pipeline ranks needs {wanted} stages, the split has {num_stages}"
+        problems.append(text + _nearest_layers_per_stage(parallelism, num_layers, pp))
     return problems
 
 
-def _takes(schedule: str, num_stages: int, pp: int) -> bool:
+def _supports(schedule: str, num_stages: int, pp: int) -> bool:
     if schedule in LOOPED_SCHEDULES:
         return num_stages % pp == 0 and num_stages > pp
     return num_stages == _default_num_stages(schedule, pp)
@@ -107,7 +107,7 @@ def _default_num_stages(schedule: str, pp: int) -> int:
 
 
 def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int) -> str:
-    """The sizes of stages on either side of the one given that make as many stages as the schedule takes, as text."""
+    """The nearest layers per stage that give a number of stages that the schedule supports, as text."""
     given = parallelism.pipeline_parallel_layers_per_stage
     if given is None or parallelism.module_fqns_per_model_part is not None:
         return ""
@@ -115,12 +115,12 @@ def _nearest_layers_per_stage(parallelism: Parallelism, num_layers: int, pp: int
     for per_stage in range(1, 2 * num_layers):
         changed = replace(parallelism, pipeline_parallel_layers_per_stage=per_stage)
         try:
-            if _takes(parallelism.pipeline_parallel_schedule, split_model(changed, num_layers, pp).num_stages, pp):
+            if _supports(parallelism.pipeline_parallel_schedule, split_model(changed, num_layers, pp).num_stages, pp):
                 fitting.append(per_stage)
         except ConfigError:
             continue  # more stages than layers
     near = [n for n in fitting if n < given][-1:] + [n for n in fitting if n > given][:1]
-    return f"; pipeline_parallel_layers_per_stage = {' or '.join(map(str, near))} would do" if near else ""
+    return f"; pipeline_parallel_layers_per_stage = {' or '.join(map(str, near))} would work" if near else ""
 
 
 def _explicit_problems(split: StageSplit, num_layers: int) -> list[str]:
@@ -133,8 +133,8 @@ def _explicit_problems(split: StageSplit, num_layers: int) -> list[str]:
         "missing": [name for name in wanted if name not in given],
         "given twice": sorted({name for name in given if given.count(name) > 1}),
     }
-    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
-    return [f"parallelism.module_fqns_per_model_part: {told or 'modules are not in model order'}"]
+    text = "; ".join(f"{what}: {', '.join(names)}" for what, names in faults.items() if names)
+    return [f"parallelism.module_fqns_per_model_part: {text or 'modules are not in model order'}"]
 
 
 def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) -> list[str]:
@@ -155,14 +155,14 @@ def _microbatch_problems(parallelism: Parallelism, training: Training, pp: int) 
         below = next(n for n in range(count, 0, -1) if _in_equal_rounds(n, pp))
         above = next(n for n in itertools.count(count) if _in_equal_rounds(n, pp))
         return [
-            f"schedule {schedule} cannot deal {count} microbatches over {pp} ranks in equal rounds; {below} or {above}"
-            f" could be: training.local_batch_size = {below * size} or {above * size}"
+            f"schedule {schedule} cannot divide {count} microbatches over {pp} ranks in equal rounds; {below} or"
+            f" {above} would work: training.local_batch_size = {below * size} or {above * size}"
         ]
     return []
 
 
 def _in_equal_rounds(count: int, pp: int) -> bool:
-    """Whether torch can deal so many microbatches: in rounds of at least pp, all of one size."""
+    """Whether torch supports this number of microbatches: rounds of equal size, at least pp."""
     return count % max(1, count // pp) == 0
 
 
@@ -171,8 +171,8 @@ def _reshard_problems(parallelism: Parallelism) -> list[str]:
     if schedule not in SPLIT_BACKWARD_SCHEDULES or reshard != "always":
         return []
     return [
-        f"schedule {schedule} computes gradients of weights after later microbatches' forwards, which"
-        ' parallelism.fsdp_reshard_after_forward = "always" leaves sharded: those gradients would be lost; take'
+        f"schedule {schedule} computes gradients of weights after later microbatches' forwards, where"
+        ' parallelism.fsdp_reshard_after_forward = "always" has resharded them: those gradients would be lost; use'
         ' "default" or "never"'
     ]
 
@@ -186,7 +186,7 @@ def schedule_machine_problems(parallelism: Parallelism) -> list[str]:
     if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD_SCHEDULES or version >= (2, 13):
         return []
     return [
-        f"schedule {schedule} needs torch 2.13, here is {version}: before, gradients of weights behind an operation"
-        " with several results come out wrong (pytorch#170277), and those of weights used twice are counted twice"
+        f"schedule {schedule} needs torch 2.13, this is {version}: before, gradients of weights of an operation"
+        " with several results are wrong (pytorch#170277), and those of weights used twice are counted twice"
         " (pytorch#180952); nearest: Interleaved1F1B"
     ]

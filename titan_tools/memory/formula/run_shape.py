@@ -108,7 +108,7 @@ def run_shape(job: Job) -> RunShape:
         family=job.family,
         args=args,
         mesh=dims,
-        uses_fsdp=is_fsdp(config, dims),
+        uses_fsdp=is_fsdp(config.training, dims),
         stages=job.split.modules,
         schedule=parallelism.pipeline_parallel_schedule,
         microbatch_size=job.microbatch_size,

@@ -206,7 +206,7 @@ def test_what_else_in_the_config_it_does_not_go_with():
     assert "on the CPU" in problem
     compiled = replace(config(emulate=True), compile=Compile(enable=True))
     (problem,) = problems(compiled)
-    assert "emulate does not go with compiled blocks" in problem
+    assert "emulate does not work with compiled blocks" in problem
     assert not problems(replace(compiled, compile=Compile(enable=True, components=("loss",))))
     assert not problems(replace(compiled, model=Model(flavor="debug_gqa")))  # not asked for
 
@@ -219,7 +219,7 @@ def test_tokens_come_by_16():
     (problem,) = told(local_batch_size=1, seq_len=40)
     assert "has 40 (1 samples of 40)" in problem and "a multiple of 16" in problem
     (problem,) = told(local_batch_size=1, seq_len=64)  # in eight pieces of 8
-    assert "loss_chunks = 8 cuts 64 of them" in problem and "training.loss_chunks = 4" in problem
+    assert "loss_chunks = 8 splits 64 differently" in problem and "training.loss_chunks = 4" in problem
     assert not told(local_batch_size=1, seq_len=64, loss="plain")
     odd = replace(get_family("llama3").flavors["debug_gqa"], vocab_size=2056)  # its output stays as it is
     assert not problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), args=odd)

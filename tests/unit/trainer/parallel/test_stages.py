@@ -129,12 +129,12 @@ ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_sta
         (
             {"pipeline_parallel_schedule": "ZBVZeroBubble", "pipeline_parallel_layers_per_stage": 3},
             8,
-            ["needs 4 stages, the split has 6; pipeline_parallel_layers_per_stage = 4 would do"],
+            ["needs 4 stages, the split has 6; pipeline_parallel_layers_per_stage = 4 would work"],
         ),
         (
             {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_layers_per_stage": 6},
             8,
-            ["needs 4, 6, … stages, the split has 3; pipeline_parallel_layers_per_stage = 5 would do"],
+            ["needs 4, 6, … stages, the split has 3; pipeline_parallel_layers_per_stage = 5 would work"],
         ),
         (
             {"pipeline_parallel_schedule": "InterleavedZeroBubble", "fsdp_reshard_after_forward": "always"},
