@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -214,9 +214,9 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
         raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
     if path.suffix == ".gz":
-        return cast("IO[bytes]", gzip.open(path))
+        return gzip.open(path)
     return decompressed(path) if path.suffix == ".zst" else path.open("rb")
 
 
@@ -243,15 +243,15 @@ def _text_of_line(line: bytes, text_key: str, where: str) -> str:
         raise DataError(f"{where}: not JSON: {error}", hint="each line is one JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{where}: a JSON {type(record).__name__}, not an object", hint="each line is one JSON object")
-    text: str | None = record.get(text_key)
-    if text_key in record and not isinstance(text, str):
-        raise DataError(f"{where}: {text_key!r} is {_JSON_KINDS[type(text)]}, not a string")
-    if text is None:
+    if text_key not in record:
         keys = ", ".join(map(repr, list(record)[:10])) or "no key at all"
         raise DataError(
             f"{where}: no text under {text_key!r}; the line has {keys}",
             tries=["titan data prepare … --text-key KEY"],
         )
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: {text_key!r} is {_JSON_KINDS[type(text)]}, not a string")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

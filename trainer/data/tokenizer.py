@@ -6,7 +6,7 @@ Special tokens in a text are read as text unless the caller asks otherwise, so t
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from converters.assets import find_assets
 from converters.errors import DataError
@@ -21,6 +21,9 @@ from converters.tokenizers.tiktoken_model import (
     special_tokens_after,
 )
 from trainer.data.tokenizer_ends import document_ends, is_legacy, prefix_of_model_file, prefix_of_post_processor
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # tiktoken's regex engine recurses on a run of white space and overflows its stack near a million
 _LONG_WHITE_SPACE = re.compile(r"\s{25000}")
@@ -219,10 +222,11 @@ class _SentencePieceTokenizer:
                 run = []
             else:
                 run.append(id)
-        return text + str(self._pieces.decode(run))
+        tail: str = self._pieces.decode(run)
+        return text + tail
 
 
-def _special_names(tokenizer: Any) -> frozenset[str] | None:
+def _special_names(tokenizer: "tokenizers.Tokenizer") -> frozenset[str] | None:
     """Of a tokenizer.json; None where text is changed before one is looked for, or not every place counts."""
     special = [token for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     changes = tokenizer.normalizer is not None
@@ -230,11 +234,12 @@ def _special_names(tokenizer: Any) -> frozenset[str] | None:
     return frozenset(token.content for token in special) if exact else None
 
 
-def _byte_values(tokenizer: Any) -> dict[int, int]:
+def _byte_values(tokenizer: "tokenizers.Tokenizer") -> dict[int, int]:
     """Those of a tokenizer.json whose decoder has ByteFallback, as Llama 2's."""
-    ids = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
+    found = {tokenizer.token_to_id(f"<0x{value:02X}>"): value for value in range(256)}
+    ids = {id: value for id, value in found.items() if id is not None}
     letter = tokenizer.token_to_id("<0x41>")
-    return ids if None not in ids and tokenizer.decode([letter]) == "A" else {}
+    return ids if None not in found and letter is not None and tokenizer.decode([letter]) == "A" else {}
 
 
 def _framed(tokenizer: Tokenizer, ids: list[int], *, bos: bool, eos: bool) -> list[int]:

@@ -35,7 +35,8 @@ class Split:
 def mark_of(document: Document) -> int:
     """A hash of the content, 64 bits: documents with the smallest are held out."""
     content = document.content
-    return xxhash.xxh3_64_intdigest(content.encode() if isinstance(content, str) else content.tobytes())
+    hashed = content.encode() if isinstance(content, str) else np.ascontiguousarray(content).data
+    return xxhash.xxh3_64_intdigest(hashed)
 
 
 NOTHING_HELD_OUT = Split(0.0, "document")

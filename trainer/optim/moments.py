@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
 
 from converters.layout import module_of
 from trainer.mesh import local_part
@@ -22,11 +23,11 @@ COPIED_ELEMENTS = 1 << 26
 class AdamOfOtherMoments(torch.optim.Adam):
     """`torch.optim.Adam` with another `step`; `decoupled` makes it AdamW."""
 
-    def __init__(self, params: Any, *, decoupled: bool, **settings: Any):
+    def __init__(self, params: ParamsT, *, decoupled: bool, **settings: Any):
         super().__init__(params, **settings, decoupled_weight_decay=decoupled)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
             for parameters in _batches(group["param_names"], group["params"]):
@@ -38,7 +39,7 @@ class AdamOfOtherMoments(torch.optim.Adam):
             list(map(local_part, tensors))
             for tensors in (
                 parameters,
-                [p.grad for p in parameters if p.grad is not None],
+                [_gradient(p) for p in parameters],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
             )
@@ -67,6 +68,11 @@ class AdamOfOtherMoments(torch.optim.Adam):
             for tensor, value in zip(own[kind], wide[kind], strict=True):
                 if tensor is not value:
                     tensor.copy_(value)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return parameter.grad
 
 
 def _batches(fqns: Sequence[str], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
