@@ -8,6 +8,7 @@ source "$(dirname "$0")/setup.sh"
 
 ruff check .
 ruff format --check .
+mypy
 # Two workers: tests of ranks mostly wait. A file stays with one worker, which keeps its ranks and models; files run in
 # order, the long ones (tests/dist) first.
 exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "$@"
