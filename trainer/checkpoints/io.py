@@ -1,4 +1,4 @@
-"""Reading and writing under stock `dcp.load` and `dcp.save`: nothing is unpickled, every byte is checksummed.
+"""Storage for stock `dcp.load` and `dcp.save`: nothing is unpickled, and every byte is checksummed.
 
 The reader serves any TensorSource (a DCP, or a native view of a foreign format) box by box; the writer makes the same
 items as `converters` does, with their true CRC32, and fsyncs them.
@@ -55,13 +55,13 @@ _READ_BLOCK_BYTES = 64 << 20  # a read's buffer, however large the shard it fill
 
 
 def as_titan_error(what: str, error: CheckpointException) -> TitanError:
-    """DCP wraps what ranks raise in a BaseException of its own; take the first of ours out, or name the others."""
+    """Unwrap DCP's exception: the first TitanError among the ranks' errors, or one that lists the others."""
     causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
     for cause in causes.values():
         if isinstance(cause, TitanError):
             return cause
-    told = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
-    return CheckpointError(what + ":" + list_offenders(told))
+    messages = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()]
+    return CheckpointError(what + ":" + list_offenders(messages))
 
 
 class SourceReader(StorageReader):

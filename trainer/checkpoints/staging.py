@@ -1,7 +1,7 @@
-"""A copy of what a rank saves, in host memory that is used again for the next: training goes on, the copy is written.
+"""Copy what a rank saves to host memory, so that training continues while the copy is written.
 
-The copy is one run of bytes with a plan that says what lies where. So it needs no mesh and no process group to be
-understood, and another process can write it that sees the same memory.
+The copy is one block of bytes and a plan with the offset of each item. It needs neither mesh nor process group, so
+another process that shares the memory can write it.
 """
 
 import copy

@@ -92,7 +92,7 @@ def _after_value(text: str) -> str:
 
 
 def moved(lines: list[Line], line: Line, key: str) -> list[Line]:
-    """The statement at the end of another section, made anew behind this one where the file has none of that name."""
+    """The statement at the end of another section, which is added after this one if the file does not have it."""
     section, _, name = key.rpartition(".")
     index = next(i for i, other in enumerate(lines) if other is line)
     text = _NAME.sub(lambda found: name + found[3], line.text, count=1)
