@@ -150,10 +150,14 @@ def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
     """Raise CheckpointError where the numbers need parameters that the family does not have."""
-    named = {rule.native for rule in next(iter(family.namings.values())).rules}
+    naming = next(iter(family.namings.values()))
+    named = {rule.native for rule in naming.rules}
     asked = (p.fqn.replace("layers.0.", "layers.{n}.") for p in family.parameters(replace(args, num_layers=1)))
     if strange := [fqn for fqn in asked if fqn not in named]:
-        raise CheckpointError(f"{what}: a {family.name} model has no such parameters:" + list_offenders(strange))
+        raise CheckpointError(
+            f"{what}: a {family.name} model has no such parameters:" + list_offenders(strange),
+            hint=f"the family's naming {naming.name!r} has no rule for them",
+        )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from converters.not_a_checkpoint import not_a_checkpoint
 from converters.weight_files import ADAPTER, RUN_STATE, find_hf_entry, is_meta_shard, name_adapters, name_unread
 from converters.wrappers import unwrap_names
 
-_READ_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".distcp", ".json", ".metadata")
+_READ_SUFFIXES = (*(suffix for c in CONTAINERS.values() for suffix in c.suffixes), ".json", ".metadata")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: meta-llama/Llama-3.2-1B
 
 

@@ -103,7 +103,7 @@ def _options_of_titan(
             "--import",
             metavar="MODULE",
             envvar=_IMPORT,
-            help="Import this module first, by name or path. It registers a family, a dataset or a loss of your own.",
+            help="Import this module first, by name or path. It registers a family, dataset, loss or sink of your own.",
             show_default=False,
         ),
     ] = None,
@@ -249,8 +249,10 @@ def _print_usage_error(error: typer.TyperException) -> int:
 def _print_internal_error(error: Exception) -> int:
     import traceback
 
+    from trainer.config.custom_import import where_to_look
+
     traceback.print_exception(error)
-    _print_error(f"{type(error).__name__}: {error}", hint="this is a bug in titan; the traceback is above")
+    _print_error(f"{type(error).__name__}: {error}", hint=where_to_look(error))
     return 3
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from converters.errors import TitanError
 from titan_tools.interrupts import Handler
 from titan_tools.machine_errors import PIPE_CLOSED, as_machine_error, as_memory_error, reader_is_gone
+from trainer.config.custom_import import where_to_look
 from trainer.signals import die_with_parent
 
 _PARENT_PID = "TITAN_LAUNCH"  # set for ranks of `run_ranks`, whose parent reports their errors: its process id
@@ -239,7 +240,7 @@ def _leave_message(error: BaseException, less_memory: Sequence[str]) -> int:
     elif isinstance(error, KeyboardInterrupt):
         exit_code, text = 130, "interrupted"
     else:
-        hint, trace = "this is a bug in titan; the traceback is above", "".join(traceback.format_exception(error))
+        hint, trace = where_to_look(error), "".join(traceback.format_exception(error))
     now = time.time()
     ours = {"secs": now, "exit_code": exit_code, "message": text, "hint": hint, "tries": [*tries], "traceback": trace}
     theirs = {"message": text, "extraInfo": {"timestamp": str(int(now))}}

@@ -23,7 +23,7 @@ from trainer.loss.install import install_loss
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.mesh import Meshes
 from trainer.models.llama3.model import Transformer
-from trainer.models.registry import get_trainer_family
+from trainer.models.registry import check_parameters, get_trainer_family
 from trainer.observability.log import note
 from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
@@ -125,6 +125,7 @@ def build_part(job: Job, stage: int) -> Transformer:
     """A pipeline stage of the model on the meta device."""
     with torch.device("meta"):
         model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
+    check_parameters(model, job.family.parameters(job.args), family=job.family.name)
     return keep_modules(model, job.split.modules[stage])
 
 

@@ -168,6 +168,22 @@ def test_extensions_import_only_the_public_api():
     assert modules and modules <= {"converters.api", "trainer.api", "titan_tools.api"}
 
 
+def test_the_parameters_and_roles_of_the_extension_page_are_current():
+    from converters.api import Role, llama
+    from converters.families.registry import get_family
+
+    text = (ROOT / "docs" / "extend.md").read_text()
+    (code,) = re.findall(r"```python\n(from converters.api import Naming, Parameter.*?)```", text, re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    args = get_family("llama3").flavors["debug_gqa"]
+    added = {p.fqn for p in names["parameters"](args)} - {p.fqn for p in llama.parameters(args)}
+    assert added == {f"layers.{n}.attention_out_norm.weight" for n in range(args.num_layers)}
+    table = "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert [role.name for role in Role if f"`{role.name}`" not in table] == []
+    assert [key for key in args.__dataclass_fields__ if f"`{key}`" not in text] == []
+
+
 def test_the_site_builds_without_warnings(tmp_path, monkeypatch):
     from mkdocs.commands.build import build
     from mkdocs.config import load_config as load_site

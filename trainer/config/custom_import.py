@@ -2,9 +2,12 @@
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 from converters.errors import ConfigError
+
+_imported: set[Path] = set()  # files, and folders of packages
 
 
 def import_custom(name: str, *, told: str = "experimental.custom_import = {name!r}") -> str:
@@ -32,6 +35,8 @@ def import_custom(name: str, *, told: str = "experimental.custom_import = {name!
             if not is_path and Path(path_here).is_file()
             else ""
         )
+        if isinstance(error, ModuleNotFoundError) and error.name == module and not hint:
+            hint = "a path is relative to the working folder; a dotted name is of an installed module"
         raise ConfigError(f"{said} cannot be imported: {where}", hint=hint) from error
     origin = Path(imported.__file__ or next(iter(imported.__path__))).resolve()
     if is_path and path.resolve() not in (origin, *origin.parents):
@@ -39,4 +44,14 @@ def import_custom(name: str, *, told: str = "experimental.custom_import = {name!
             f"{said}: a module called {module!r} was already imported from {origin}",
             hint="rename your module",
         )
+    _imported.add(origin.parent if origin.name == "__init__.py" else origin)
     return str(path.resolve()) if is_path else name
+
+
+def where_to_look(error: BaseException) -> str:
+    """The hint for an unexpected error: the last line of an imported module in its traceback, or titan itself."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        if not _imported.isdisjoint((path, *path.parents)):
+            return f"check {frame.filename}:{frame.lineno}, which is not part of titan; the traceback is above"
+    return "this is a bug in titan; the traceback is above"

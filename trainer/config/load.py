@@ -176,7 +176,9 @@ def _model_problems(config: Config) -> list[str]:
         where = config.origins.get("model.name", DEFAULT)
         return [f"{where}: model.name = {model.name!r}: {REFUSED_FAMILIES[model.name]}"]
     if model.name not in families:
-        return [_no_such("model.name", model.name, families, config)]
+        return [
+            _no_such("model.name", model.name, families, config) + ", or be registered by experimental.custom_import"
+        ]
     flavors = families[model.name].flavors
     if (model.name, model.flavor) in REFUSED_FLAVORS and model.flavor not in flavors:
         where = config.origins.get("model.flavor", DEFAULT)

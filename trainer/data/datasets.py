@@ -1,11 +1,12 @@
 """Open the data that `training.dataset` and `validation.dataset` name; register a user's own kinds."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from converters.errors import ConfigError, DataError, UnsupportedError
-from trainer.data.index import open_index
+from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
 from trainer.data.samples import TokenSource, Weighted, refuse_no_held_out
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
@@ -122,6 +123,12 @@ def _open_text(name: str, path: str, preparation: Preparation | None) -> TokenSo
 
 
 def _text_files(name: str, path: str) -> list[Path]:
+    with suppress(DataError):  # not an index
+        read_vocab_size(Path(path))
+        raise ConfigError(
+            f"dataset = {name!r}: {path} is a token index of `titan data prepare`, not text",
+            hint=f'an index is read with dataset = "{TOKENS}"',
+        )
     return find_files([Path(path)], kinds=_ENDINGS[name])
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from converters.errors import UnsupportedError
+from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import ModelArgs, Parameter
 from trainer.models.initialization import Distribution, initial_distribution
 from trainer.models.tensor_plan import TensorStyle, tensor_plan
@@ -61,5 +61,21 @@ def trained_families() -> tuple[str, ...]:
 def get_trainer_family(name: str) -> TrainerFamily:
     """The family of that name. Raises UnsupportedError, naming those that exist."""
     if name not in _FAMILIES:
-        raise UnsupportedError(f"family {name!r} cannot be trained here", hint=f"families: {', '.join(_FAMILIES)}")
+        raise UnsupportedError(
+            f"family {name!r} cannot be trained here",
+            hint=f"families: {', '.join(_FAMILIES)}; trainer.api.register_model adds the model of your own family",
+        )
     return _FAMILIES[name]
+
+
+def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:
+    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has."""
+    model.tie()  # then a tied output's weight counts once
+    built = {(fqn, tuple(parameter.shape)) for fqn, parameter in model.named_parameters()}
+    listed = {(p.fqn, p.shape) for p in parameters}
+    differing = [f"{fqn} {list(shape)}: only in the model" for fqn, shape in sorted(built - listed)]
+    differing += [f"{fqn} {list(shape)}: only in the list" for fqn, shape in sorted(listed - built)]
+    if differing:
+        raise UnsupportedError(
+            f"family {family!r}: `parameters` does not match the parameters of the model:" + list_offenders(differing)
+        )

@@ -48,7 +48,8 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
         case TensorStyle.EMBEDDING:
             return RowsOfVocabulary()
         case TensorStyle.SEQUENCE_SHARDS:
-            return SequenceParallel()
+            # local, as the outputs of other modules: a model may add it to one
+            return SequenceParallel(use_local_output=True)
         case TensorStyle.HEADS:
             # torch's style for replicated weights over any sharded dim; it sums their gradients over the ranks
             return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)

@@ -7,9 +7,13 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.build
+from converters.errors import UnsupportedError
+from converters.families.base import Parameter, Role
+from converters.families.registry import get_family
 from trainer.config.sections import (
     ActivationCheckpoint,
     Compile,
@@ -43,6 +47,21 @@ def build(config: Config, meshes):
 def config_of(**sections) -> Config:
     keys = {"mixed_precision_param": "float32", "seq_len": 32}
     return replace(Config(model=Model(flavor="debug_gqa"), training=Training(**keys)), **sections)
+
+
+def test_a_family_that_lists_a_parameter_its_model_lacks_is_refused():
+    job = resolve_job(config_of(), 1)
+    extra = Parameter("layers.0.extra_norm.weight", (128,), Role.NORM)
+    family = replace(job.family, parameters=lambda args: [*get_family("llama3").parameters(args), extra])
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.extra_norm\.weight \[128\]: only in the list"):
+        trainer.build.build_part(replace(job, family=family), 0)
+
+
+def test_a_norm_returns_local_shards_that_a_model_can_add():
+    with fake_ranks(TP2, 2) as meshes:
+        part = build(config_of(parallelism=TP2), meshes).parts[0]
+        output = part.norm(torch.ones(1, 16, part.args.dim))
+    assert not isinstance(output, DTensor) and output.shape == (1, 16, part.args.dim)
 
 
 def test_asynchronous_tensor_parallelism_is_switched_on_for_its_group(monkeypatch):

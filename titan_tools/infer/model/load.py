@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
@@ -31,7 +30,7 @@ from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
 from titan_tools.infer.model.slices import same_input, slice_for_rank, summed_inputs
 from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
-from trainer.models.registry import get_trainer_family
+from trainer.models.registry import check_parameters, get_trainer_family
 
 _FEW = 4 << 20  # elements of a fused weight that are always allowed, however small the other weights are
 
@@ -81,7 +80,7 @@ def load_model(
     args, parameters = info.args, get_family(info.family).parameters(info.args)
     with torch.device("meta"), _NoInitialValues():
         model: Any = get_trainer_family(info.family).build_model(args)
-    _check_listed(model, parameters, info.family)
+    check_parameters(model, parameters, family=info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
@@ -164,19 +163,6 @@ def _fuse(
                 group = tuple(f"{path}.{name}" for path in paths)
                 group_of |= dict.fromkeys(group, group)
     return list(dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters))
-
-
-def _check_listed(model: Any, parameters: list[Parameter], family: str) -> None:
-    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has."""
-    model.tie()  # then a tied output's weight counts once
-    built = {(fqn, tuple(parameter.shape)) for fqn, parameter in model.named_parameters()}
-    listed = {(p.fqn, p.shape) for p in parameters}
-    differing = [f"{fqn} {list(shape)}: only in the model" for fqn, shape in sorted(built - listed)]
-    differing += [f"{fqn} {list(shape)}: only in the list" for fqn, shape in sorted(listed - built)]
-    if differing:
-        raise UnsupportedError(
-            f"family {family!r}: `parameters` does not match the parameters of the model:" + list_offenders(differing)
-        )
 
 
 def _owner(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -13,7 +13,7 @@ import torch
 
 from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data import datasets
-from trainer.data.datasets import open_dataset, register_dataset
+from trainer.data.datasets import check_dataset, open_dataset, register_dataset
 from trainer.data.loader import TokenLoader
 from trainer.data.prepare import prepare
 
@@ -198,6 +198,8 @@ def test_a_dataset_that_cannot_be_opened_is_told(index, tmp_path):
         open_dataset("c4_test", None, vocab_size=2048)
     with pytest.raises(DataError, match="needs dataset_path"):
         open_dataset("tokens", None, vocab_size=2048)
+    with pytest.raises(ConfigError, match="is a token index of `titan data prepare`, not text"):
+        check_dataset("jsonl", str(index), split="train", vocab_size=2048, tokenizer=index)
     with pytest.raises(DataError, match="is no folder"):
         open_dataset("tokens", str(tmp_path / "nowhere"), vocab_size=2048)
     with pytest.raises(DataError, match="go up to 279, but the model has 100 embedding rows"):

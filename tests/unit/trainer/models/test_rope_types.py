@@ -95,6 +95,7 @@ def test_numbers_of_another_family_are_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="a qwen3 model has no such parameters") as error:
         read_model_info(tmp_path)
     assert "feed_forward.w1.bias" in error.value.message
+    assert error.value.hint == "the family's naming 'hf' has no rule for them"
 
 
 @pytest.mark.parametrize(
