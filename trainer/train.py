@@ -48,7 +48,7 @@ def main(config: Config) -> None:
     ranks = join_ranks(
         init_timeout_secs=config.comm.init_timeout_seconds, has_cpu_tensors=config.training.enable_cpu_offload
     )
-    train(resolve_job(config, dist.get_world_size()), ranks, stop)
+    train(resolve_job(config, dist.get_world_size(), option="--nproc"), ranks, stop)
     leave_ranks()
 
 
@@ -113,7 +113,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(f"step {num_done} of {training.steps} is done already: nothing to do")
 
     # Train
-    report = Report(job, progress, device=ranks.device, rank=dist.get_rank())
+    report = held.enter_context(Report(job, progress, device=ranks.device, rank=dist.get_rank()))
     if config.metrics.enable_wandb:  # a resumed run continues the run at Weights & Biases
         progress.wandb_run_id = on_first(ranks.agreement, lambda: report.wandb_run_id) or progress.wandb_run_id
     batches = iter(loader)
@@ -150,7 +150,6 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
                 raise preempted(progress.step, checkpoints)
             if progress.step == num_done + 1:
                 set_train_timeout(meshes, config.comm.train_timeout_seconds)
-    report.close()
     checkpoints.finish()
     exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
 

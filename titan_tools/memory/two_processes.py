@@ -3,7 +3,6 @@
 A pipeline's ranks are estimated in both: docs/benchmarks.md's limit for 405B on 512 ranks needs it.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -17,8 +16,9 @@ from typing import TypeVar
 
 from torch import cuda
 
+from trainer.signals import die_with_parent
+
 T = TypeVar("T")
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
@@ -68,9 +68,7 @@ def _results(work: Callable[[], Iterator[T]], there: Connection) -> Iterator[T]:
 
 def _serve(work: Callable[[], Iterator[T]], theirs: Connection, there: Connection, parent: int) -> None:
     """The child process, which fails silently. Ctrl-C reaches it too; the parent handles it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also if the parent is killed during a capture
-    if os.getppid() != parent:  # the parent ended before that
-        os._exit(1)
+    die_with_parent(parent)  # also if the parent is killed during a capture
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     theirs.close()  # so that the parent's end closes the pipe

@@ -19,12 +19,13 @@ import xxhash
 from converters.assets import CARRIED
 from converters.errors import DataError
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
+from converters.sizes import GIB
 
 VERSION = 1
 INDEX_JSON = "index.json"
 TRAIN, HELD_OUT = "train", "held_out"
 SPLITS = (TRAIN, HELD_OUT)
-_MOST_BYTES_DIGESTED = 1 << 30  # a larger file's digest takes longer than opening should; then its size must do
+MAX_DIGESTED_BYTES = GIB  # digests of more take too long at the start: sizes are compared instead
 
 
 def tokens_file(split: str) -> str:
@@ -133,7 +134,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _differs(path: Path, num_bytes: int, digest: str) -> bool:
     if not path.is_file() or path.stat().st_size != num_bytes:
         return True
-    return num_bytes <= _MOST_BYTES_DIGESTED and digest_of(path) != digest
+    return num_bytes <= MAX_DIGESTED_BYTES and digest_of(path) != digest
 
 
 def digest_of(path: Path) -> str:

@@ -16,13 +16,11 @@ from converters.errors import DataError
 from converters.file_lock import lock_file
 from converters.json_file import write_json
 from converters.names import RUN_LOCK, TEMPORARY_PREFIX, TIKTOKEN_MODEL, TOKENIZER_JSON
-from trainer.data.index import INDEX_JSON, TRAIN, VERSION, TokenIndex, digest_of, open_index
+from trainer.data.index import INDEX_JSON, MAX_DIGESTED_BYTES, TRAIN, VERSION, TokenIndex, digest_of, open_index
 from trainer.data.prepare import carry_tokenizer
 from trainer.data.sources import Document
 from trainer.data.tokenizer import tokenizer_note
 from trainer.data.write_index import NOTHING_HELD_OUT, encode_documents, summarize
-
-_MOST_BYTES_DIGESTED = 1 << 30  # of all sources; beyond that, names, sizes and times are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def index_text(
 def identity_of(files: Sequence[Path]) -> list[Any]:
     """Names and contents of files, as plain values; of more than 1 GiB the sizes and times instead of the contents."""
     stats = [path.stat() for path in files]
-    if sum(stat.st_size for stat in stats) <= _MOST_BYTES_DIGESTED:
+    if sum(stat.st_size for stat in stats) <= MAX_DIGESTED_BYTES:
         return [[path.name, digest_of(path)] for path in files]
     return [[path.name, stat.st_size, stat.st_mtime_ns] for path, stat in zip(files, stats, strict=True)]
 

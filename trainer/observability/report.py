@@ -4,17 +4,19 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from converters.errors import Preempted
 from converters.names import METRICS_FILE
 from trainer.checkpoints.run_state import Progress
 from trainer.config.sections import Metrics
 from trainer.config.show import as_json
 from trainer.gpus import data_sheet
 from trainer.job import Job
-from trainer.observability.log import shown_ranks
+from trainer.observability.log import note, shown_ranks
 from trainer.observability.sinks import (
     ConsoleSink,
     JsonlSink,
@@ -127,9 +129,20 @@ class Report:
         yield
         self._clock.resume()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """Close the sinks, also after an error: then a rank ends without Python's exit handlers, such as wandb's."""
+        if self._wandb and error is not None:
+            self._wandb.end_early(failed=not isinstance(error, Preempted))
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as problem:
+                if error is None:
+                    raise
+                note(f"WARNING: metrics may be incomplete: {problem}")  # must not hide the run's own error
 
 
 def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None:

@@ -20,7 +20,7 @@ class MetricSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what is buffered. Called once, after the last step of a run that did not fail."""
+        """Write what is buffered. Called once, at the end of the run, also after an error."""
         ...
 
 

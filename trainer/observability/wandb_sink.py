@@ -1,6 +1,7 @@
 """Metrics to Weights & Biases. A missing package or an unreachable server is reported once and never stops a run."""
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ _VARIABLES = {
     "fork_from": "WANDB_FORK_FROM",
 }
 _PROJECT = "titan"
+_LOGIN_SECS = 60  # to answer wandb's prompt for a key, which would otherwise wait forever
+_FINISH_SECS = 300  # to upload the last metrics; they are on disk too
+_FINISH_EARLY_SECS = 15  # after an error or a stop request: SIGKILL may follow soon
 
 
 class WandbSink:
@@ -29,6 +33,7 @@ class WandbSink:
     def __init__(self, logged: LoggedRun, *, run_id: str | None):
         """`run_id` is the run that a resumed run continues; WANDB_RUN_ID takes precedence."""
         self._run: Any = None
+        self._exit_code, self._finish_secs = 0, _FINISH_SECS
         self._attempt("cannot be used", lambda: self._open(logged, run_id))
 
     @property
@@ -39,13 +44,28 @@ class WandbSink:
         if self._run is not None:
             self._attempt("failed", lambda: self._run.log(finite(metrics), step=step))
 
+    def end_early(self, *, failed: bool) -> None:
+        """Before `close`, of a run that did not take its last step."""
+        self._exit_code, self._finish_secs = int(failed), _FINISH_EARLY_SECS
+
     def close(self) -> None:
-        if self._run is not None:
-            self._attempt("failed", lambda: self._run.finish())
+        """Upload the last metrics. Without a connection wandb would retry for hours, so the wait is limited."""
+        if (run := self._run) is None:
+            return
+        finish = lambda: self._attempt("failed", lambda: run.finish(exit_code=self._exit_code))  # noqa: E731
+        thread = threading.Thread(target=finish, name="wandb finish", daemon=True)
+        thread.start()
+        thread.join(self._finish_secs)
+        if thread.is_alive():
+            note(
+                f"WARNING: Weights & Biases has not received all metrics within {self._finish_secs} s;"
+                f" `wandb sync` uploads them from {run.dir}"
+            )
 
     def _open(self, logged: LoggedRun, run_id: str | None) -> None:
         import wandb
 
+        os.environ.setdefault("WANDB_LOGIN_TIMEOUT", str(_LOGIN_SECS))  # login does not see the settings of `init`
         given: dict[str, Any] = {argument: os.environ.get(name) or None for argument, name in _VARIABLES.items()}
         given["project"] = given["project"] or _PROJECT
         given["id"] = given["id"] or run_id

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from converters.errors import Preempted
 from converters.names import METRICS_FILE
 from titan_tools.run_folder import summarize_run
 from trainer.checkpoints.run_state import Progress
@@ -83,10 +84,9 @@ def test_step_line_says_mfu_only_where_it_is_known():
 def test_lines_are_colored_on_a_terminal_unless_disabled(monkeypatch, tmp_path, capsys, plain):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sinks.sys.stdout, "isatty", lambda: True)
-    with fake_ranks(1, rank=0):
-        report = open_report(config_in(tmp_path, disable_color_printing=plain))
-        report.validation(1, {"validation_loss": 1.0, "validation_perplexity": 2.7, "validation_unigram_entropy": None})
-        report.close()
+    with fake_ranks(1, rank=0), open_report(config_in(tmp_path, disable_color_printing=plain)) as report:
+        metrics = {"validation_loss": 1.0, "validation_perplexity": 2.7, "validation_unigram_entropy": None}
+        report.validation(1, metrics)
     line = "step      1  held-out loss 1.0000  perplexity 2.70"
     assert capsys.readouterr().out == (f"{line}\n" if plain else f"\033[36m{line}\033[0m\n")
 
@@ -107,16 +107,32 @@ def test_a_registered_sink_receives_what_metrics_jsonl_does_on_rank_0_only(monke
     monkeypatch.setattr(sinks, "_REGISTERED", {})
     register_metric_sink("list", lambda run: opened.append(ListSink(run)) or opened[-1])
     config = config_in(tmp_path, log_freq=1)
-    with fake_ranks(2, rank=0):
-        report = open_report(config, world_size=2)
+    with fake_ranks(2, rank=0), open_report(config, world_size=2) as report:
         report.step(Progress(step=1, ntokens_seen=100), RESULT, lr=0.1)
-        report.validation(1, {"validation_loss": 2.0, "validation_perplexity": 7.4, "validation_unigram_entropy": 3.0})
-        report.close()
-    with fake_ranks(2, rank=1):
-        open_report(config, rank=1, world_size=2).close()
+        metrics = {"validation_loss": 2.0, "validation_perplexity": 7.4, "validation_unigram_entropy": 3.0}
+        report.validation(1, metrics)
+    with fake_ranks(2, rank=1), open_report(config, rank=1, world_size=2):
+        pass
     (sink,) = opened
     records = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
     assert [{"step": step, **metrics} for step, metrics in sink.records] == records
     assert records[0]["loss"] == 2.5 and records[1]["validation_loss"] == 2.0 and sink.is_closed
     assert sink.run.num_done == 0 and sink.run.config["model"]["flavor"] == "debug_gqa"
     assert not dist.is_initialized()
+
+
+def test_sinks_are_closed_after_an_error_which_theirs_do_not_hide(monkeypatch, tmp_path, capsys):
+    class BrokenSink(ListSink):
+        def close(self):
+            raise OSError("disk full")
+
+    opened = []
+    monkeypatch.setattr(sinks, "_REGISTERED", {})
+    register_metric_sink("broken", BrokenSink)
+    register_metric_sink("list", lambda run: opened.append(ListSink(run)) or opened[-1])
+    with fake_ranks(1, rank=0):
+        with pytest.raises(Preempted), open_report(config_in(tmp_path)):
+            raise Preempted("stopped on request")
+        with pytest.raises(OSError, match="disk full"), open_report(config_in(tmp_path)):
+            pass
+    assert opened[0].is_closed and "metrics may be incomplete: disk full" in capsys.readouterr().err

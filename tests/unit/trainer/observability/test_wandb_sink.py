@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import threading
 
 import pytest
 
@@ -110,3 +111,25 @@ def test_a_failure_while_logging_is_reported_once(tmp_path, capsys):
     sink.close()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
     assert "failed" in line and "division by zero" in line
+
+
+def test_a_run_that_ends_early_keeps_its_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_sink, "_FINISH_EARLY_SECS", 300)  # a machine under load
+    sink = WandbSink(logged_run(tmp_path), run_id=None)
+    sink.log(1, {"loss": 2.5})
+    sink.end_early(failed=False)
+    sink.close()
+    assert [(r["_step"], r["loss"]) for r in records_of(tmp_path)] == [(1, 2.5)]
+
+
+def test_an_upload_that_never_ends_is_left(tmp_path, monkeypatch, capsys):
+    sink = WandbSink(logged_run(tmp_path), run_id=None)
+    sink._run.finish()
+    capsys.readouterr()
+    release = threading.Event()
+    sink._run = type("Stuck", (), {"dir": "FOLDER", "finish": lambda self, exit_code: release.wait()})()
+    monkeypatch.setattr(wandb_sink, "_FINISH_EARLY_SECS", 0.01)
+    sink.end_early(failed=True)
+    sink.close()
+    release.set()
+    assert "wandb sync" in capsys.readouterr().err
