@@ -17,6 +17,7 @@ from zlib import crc32
 from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
+from converters.deferred_signals import deferred_signals
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import EDITABLE, MANIFEST
 from converters.replace_file import replacing
@@ -183,8 +184,12 @@ def changed_since(folder: Path, problems: Sequence[str], *, lost: str = "") -> C
 
 def in_threads(works: Sequence[Callable[[], T]]) -> list[T]:
     """Run `works` in a few threads and return their results."""
-    with ThreadPoolExecutor(_NUM_READERS) as pool:
-        return [*pool.map(lambda work: work(), works)]
+    results = []
+    with deferred_signals() as deliver_signals, ThreadPoolExecutor(_NUM_READERS) as pool:
+        for result in pool.map(lambda work: work(), works):
+            deliver_signals()
+            results.append(result)
+    return results
 
 
 def check_files(

@@ -8,7 +8,6 @@ or removes it.
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from uuid import uuid4
 from xxhash import xxh3_64_hexdigest
 
 from converters.commit import check_destination, commit, new_staging
+from converters.deferred_signals import deferred_signals
 from converters.engine.journal import Journal
 from converters.errors import CheckpointError
 from converters.names import JOURNAL, TEMPORARY_PREFIX
@@ -44,7 +44,7 @@ def staged_output(dst: Path, *, fingerprint: str | None, resume: bool, overwrite
     check_destination(dst, overwrite=overwrite)
     made = None
     try:
-        with _signals_held():  # one within the claim would leave a folder without an owner
+        with deferred_signals():  # one within the claim would leave a folder without an owner
             made = _claim(dst, fingerprint=fingerprint, resume=resume)
         yield made
         commit(made.folder, dst, overwrite=overwrite)
@@ -62,16 +62,6 @@ def staged_output(dst: Path, *, fingerprint: str | None, resume: bool, overwrite
     finally:
         if made is not None:
             made.journal.close()
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM to this thread until the block has ended."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def can_resume(error: BaseException) -> bool:

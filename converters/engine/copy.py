@@ -19,6 +19,7 @@ from converters.catalog import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
 from converters.cover import BoxIndex
 from converters.crc import join_crc32
+from converters.deferred_signals import deferred_signals
 from converters.dtypes import itemsize
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest
@@ -169,8 +170,10 @@ def copy_tensors(
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order in any case: first the threads stop writing, then the files are closed.
-    with closing(files), closing(_in_parallel(run, _units(source, target), workers)) as units:
+    units = _in_parallel(run, _units(source, target), workers)
+    with deferred_signals() as deliver_signals, closing(files), closing(units):
         for unit in units:
+            deliver_signals()
             for piece in unit.pieces:  # units are in order, and so are the pieces of each slot
                 assert piece.offset == filled[piece.slot], f"{unit.fqn}: a gap in a slot"
                 result.crc32[piece.slot] = join_crc32(result.crc32[piece.slot], piece.crc32, piece.length)

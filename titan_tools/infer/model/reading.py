@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from converters.catalog import Box, TensorSource
+from converters.deferred_signals import deferred_signals
 from converters.dtypes import itemsize
 from converters.layout import row_blocks
 from converters.sizes import MIB
@@ -76,23 +77,25 @@ def read_in_order(
     pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device, most=max(map(num_bytes, wanted)))
     pending: deque[_Pending] = deque()
     following = deque(wanted)
-    try:
-        while True:
-            while following and may_begin(following[0]):
-                pending.append(begin(following.popleft()))
-            if not pending:
-                return
-            first = pending.popleft()
-            for done in first.reads:
-                done.result()  # raises a reader's error
-            yield first.joined, first.weight
-            memory = first.memory
-            del first  # no reference may keep what the caller has freed
-            if memory is not None:
-                scratch.give_back(memory)
-            memory = None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with deferred_signals() as deliver_signals:
+        try:
+            while True:
+                deliver_signals()
+                while following and may_begin(following[0]):
+                    pending.append(begin(following.popleft()))
+                if not pending:
+                    return
+                first = pending.popleft()
+                for done in first.reads:
+                    done.result()  # raises a reader's error
+                yield first.joined, first.weight
+                memory = first.memory
+                del first  # no reference may keep what the caller has freed
+                if memory is not None:
+                    scratch.give_back(memory)
+                memory = None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:

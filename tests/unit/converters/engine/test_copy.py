@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 import tracemalloc
+from concurrent.futures import Future
 
 import ml_dtypes
 import numpy as np
@@ -198,6 +199,33 @@ def test_no_thread_writes_on_after_an_interrupt(tmp_path):
         copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=4, on_bytes=interrupt)
     assert {*threading.enumerate()} <= threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_an_interrupt_while_a_lock_of_the_pool_is_held_is_delivered_later(tmp_path, monkeypatch):
+    """Python runs signal handlers also within Condition.__enter__, after it has the lock and before `with` has it."""
+    locked, result = threading.Event(), Future.result
+
+    class Late(Arrays):
+        def read(self, fqn, box):
+            locked.wait(60)
+            return super().read(fqn, box)
+
+    def interrupted(future):
+        future._condition.acquire()
+        locked.set()
+        signal.raise_signal(signal.SIGINT)
+        future._condition.release()
+        return result(future)
+
+    source = Late(**{f"t{n}": np.zeros((64, 64), "float32") for n in range(20)})
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(Future, "result", interrupted)
+            copy_tensors(source, plan_safetensors(source.tensors), tmp_path, workers=2)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_a_thread_that_an_interrupt_leaves_behind_creates_no_file(tmp_path, monkeypatch):
