@@ -155,8 +155,11 @@ def main() -> None:
     except OSError:  # already reported by `run`, or the reader is gone; Python would print it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     gc.freeze()  # else the interpreter's exit searches torch's objects for cycles, which takes a second
-    if sys.argv[1:2] == ["estimate-memory"] and threading.active_count() == 1:
-        atexit._run_exitfuncs()  # then skip the interpreter's exit: torch unregisters its operators one by one
+    # Torch unregisters its operators one by one when the interpreter exits, and a thread of gloo that frees a tensor
+    # then aborts the rank (it waits for Python's lock, which is gone).
+    is_rank = "RANK" in os.environ
+    if is_rank or (sys.argv[1:2] == ["estimate-memory"] and threading.active_count() == 1):
+        atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
