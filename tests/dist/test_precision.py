@@ -121,4 +121,4 @@ def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_pat
     runs.begin_from(tmp_path / "other", tmp_path / "whole", 2)
     (told, same) = pools[2].run(runs.run, runs.make_config(data, tmp_path / "other", training=keys["training"]))
     assert told == same and "dtype bfloat16 in the checkpoint, float32 in the model" in told
-    assert "moments are not cast: optimizer.state_dtype says theirs" in told
+    assert "moments are not cast: set optimizer.state_dtype" in told
