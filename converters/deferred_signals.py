@@ -26,7 +26,7 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
 
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (int(signal.SIGINT), int(signal.SIGTERM)):
                 if callable(handler := signal.getsignal(number)):
                     handlers[number] = handler
                     signal.signal(number, lambda number, frame: noted.append(number))

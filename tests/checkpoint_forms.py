@@ -101,8 +101,8 @@ def _pytorch_model(hf: Path, place: Path, *, num_files: int = 1) -> Path:
         part = dict(list(weights.items())[number::num_files])
         torch.save(part, out / name)
         index |= dict.fromkeys(part, name)
-    told = {"metadata": {}, "weight_map": index}
-    (out / "pytorch_model.bin.index.json").write_text(json.dumps(told))
+    output = {"metadata": {}, "weight_map": index}
+    (out / "pytorch_model.bin.index.json").write_text(json.dumps(output))
     return out
 
 

@@ -38,7 +38,7 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-TOLD, COUNTED = "told", "counted"
+TOLD, COUNTED = "message", "counted"
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def count(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The lines that tests told, and how many cases of each group came to which outcome."""
+    """The lines that tests print, and how many cases of each group came to which outcome."""
     reports = [r for each in terminalreporter.stats.values() for r in each if getattr(r, "when", None) == "call"]
     lines = [line for report in reports for name, line in report.user_properties if name == TOLD]
     counts = Counter(tuple(case) for report in reports for name, case in report.user_properties if name == COUNTED)
     lines += [f"{group}: {number:,} {outcome}" for (group, outcome), number in sorted(counts.items())]
     if lines:
-        terminalreporter.section("told by tests")
+        terminalreporter.section("reported by tests")
         for line in lines:
             terminalreporter.line(line)
 

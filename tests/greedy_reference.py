@@ -38,7 +38,7 @@ def greedy(model, prompts: Sequence[Sequence[int]], num_new: int, *, batch: int 
     said = []
     for start in range(0, len(prompts), batch):
         padded, mask = _padded_left(prompts[start : start + batch])
-        told = model.generate(
+        output = model.generate(
             padded,
             attention_mask=mask,
             do_sample=False,
@@ -49,8 +49,8 @@ def greedy(model, prompts: Sequence[Sequence[int]], num_new: int, *, batch: int 
             output_logits=True,
             return_dict_in_generate=True,
         )
-        best = torch.stack(told.logits, 1).topk(2)  # [B, new tokens, 2]
-        tokens = told.sequences[:, padded.shape[1] :]
+        best = torch.stack(output.logits, 1).topk(2)  # [B, new tokens, 2]
+        tokens = output.sequences[:, padded.shape[1] :]
         seconds = torch.where(best.indices[..., 0] == tokens, best.indices[..., 1], best.indices[..., 0])
         gaps = best.values[..., 0] - best.values[..., 1]
         said += [Greedy(*each) for each in zip(tokens.tolist(), seconds.tolist(), gaps.tolist(), strict=True)]

@@ -88,9 +88,9 @@ def write_tokenizer(folder: Path, **config) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     declared = {"128000": {"content": BEGIN} | flags, "128001": {"content": END} | flags}
-    told = {"added_tokens_decoder": declared, "bos_token": BEGIN, "eos_token": END, "pad_token": "<|pad|>"}
-    told |= {"model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast"} | config
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    output = {"added_tokens_decoder": declared, "bos_token": BEGIN, "eos_token": END, "pad_token": "<|pad|>"}
+    output |= {"model_max_length": 131072, "tokenizer_class": "PreTrainedTokenizerFast"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(output))
     return folder
 
 

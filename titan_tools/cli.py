@@ -111,7 +111,7 @@ def _options_of_titan(
     if module:
         from trainer.config.custom_import import import_custom
 
-        os.environ[_IMPORT] = import_custom(module, told="--import {name}")  # for ranks that this process starts
+        os.environ[_IMPORT] = import_custom(module, setting="--import {name}")  # for ranks that this process starts
 
 
 # In the order of `titan --help`. Short enough that the page does not truncate them.

@@ -94,13 +94,13 @@ def main() -> None:
     what, folder, dtype, prompt, num_new, batch_size = sys.argv[1:]
     model, text = (Path(folder), getattr(torch, dtype)), Path(prompt).read_text()
     if what == "bare":
-        told = bare(*model, int(num_new))
+        output = bare(*model, int(num_new))
     elif prompt.endswith(".jsonl"):
         prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
-        told = transformers_batch(*model, prompts, int(num_new), int(batch_size))
+        output = transformers_batch(*model, prompts, int(num_new), int(batch_size))
     else:
-        told = transformers(*model, text, int(num_new))
-    print(json.dumps(told))
+        output = transformers(*model, text, int(num_new))
+    print(json.dumps(output))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,9 @@ class Pool:
                         self._fail(f"rank {rank} died")
                     if failed:
                         self._fail(f"rank {rank}:\n{results[rank]}")
-        for told in results.values():
-            if isinstance(told, str) and _REFUSAL.search(told):  # a case that returns the error of its run
-                raise SplitBackwardRefused(told)
+        for output in results.values():
+            if isinstance(output, str) and _REFUSAL.search(output):  # a case that returns the error of its run
+                raise SplitBackwardRefused(output)
         return [results[rank] for rank in range(self.size)]
 
     def stop(self) -> None:

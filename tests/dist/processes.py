@@ -27,7 +27,7 @@ class Ended:
 
     exit_code: int
     secs: float
-    told: dict
+    output: dict
 
 
 class Running:
@@ -55,8 +55,8 @@ class Running:
                 rank = waiting.pop(sentinel)
                 self.processes[rank].join()
                 file = self._errors[rank]
-                told = json.loads(file.read_text())["titan"] if file.exists() else {}
-                ended[rank] = Ended(self.processes[rank].exitcode, time.monotonic(), told)
+                output = json.loads(file.read_text())["titan"] if file.exists() else {}
+                ended[rank] = Ended(self.processes[rank].exitcode, time.monotonic(), output)
         return ended
 
 

@@ -115,7 +115,7 @@ def differences(a: Path, b: Path, *, without_rng: bool = False) -> list[str]:
     report = diff(a, b)
     found = [f"{difference.name}: {difference.detail}" for difference in report.differences]
     found += [f"{section}: {where}" for section, where in report.not_compared.items()]
-    return [told for told in found if not (without_rng and told.startswith("rng"))]
+    return [output for output in found if not (without_rng and output.startswith("rng"))]
 
 
 def _ranks() -> Ranks:

@@ -57,7 +57,7 @@ def test_a_failure_of_one_rank_ends_the_run_on_all_at_the_next_step(pools, data,
     assert max(runs.read_losses(tmp_path)) < 100_000 and "saved" not in heard[0][1]
 
 
-def test_a_writing_process_that_is_killed_is_told_on_all_ranks(pools, data, tmp_path):
+def test_a_writing_process_that_is_killed_is_reported_on_all_ranks(pools, data, tmp_path):
     config = _config(data, tmp_path, "async_with_pinned_mem", steps=200)
     heard = pools[2].run(runs.run_beside, config, "killed")
     assert "the process that writes checkpoints ended (-9) while it wrote step 2" in heard[1][0]
@@ -66,20 +66,20 @@ def test_a_writing_process_that_is_killed_is_told_on_all_ranks(pools, data, tmp_
 
 
 def test_a_request_to_stop_waits_for_the_save(pools, data, tmp_path):
-    told = pools[2].run(runs.run_until_asked_to_stop, _config(data, tmp_path, "async"))
-    assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in told)
+    output = pools[2].run(runs.run_until_asked_to_stop, _config(data, tmp_path, "async"))
+    assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in output)
     assert check_files(tmp_path / "checkpoint" / "step-1") == []
 
 
 def test_a_nan_waits_for_the_save_before_and_names_it(pools, data, tmp_path):
-    told = pools[2].run(runs.run_into_a_nan, _config(data, tmp_path, "async"))
-    assert all(t.startswith("NumericalFault: step 3") and "checkpoint is step 2" in t for t in told)
+    output = pools[2].run(runs.run_into_a_nan, _config(data, tmp_path, "async"))
+    assert all(t.startswith("NumericalFault: step 3") and "checkpoint is step 2" in t for t in output)
     assert check_files(tmp_path / "checkpoint" / "step-2") == []
 
 
-def test_a_nan_is_told_also_where_the_save_before_came_to_nothing(pools, data, tmp_path):
-    told = pools[2].run(runs.run_into_a_nan_beside, _config(data, tmp_path, "async"))
-    assert all(t.startswith("NumericalFault: step 3") and "there is no earlier checkpoint" in t for t in told)
+def test_a_nan_is_reported_also_where_the_save_before_came_to_nothing(pools, data, tmp_path):
+    output = pools[2].run(runs.run_into_a_nan_beside, _config(data, tmp_path, "async"))
+    assert all(t.startswith("NumericalFault: step 3") and "there is no earlier checkpoint" in t for t in output)
     assert not list((tmp_path / "checkpoint").glob("step-*"))
 
 

@@ -76,7 +76,7 @@ def test_loaded_and_saved_is_the_same_cut_for_the_mesh(pools, data, sources, tmp
         data, tmp_path, flavor=case.flavor, parallelism=case.parallelism, training={"global_batch_size": -1}
     )
     progress = pools[case.mesh.world_size].run(runs.copy_step, config, source, copy)
-    assert all(told.step == 2 for told in progress)
+    assert all(output.step == 2 for output in progress)
     assert runs.differences(copy, source, without_rng=True) == []
     assert check_files(copy) == []
 

@@ -61,8 +61,8 @@ def on_a_fresh_compiler(case, layout: Layout, flavor: str, *args) -> tuple[objec
     torch._dynamo.reset()
     counters.clear()
     try:
-        told = case(layout, flavor, *args)
-        return told, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        text = case(layout, flavor, *args)
+        return text, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     finally:
         torch._dynamo.reset()
 
@@ -70,13 +70,13 @@ def on_a_fresh_compiler(case, layout: Layout, flavor: str, *args) -> tuple[objec
 @pytest.fixture(scope="module")
 def on_one_rank(pools):
     """(case, flavor, …) → what an eager rank tells; computed once."""
-    told = {}
+    text = {}
 
     def run(case, flavor: str, *args):
         key = (case, flavor, *args)
-        if key not in told:
-            told[key] = pools[1].run(case, ONE_RANK, flavor, *args)[0]
-        return told[key]
+        if key not in text:
+            text[key] = pools[1].run(case, ONE_RANK, flavor, *args)[0]
+        return text[key]
 
     return run
 
@@ -88,9 +88,9 @@ def on_one_rank(pools):
 )
 def test_losses_equal_one_eager_rank(pools, on_one_rank, layout, flavor):
     one = on_one_rank(train, flavor, STEPS)
-    for told, num_graphs, num_breaks in pools[layout.world_size].run(on_a_fresh_compiler, train, layout, flavor, STEPS):
-        assert told["losses"] == pytest.approx(one["losses"], abs=5e-6, rel=0)
-        assert told["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    for text, num_graphs, num_breaks in pools[layout.world_size].run(on_a_fresh_compiler, train, layout, flavor, STEPS):
+        assert text["losses"] == pytest.approx(one["losses"], abs=5e-6, rel=0)
+        assert text["norms"] == pytest.approx(one["norms"], rel=1e-4)
         assert num_breaks == 0
         if layout.sections["compile"].get("components") == ("model",):
             assert num_graphs == 1  # of all layers and steps

@@ -47,8 +47,8 @@ def offloaded_units(layout: Layout) -> list[tuple[bool, bool]]:
 
 
 def test_every_parameter_is_offloaded_and_none_pinned_where_there_is_no_gpu(pools):
-    told = pools[2].run(offloaded_units, Layout("fsdp 2", 2, {}, OFFLOAD))
-    assert all(units and set(units) == {(True, False)} for units in told)
+    output = pools[2].run(offloaded_units, Layout("fsdp 2", 2, {}, OFFLOAD))
+    assert all(units and set(units) == {(True, False)} for units in output)
     assert {offloaded for offloaded, _ in pools[2].run(offloaded_units, Layout("fsdp 2", 2))[0]} == {False}
 
 

@@ -74,31 +74,31 @@ def test_text_changed_between_two_runs_is_refused_and_may_be_begun_anew(pools, d
     kind = {"dataset": "jsonl", "dataset_path": str(text)}
     assert pools[1].run(runs.run, config_of(data, tmp_path / "dump", kind, steps=2)) == [""]
     write_lines(text, seed=2)
-    (told,) = pools[1].run(runs.run, config_of(data, tmp_path / "dump", kind))
-    assert told.startswith("DataError: the data is not that of the checkpoint")
+    (output,) = pools[1].run(runs.run, config_of(data, tmp_path / "dump", kind))
+    assert output.startswith("DataError: the data is not that of the checkpoint")
     anew = config_of(data, tmp_path / "dump", kind, checkpoint={"exclude_from_loading": ("dataloader",)})
     assert pools[1].run(runs.run, anew) == [""]
 
 
 def test_a_checkpoint_of_another_kind_of_data_does_not_fit(pools, data, kinds, tmp_path):
     assert pools[1].run(runs.run, config_of(data, tmp_path, kinds["mix"], steps=2)) == [""]
-    (told,) = pools[1].run(runs.run, config_of(data, tmp_path, kinds["c4"]))
-    assert "dataloader.positions: missing" in told and "exclude_from_loading" in told
+    (output,) = pools[1].run(runs.run, config_of(data, tmp_path, kinds["c4"]))
+    assert "dataloader.positions: missing" in output and "exclude_from_loading" in output
 
 
 def test_uneven_streams_end_on_all_ranks_at_once(pools, data, tmp_path):
     """The second of two ranks owns the streams that no document is left for."""
     text = write_lines(tmp_path / "a.jsonl", seed=1, count=2)
     kind = {"dataset": "c4", "dataset_path": str(text), "dataset_streams": 4}
-    told = pools[2].run(runs.run, config_of(data, tmp_path / "dump", kind, ranks=2))
-    assert told[0] == told[1] and "stream 2 of 4 has no document" in told[0]
+    output = pools[2].run(runs.run, config_of(data, tmp_path / "dump", kind, ranks=2))
+    assert output[0] == output[1] and "stream 2 of 4 has no document" in output[0]
 
 
 def test_text_that_cannot_be_read_ends_all_ranks_at_once(pools, data, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{oops\n')
     kind = {"dataset": "c4_test", "dataset_path": str(tmp_path / "a.jsonl")}
-    told = pools[2].run(runs.run, config_of(data, tmp_path / "dump", kind, ranks=2))
-    assert told[0] == told[1] and "a.jsonl:2: not JSON" in told[0]
+    output = pools[2].run(runs.run, config_of(data, tmp_path / "dump", kind, ranks=2))
+    assert output[0] == output[1] and "a.jsonl:2: not JSON" in output[0]
 
 
 def test_validation_tells_each_source_and_their_mean_by_weight(pools, data, kinds, tmp_path):
@@ -107,22 +107,22 @@ def test_validation_tells_each_source_and_their_mean_by_weight(pools, data, kind
     alone = []
     for path, _ in mix:
         one = runs.make_config(data, tmp_path / "one", validation=validation | {"dataset_path": path})
-        (told, _), = pools[1].run(runs.validate, one)  # fmt: skip
-        alone.append(told["validation_loss"])
+        (output, _), = pools[1].run(runs.validate, one)  # fmt: skip
+        alone.append(output["validation_loss"])
     both = runs.make_config(data, tmp_path, validation=validation | {"dataset_path": None, "dataset_mix": mix})
-    (told, again), = pools[1].run(runs.validate, both)  # fmt: skip
-    assert told == again
-    assert [told[f"validation_loss/{path}"] for path, _ in mix] == alone
-    assert told["validation_loss"] == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], rel=1e-12)
+    (output, again), = pools[1].run(runs.validate, both)  # fmt: skip
+    assert output == again
+    assert [output[f"validation_loss/{path}"] for path, _ in mix] == alone
+    assert output["validation_loss"] == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], rel=1e-12)
     two = {"enable": True, "local_batch_size": 1, "steps": 2, "dataset_path": None, "dataset_mix": mix}
-    for told, _ in pools[2].run(runs.validate, runs.make_config(data, tmp_path, validation=two, **DP2)):
-        assert told["validation_loss"] == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], abs=5e-6)
+    for output, _ in pools[2].run(runs.validate, runs.make_config(data, tmp_path, validation=two, **DP2)):
+        assert output["validation_loss"] == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], abs=5e-6)
 
 
 @pytest.mark.slow
 def test_validation_of_c4s_own_files_is_that_of_the_same_text(pools, data, kinds, tmp_path):
     """An index under the dump folder, of all documents in the order of their files."""
-    told = {}
+    output = {}
     for dataset in ("c4_validation", "jsonl"):
         validation = {
             "enable": True,
@@ -133,5 +133,5 @@ def test_validation_of_c4s_own_files_is_that_of_the_same_text(pools, data, kinds
         config = runs.make_config(data, tmp_path / dataset, validation=validation, **DP2)
         first, second = pools[2].run(runs.validate, config)
         assert first == second and first[0] == first[1]
-        told[dataset] = first
-    assert told["c4_validation"] == told["jsonl"]
+        output[dataset] = first
+    assert output["c4_validation"] == output["jsonl"]

@@ -88,12 +88,12 @@ SLOW = [
     ids=lambda words: " ".join(w.split(".")[-1] for w in words if not w.endswith("=1")),
 )
 def test_collectives_are_those_of_real_ranks(pools, words):
-    told = pools[4].run(really, words)
+    output = pools[4].run(really, words)
     config, args = config_of(words)
     for rank in (0, 3) if config.parallelism.pipeline_parallel_degree > 1 else (3,):
         found = dry_run(resolve_job(config, 4), rank=rank)
-        assert plain(found.collectives) == told[rank], rank
-        assert sum(calls for calls, _ in told[rank].values()) > 3
+        assert plain(found.collectives) == output[rank], rank
+        assert sum(calls for calls, _ in output[rank].values()) > 3
 
 
 @pytest.mark.parametrize(

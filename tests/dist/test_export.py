@@ -103,8 +103,10 @@ def test_the_fields_of_the_initial_config_are_in_checkpoints_and_exports(pools, 
     for steps in (1, 2):
         heard = pools[2].run(runs.run_and_hear, _config(data, dump, steps=steps, **settings))
         assert [error for error, _ in heard] == ["", ""]
-        told = f"not copied from {start} into this run's checkpoints: LICENSE, generation_config.json (" in heard[0][1]
-        assert told == ("bos_token_id = 5 (the run: " in heard[0][1]) == (steps == 1), heard[0][1]
+        output = (
+            f"not copied from {start} into this run's checkpoints: LICENSE, generation_config.json (" in heard[0][1]
+        )
+        assert output == ("bos_token_id = 5 (the run: " in heard[0][1]) == (steps == 1), heard[0][1]
         del fields["bos_token_id"]  # of the run's own tokenizer
         info = read_model_info(dump / "checkpoint" / f"step-{steps}")
         assert fields.items() <= info.untranslated.items() and "bos_token_id" not in info.untranslated
@@ -127,33 +129,33 @@ def test_an_export_is_replaced_only_where_it_is_ours_and_the_run_went_on(pools, 
     assert read_manifest(dump / "export-hf") == before
 
     (dump / "export-hf" / "notes.txt").write_text("mine")
-    told = pools[2].run(runs.run, _config(data, dump, steps=3))
-    assert all("export-hf would be replaced" in t and "notes.txt: not written by titan" in t for t in told)
-    assert max(runs.read_losses(dump)) == 2  # told before the first step
+    output = pools[2].run(runs.run, _config(data, dump, steps=3))
+    assert all("export-hf would be replaced" in t and "notes.txt: not written by titan" in t for t in output)
+    assert max(runs.read_losses(dump)) == 2  # reported before the first step
 
     (dump / "export-hf" / "notes.txt").unlink()
     recipe = dump / "export-torchtune" / "torchtune.yaml"
     recipe.write_text(recipe.read_text() + "\n# mine")
-    told = pools[2].run(runs.run, _config(data, dump, steps=3))
-    assert all("torchtune.yaml: edited" in t for t in told)
+    output = pools[2].run(runs.run, _config(data, dump, steps=3))
+    assert all("torchtune.yaml: edited" in t for t in output)
 
     assert pools[2].run(runs.run, _config(data, dump, steps=3, last_save_in_torchtune=False)) == ["", ""]
     assert read_manifest(dump / "export-hf") != before
     assert sorted(p.name for p in dump.iterdir() if p.name.startswith(".")) == []
 
 
-def test_a_disk_without_room_for_the_export_is_told_before_the_first_step(pools, data, tmp_path):
+def test_a_disk_without_room_for_the_export_is_reported_before_the_first_step(pools, data, tmp_path):
     config = _config(data, tmp_path)
     bytes_of_step = 3 * 4 * 1_311_872
-    told = pools[2].run(runs.run_on_a_full_disk, config, bytes_of_step + (1 << 20))
-    assert all("export-hf: needs" in t for t in told), told
+    output = pools[2].run(runs.run_on_a_full_disk, config, bytes_of_step + (1 << 20))
+    assert all("export-hf: needs" in t for t in output), output
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_model_that_torchtune_cannot_build_is_told_before_the_first_step(pools, data, tmp_path):
+def test_a_model_that_torchtune_cannot_build_is_reported_before_the_first_step(pools, data, tmp_path):
     (tmp_path / "empty").mkdir()
     config = _config(data, tmp_path / "dump", last_save_in_hf=False)
     config = runs.replace(config, model=runs.replace(config.model, name="qwen3"))
-    told = pools[2].run(runs.run, config)
-    assert all(t.startswith("UnsupportedError") and "torchtune" in t for t in told), told
+    output = pools[2].run(runs.run, config)
+    assert all(t.startswith("UnsupportedError") and "torchtune" in t for t in output), output
     assert not (tmp_path / "dump" / "metrics.jsonl").exists()

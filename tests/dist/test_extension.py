@@ -124,8 +124,8 @@ def test_every_layout_has_the_losses_of_one_rank(pools, folder, tmp_path):
             training={"dataset": "counting", "dataset_path": "20000", "loss": "z_loss", "global_batch_size": 8},
             parallelism=parallelism,
         )
-        told = pools[4 if parallelism else 1].run(train_in_a_layout, folder, config)
-        assert set(told) == {""}, told
+        output = pools[4 if parallelism else 1].run(train_in_a_layout, folder, config)
+        assert set(output) == {""}, output
         losses[name] = runs.read_losses(dump)
     for seen in losses.values():
         assert seen.keys() == {1, 2, 3, 4}
@@ -159,7 +159,7 @@ def test_the_family_is_the_one_of_transformers(pools, folder, tmp_path, tied):
         assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
 
 
-def test_without_the_import_it_is_told_what_is_missing(folder, titan, tmp_path, monkeypatch):
+def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_path, monkeypatch):
     monkeypatch.delenv("TITAN_IMPORT", raising=False)
     source = tmp_path / "source"
     source.mkdir()

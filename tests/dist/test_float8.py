@@ -56,11 +56,11 @@ SLOW = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
 def test_losses_are_near_those_in_high_precision(pools, references, name):
     exact, bf16 = references
-    told = pools[LAYOUTS[name].world_size].run(train, LAYOUTS[name], "debug_gqa", STEPS)
-    assert all(rank == told[0] for rank in told)
-    assert told[0]["losses"] == pytest.approx(exact["losses"], abs=0.02, rel=0)
-    assert told[0]["norms"] == pytest.approx(exact["norms"], rel=0.05)
-    assert told[0] != bf16
+    output = pools[LAYOUTS[name].world_size].run(train, LAYOUTS[name], "debug_gqa", STEPS)
+    assert all(rank == output[0] for rank in output)
+    assert output[0]["losses"] == pytest.approx(exact["losses"], abs=0.02, rel=0)
+    assert output[0]["norms"] == pytest.approx(exact["norms"], rel=0.05)
+    assert output[0] != bf16
 
 
 def bytes_of_a_pass(layout: Layout) -> tuple[dict[str, int], int]:
@@ -158,8 +158,8 @@ def test_a_checkpoint_holds_plain_weights_and_goes_on_with_or_without_float8(poo
     assert not runs.differences(dump / last, tmp_path / "again" / last)
     runs.begin_from(tmp_path / "without", dump, 2)
     assert pools[2].run(runs.run, run_config(data, tmp_path / "without")) == ["", ""]
-    expected, told = runs.read_losses(dump), runs.read_losses(tmp_path / "without")
-    assert [told[step] for step in (3, 4)] == pytest.approx([expected[step] for step in (3, 4)], abs=0.02, rel=0)
+    expected, output = runs.read_losses(dump), runs.read_losses(tmp_path / "without")
+    assert [output[step] for step in (3, 4)] == pytest.approx([expected[step] for step in (3, 4)], abs=0.02, rel=0)
 
 
 def test_weights_of_any_wrapping_are_saved_as_safetensors(pools):

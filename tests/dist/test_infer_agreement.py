@@ -74,8 +74,8 @@ def infer(asked, place, num=2, part_bytes=manifest._PART_BYTES, machines=((0, 1)
     return out.getvalue(), err.getvalue(), wrong, read
 
 
-def results(told):
-    return json.loads(told[0])["results"]
+def results(output):
+    return json.loads(output[0])["results"]
 
 
 def test_the_first_chooses_the_step_and_the_time_and_tells_once(pools, dcp_folder, tmp_path):
@@ -90,10 +90,11 @@ def test_the_first_chooses_the_step_and_the_time_and_tells_once(pools, dcp_folde
     first, second = pools[2].run(infer, asked, tmp_path)
     assert results(first) == results(infer(asked | {"checkpoint": Path("run/step-10")}, tmp_path, 1))
     assert second[:3] == ("", "", "")
-    told = first[1].splitlines()
-    assert told[0] == "reading run/step-20" and told[-1] == "reading run/step-10"
+    output = first[1].splitlines()
+    assert output[0] == "reading run/step-20" and output[-1] == "reading run/step-10"
     assert (
-        sum(line.startswith("WARNING: skipping a damaged step: run/step-20: changed or damaged") for line in told) == 1
+        sum(line.startswith("WARNING: skipping a damaged step: run/step-20: changed or damaged") for line in output)
+        == 1
     )
 
 
@@ -104,11 +105,11 @@ def test_ranks_share_the_reading_for_damage_and_tell_it_alike(pools, dcp_folder,
         name = flip(copy, at)
     size = (copy / name).stat().st_size
     asked = {"text": "def main("}
-    told = pools[2].run(infer, asked, tmp_path, 2, size // 4 + 1)
-    for out, err, wrong, _ in told:
+    output = pools[2].run(infer, asked, tmp_path, 2, size // 4 + 1)
+    for out, err, wrong, _ in output:
         assert (out, err) == ("", "") and wrong.startswith("model: changed or damaged since titan wrote it:")
         assert wrong.endswith(f"\n  {name}: its bytes have changed (CRC32)")
-    parts = [{start for file, start in read if file == name} for *_, read in told]
+    parts = [{start for file, start in read if file == name} for *_, read in output]
     assert len(parts[0]) == len(parts[1]) == 2 and len(parts[0] | parts[1]) == 4
 
 
@@ -181,9 +182,9 @@ def test_ranks_that_read_something_else_are_refused(pools, tmp_path, what, chang
     write_lines(tmp_path / "0" / "in.jsonl", [{"id": 0, "prompt": "def"}, {"id": 1, "prompt": "main("}])
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     change(tmp_path / "1")
-    told = pools[2].run(infer, {"batch": Path("in.jsonl"), "chat": True}, tmp_path)
+    output = pools[2].run(infer, {"batch": Path("in.jsonl"), "chat": True}, tmp_path)
     place = "in.jsonl" if what == "batch" else "model"
-    for out, err, wrong, _ in told:
+    for out, err, wrong, _ in output:
         assert (out, err) == ("", "")
         said = rf"ranks do not read the same {what}:\n  rank 0: {tmp_path}/0/{place} on (\S+)\n"
         assert re.fullmatch(rf"{said}  rank 1: {tmp_path}/1/{place} on \1 \(different\)", wrong), wrong
@@ -198,11 +199,11 @@ def test_every_rank_is_named_where_they_read_different_things():
     assert raised.value.message.splitlines()[1:] == [f"  {place}" for place in places]
 
 
-def test_what_only_one_rank_lacks_is_told_by_all(pools, tmp_path):
+def test_what_only_one_rank_lacks_is_reported_by_all(pools, tmp_path):
     write_llama(tmp_path / "0" / "model")
     (tmp_path / "1").mkdir()
-    told = pools[2].run(infer, {"text": "a"}, tmp_path)
-    assert told[0][2] == told[1][2] and told[0][2].startswith("model: no such ")
+    output = pools[2].run(infer, {"text": "a"}, tmp_path)
+    assert output[0][2] == output[1][2] and output[0][2].startswith("model: no such ")
 
 
 def test_ranks_read_no_weights_where_nothing_is_left_to_do(pools, tmp_path):

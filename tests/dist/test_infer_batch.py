@@ -77,7 +77,7 @@ def test_ranks_go_on_where_the_file_ends(pools, folder):
     continue_batch(folder, 1)
     whole, out = (folder / "out1.jsonl").read_bytes(), folder / "out2.jsonl"
     lines = whole.splitlines(keepends=True)
-    for left, told in (
+    for left, output in (
         (b"", "skipped"),
         (lines[4] + lines[1] + lines[2][:30], "2 of 6 prompts are in"),
         (whole, "nothing to do"),
@@ -85,7 +85,7 @@ def test_ranks_go_on_where_the_file_ends(pools, folder):
         leave(folder, left)
         talk = "".join(pools[2].run(continue_batch, folder, 2))
         assert out.read_bytes() == whole
-        assert talk.count(told) == bool(left)  # told once, not by each rank
+        assert talk.count(output) == bool(left)  # reported once, not by each rank
 
 
 def test_ranks_go_on_with_scores(pools, folder):
@@ -94,16 +94,18 @@ def test_ranks_go_on_with_scores(pools, folder):
     lines, out = (folder / "out1.jsonl").read_bytes().splitlines(keepends=True), folder / "out2.jsonl"
     for left in (lines[4] + lines[1], b"".join(lines)):
         leave(folder, left)
-        told, nothing = pools[2].run(continue_batch, folder, 2, True)
+        output, nothing = pools[2].run(continue_batch, folder, 2, True)
         found, expected = ([json.loads(line) for line in some] for some in (out.read_bytes().splitlines(), lines))
-        assert [told["id"] for told in found] == [told["id"] for told in expected]
-        assert [told["logprob"] for told in found] == pytest.approx([told["logprob"] for told in expected], abs=1e-3)
-        summed_up = next(row for row in map(str.split, told.splitlines()) if row[:1] == table[:1])
+        assert [output["id"] for output in found] == [output["id"] for output in expected]
+        assert [output["logprob"] for output in found] == pytest.approx(
+            [output["logprob"] for output in expected], abs=1e-3
+        )
+        summed_up = next(row for row in map(str.split, output.splitlines()) if row[:1] == table[:1])
         assert [float(cell) for cell in summed_up] == pytest.approx([float(cell) for cell in table], rel=1e-4)
         assert nothing == ""
 
 
-def test_what_keeps_the_first_rank_from_its_file_is_told_by_all(pools, folder):
+def test_what_keeps_the_first_rank_from_its_file_is_reported_by_all(pools, folder):
     for score in (False, True):
         first, other = pools[2].run(continue_batch, folder, 2, score, True)
         assert first == other == f"error: another titan infer is writing {folder / 'out2.jsonl'} now"

@@ -62,8 +62,8 @@ def test_scores_of_two_ranks_are_those_of_one(titan_and_ranks, started, hf, tmp_
     alone, two = json.loads(titan_and_ranks(*arguments)[1]), json.loads(ranks.output[0].read_text())
     for one, other in zip(alone["results"], two["results"], strict=True):
         assert other["tokens"] == one["tokens"] and other["logprob"] == pytest.approx(one["logprob"], abs=1e-4)
-        for told, told_by_two in zip(one["logprobs"], other["logprobs"], strict=True):
-            assert told_by_two["logprob"] == pytest.approx(told["logprob"], abs=1e-4)
+        for text, told_by_two in zip(one["logprobs"], other["logprobs"], strict=True):
+            assert told_by_two["logprob"] == pytest.approx(text["logprob"], abs=1e-4)
     assert math.exp(-two["stats"]["logprob"] / two["stats"]["num_tokens"]) == two["stats"]["perplexity"]
 
 

@@ -54,8 +54,8 @@ def test_a_rank_whose_peer_dies_ends_by_itself(started, tmp_path, dies):
     wait_for(lambda: out.exists() and out.read_bytes().count(b"\n") == 1)
     os.kill(ranks.processes[dies].pid, signal.SIGKILL)
     code = ranks.wait(other)  # collectives time out after an hour
-    told = ranks.output[other].read_text()
-    assert code == 3 and f"error: rank {other} has lost another rank" in told and "Traceback" not in told
+    text = ranks.output[other].read_text()
+    assert code == 3 and f"error: rank {other} has lost another rank" in text and "Traceback" not in text
     assert len(out.read_bytes().splitlines()) == 1  # what was finished stays
 
 
@@ -80,9 +80,9 @@ def test_a_rank_that_hangs_on_another_machine_is_given_up(started, tmp_path):
     wait_for(lambda: ranks.output[0].exists() and ranks.output[0].stat().st_size > 0)
     os.kill(ranks.processes[1].pid, signal.SIGSTOP)
     assert ranks.wait(0) == 3
-    told = ranks.output[0].read_text(errors="replace")
-    assert "error: rank 0 timed out while waiting for another rank\nhint: it hangs, was stopped, or its machine" in told
-    assert "Traceback" not in told
+    text = ranks.output[0].read_text(errors="replace")
+    assert "error: rank 0 timed out while waiting for another rank\nhint: it hangs, was stopped, or its machine" in text
+    assert "Traceback" not in text
 
 
 @slow

@@ -131,10 +131,10 @@ def in_fresh_processes(work, arguments):
         return [future.result(120) for future in futures]
 
 
-def is_bounded(told, slack, tell, what):
-    mib = {name: f"{value / MIB:.0f}" for name, value in told.items()}
+def is_bounded(output, slack, tell, what):
+    mib = {name: f"{value / MIB:.0f}" for name, value in output.items()}
     tell(f"memory, {what}: {mib['peak']} MiB at most, the shard is {mib['shard']}, the largest slice {mib['largest']}")
-    return told["shard"] < told["peak"] <= told["shard"] + told["largest"] + slack
+    return output["shard"] < output["peak"] <= output["shard"] + output["largest"] + slack
 
 
 QUICK = (("hf", "bfloat16", 2), ("many small", "bfloat16", 8))
@@ -151,8 +151,8 @@ CASES = [
 @pytest.mark.parametrize(("form", "dtype", "tp"), CASES)
 def test_a_rank_holds_its_shard_and_its_largest_slice(folders, form, dtype, tp, tell):
     rank = tp - 1
-    (told,) = in_fresh_processes(load_and_tell, [(folders / form, folders / "tiny", dtype, tp, rank)])
-    assert is_bounded(told, SLACK, tell, f"{form}, {dtype}, tp {tp}")
+    (output,) = in_fresh_processes(load_and_tell, [(folders / form, folders / "tiny", dtype, tp, rank)])
+    assert is_bounded(output, SLACK, tell, f"{form}, {dtype}, tp {tp}")
 
 
 @pytest.mark.parametrize(
@@ -168,5 +168,5 @@ def test_a_rank_of_the_command_holds_no_more(folders, form, tp, tell):
     ports = tuple(store.port for store in stores)
     peaks = in_fresh_processes(command_and_tell, [(folder, folders / "tiny", tp, rank, ports) for rank in range(tp)])
     for rank, peak in enumerate(peaks):
-        told = {"peak": peak, **bytes_of_slices(folder, "bfloat16", tp, rank)}
-        assert is_bounded(told, COMMAND_SLACK, tell, f"titan infer {form}, rank {rank} of {tp}")
+        output = {"peak": peak, **bytes_of_slices(folder, "bfloat16", tp, rank)}
+        assert is_bounded(output, COMMAND_SLACK, tell, f"titan infer {form}, rank {rank} of {tp}")

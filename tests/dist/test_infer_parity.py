@@ -76,14 +76,14 @@ def say(folder, tp, prompts, num_new, logits, by):
         assert tp == 1 or "SharedMemory" in repr(model.head.collectives)
     said, logits_PLV = listened(model, prompts, num_new)
     seeded = complete(model, prompts, rows=len(prompts), max_new_tokens=num_new, sampling=SEEDED)
-    told = {
+    output = {
         "greedy": said,
         "seeded": [c.tokens for c in seeded],
         "digest": sha256(logits_PLV.numpy().tobytes()).hexdigest(),
     }
     if rank == 0:
-        told["difference"] = (logits_PLV - torch.load(logits)).abs().amax(dim=(1, 2)).tolist()
-    return told
+        output["difference"] = (logits_PLV - torch.load(logits)).abs().amax(dim=(1, 2)).tolist()
+    return output
 
 
 class Known:
@@ -136,8 +136,8 @@ class Known:
                     rest = Prompt(str(number), "", [*prompt, *alone])
                     settings = GenerationSettings(len(said) - len(alone), SEEDED)
                     engine = Engine(model, rows=1, room=len(prompt) + len(said))
-                    (told,) = generation.generate(engine, [rest], settings, NO_TEXT)
-                    alone = [*alone, *told.tokens]
+                    (output,) = generation.generate(engine, [rest], settings, NO_TEXT)
+                    alone = [*alone, *output.tokens]
         num = sum(map(len, ours))
         tell(f"{what}, seeded: {num:,} tokens compared, {num_excused} excused")
         assert num_excused <= MOST_EXCUSED * num

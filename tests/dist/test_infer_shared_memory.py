@@ -29,7 +29,7 @@ def sums_and_gathers(tp):
     shared, messages = share_memory(rank=rank, tp=tp), ProcessGroupCollectives(tp)
     assert shared is not None
     waits = random.Random(rank)
-    told = []
+    output = []
     for number in range(120):
         dtype = (torch.float32, torch.bfloat16)[number % 2]
         shape = SHAPES[number % len(SHAPES)]
@@ -42,14 +42,14 @@ def sums_and_gathers(tp):
         assert first.dtype == dtype and first.shape == part.shape
         exact = torch.stack(parts).double().sum(0)
         torch.testing.assert_close(first.double(), exact, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0.004)
-        told.append(first.double().sum().item())
-    return told
+        output.append(first.double().sum().item())
+    return output
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_parts_come_together_as_by_messages_and_alike_on_all_ranks(pools, tp):
-    told = pools[tp].run(sums_and_gathers, tp)
-    assert all(rank == told[0] for rank in told)
+    output = pools[tp].run(sums_and_gathers, tp)
+    assert all(rank == output[0] for rank in output)
 
 
 def tokens_of(folder, tp):
@@ -128,7 +128,7 @@ class Naps:
         return self.now
 
 
-def test_naps_are_short_beside_the_wait_and_never_long(monkeypatch):
+def test_naps_are_short_compared_with_the_wait_and_never_long(monkeypatch):
     memory = mmap.mmap(-1, shared_memory._num_bytes(2))
     read, write = os.pipe()
     shared = shared_memory.SharedMemoryCollectives(memory, rank=0, ended={read: 1})
@@ -159,5 +159,5 @@ def ended(tp):
     os.waitpid(child, 0)
 
 
-def test_a_rank_that_ended_is_told(pools):
+def test_a_rank_that_ended_is_reported(pools):
     pools[2].run(ended, 2)

@@ -98,8 +98,8 @@ def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, forma
 @pytest.mark.parametrize("name", ["native DCP", "meta"])
 def test_what_is_not_hf_is_refused_where_hf_was_asked_for(pools, data, formats, tmp_path, name):
     checkpoint = {"initial_load_in_hf": True, "initial_load_path": str(formats[name])}
-    (told,) = pools[1].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint))
-    assert told.startswith("CheckpointError: checkpoint.initial_load_in_hf") and "names" in told
+    (output,) = pools[1].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint))
+    assert output.startswith("CheckpointError: checkpoint.initial_load_in_hf") and "names" in output
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +147,9 @@ def _resume(data, dump, path, *, exclude=("dataloader",)):
 
 
 def test_torchtitans_data_position_is_refused_with_the_way_out(pools, data, torchtitan, tmp_path):
-    for told in pools[2].run(runs.run, _resume(data, tmp_path, torchtitan["late"], exclude=())):
-        assert told.startswith("CheckpointError") and "a pickle for each of 2 data-parallel ranks" in told
-        assert "everything else can be resumed" in told
+    for output in pools[2].run(runs.run, _resume(data, tmp_path, torchtitan["late"], exclude=())):
+        assert output.startswith("CheckpointError") and "a pickle for each of 2 data-parallel ranks" in output
+        assert "everything else can be resumed" in output
 
 
 @pytest.mark.parametrize(("age", "ntokens"), [("late", 99), pytest.param("early", 0, marks=pytest.mark.slow)])
@@ -177,8 +177,8 @@ def test_the_rest_of_torchtitans_state_goes_on(pools, data, torchtitan, tmp_path
 
 
 def test_an_older_layout_is_sent_to_reshard(pools, data, formats, tmp_path):
-    (told,) = pools[1].run(runs.run, _resume_on_one(data, tmp_path, formats["torchtitan's older DCP"]))
-    assert "names for weights and optimizer; a run resumes from native names" in told
+    (output,) = pools[1].run(runs.run, _resume_on_one(data, tmp_path, formats["torchtitan's older DCP"]))
+    assert "names for weights and optimizer; a run resumes from native names" in output
 
 
 def _resume_on_one(data, dump, path):

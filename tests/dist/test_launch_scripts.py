@@ -152,8 +152,8 @@ def test_a_slurm_job_trains_with_a_rank_for_each_task(run, data, tmp_path):
 def test_a_slurm_job_that_saved_on_request_queues_again(run, tmp_path, code, requeued):
     done = run(SLURM, **slurm_of(tmp_path, STAND_IN_CODE=str(code), CONFIG_FILE="debug"))
     assert done.returncode == code
-    told = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else None
-    assert told == requeued
+    output = (tmp_path / "requeued").read_text() if (tmp_path / "requeued").exists() else None
+    assert output == requeued
 
 
 def test_a_slurm_job_without_a_config_says_so(run, tmp_path):

@@ -140,10 +140,10 @@ def test_ranks_and_passes_without_a_valid_token_weigh_nothing(pools):
     ((loss, norm, num_valid),) = pools[1].run(unevenly_valid_step, Layout("one"), samples)
     assert num_valid == samples.num_valid_tokens
     accumulated = Layout("accumulated", 2, training={"local_batch_size": 1})
-    for told in pools[2].run(unevenly_valid_step, accumulated, samples):
-        assert told[0] == pytest.approx(loss, abs=2e-6)
-        assert told[1] == pytest.approx(norm, rel=1e-5)
-        assert told[2] == num_valid
+    for output in pools[2].run(unevenly_valid_step, accumulated, samples):
+        assert output[0] == pytest.approx(loss, abs=2e-6)
+        assert output[1] == pytest.approx(norm, rel=1e-5)
+        assert output[2] == num_valid
 
 
 def test_a_step_without_any_valid_token_is_a_loss_of_zero(pools):

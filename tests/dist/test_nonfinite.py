@@ -51,17 +51,17 @@ def _records(dump):
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "told"),
+    ("kind", "layout", "message"),
     [
         ("nan", FSDP2, "loss is nan"),
         ("inf", PP2, "gradient norm is inf"),
         pytest.param("inf", FSDP2, "gradient norm is inf", marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_stop_before_the_update_with_the_last_good_step(pools, data, tmp_path, kind, layout, told):
+def test_all_ranks_stop_before_the_update_with_the_last_good_step(pools, data, tmp_path, kind, layout, message):
     config = runs.make_config(data, tmp_path, **layout)
     for error in pools[2].run(run_with_a_bad_step, config, kind):
-        assert error.startswith("NumericalFault: step 3: ") and told in error and "checkpoint is step 2" in error
+        assert error.startswith("NumericalFault: step 3: ") and message in error and "checkpoint is step 2" in error
     assert {p.name for p in (tmp_path / "checkpoint").iterdir()} == {RUN_LOCK, "step-2"}
     assert _records(tmp_path).keys() == {1, 2}
 
@@ -74,13 +74,13 @@ def test_a_skipped_step_leaves_weights_and_moments_bit_equal(pools, data, tmp_pa
     config = runs.make_config(data, tmp_path / "skipped", steps=5, **layout)
     assert pools[2].run(run_with_a_bad_step, config, kind) == ["", ""]
     steps = tmp_path / "skipped" / "checkpoint"
-    differing = {told.partition(":")[0] for told in runs.differences(steps / "step-3", steps / "step-2")}
+    differing = {message.partition(":")[0] for message in runs.differences(steps / "step-3", steps / "step-2")}
     assert {name for name in differing if not name.startswith("optimizer.param_groups.")} == {
         "dataloader.consumed_samples", "lr_scheduler.last_epoch", "train_state.step", "train_state.skipped_steps"
     }  # fmt: skip
     learning_rates = differing - {name for name in differing if not name.endswith(".lr")}
     assert differing == learning_rates | {name for name in differing if not name.startswith("optimizer.")}
-    assert any("exp_avg" in told for told in runs.differences(steps / "step-4", steps / "step-3"))
+    assert any("exp_avg" in message for message in runs.differences(steps / "step-4", steps / "step-3"))
 
     records = _records(tmp_path / "skipped")
     assert [records[n]["skipped_steps"] for n in range(1, 6)] == [0, 0, 1, 1, 1]

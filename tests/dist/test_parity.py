@@ -22,7 +22,7 @@ def names(case: tuple[Layout, str]) -> str:
 
 @pytest.fixture(scope="module")
 def one_rank(pools, tmp_path_factory):
-    """(flavor, steps) → what one rank told, and the file of its gradients and weights."""
+    """(flavor, steps) → the output of one rank, and the file of its gradients and weights."""
     folder, made = tmp_path_factory.mktemp("one-rank"), {}
 
     def run(flavor: str, steps: int) -> tuple[dict, Path]:
@@ -36,30 +36,30 @@ def one_rank(pools, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compared(pools, one_rank):
-    """(layout, flavor, steps) → what each rank told; trained once."""
-    told = {}
+    """(layout, flavor, steps) → the output of each rank; trained once."""
+    output = {}
 
     def run(layout: Layout, flavor: str, steps: int) -> list[dict]:
         key = layout.name, flavor, steps
-        if key not in told:
+        if key not in output:
             _, path = one_rank(flavor, steps)
-            told[key] = pools[layout.world_size].run(compare, layout, flavor, steps, path)
-        return told[key]
+            output[key] = pools[layout.world_size].run(compare, layout, flavor, steps, path)
+        return output[key]
 
     return run
 
 
 def assert_equal_to_one_rank(one: dict, ranks: list[dict], fqns: set[str]) -> None:
     first = ranks[0]
-    for told in ranks:
-        assert told["not as seeded"] == []
-        assert (told["losses"], told["norms"]) == (first["losses"], first["norms"])
+    for output in ranks:
+        assert output["not as seeded"] == []
+        assert (output["losses"], output["norms"]) == (first["losses"], first["norms"])
     assert first["validated"] == pytest.approx(one["validated"], abs=5e-6, rel=0)
     assert first["losses"] == pytest.approx(one["losses"], abs=5e-6, rel=0)
     assert first["norms"] == pytest.approx(one["norms"], rel=1e-4)
     for what, bound in (("gradients", 1e-5), ("weights", 1e-4)):
-        assert set().union(*(told[what] for told in ranks)) == fqns
-        too_far = {fqn: error for told in ranks for fqn, error in told[what].items() if not error <= bound}
+        assert set().union(*(output[what] for output in ranks)) == fqns
+        too_far = {fqn: error for output in ranks for fqn, error in output[what].items() if not error <= bound}
         assert too_far == {}, what
 
 
@@ -92,8 +92,8 @@ RERUN = [("fsdp 2 tp 2", TIED), ("ZBVZeroBubble", TIED)]
 def test_a_rerun_is_bit_equal(pools, compared, name, flavor):
     layout = BY_NAME[name]
     again = pools[layout.world_size].run(train, layout, flavor, FEW_STEPS)
-    for told, first in zip(again, compared(layout, flavor, FEW_STEPS), strict=True):
-        assert told == {what: first[what] for what in ("losses", "norms")}
+    for output, first in zip(again, compared(layout, flavor, FEW_STEPS), strict=True):
+        assert output == {what: first[what] for what in ("losses", "norms")}
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ SEEDED = {layout.name: layout for layout in (ONE_RANK, *MAIN, FSDP_TP_PP, BY_NAM
 def from_seed(pools, tmp_path_factory):
     """(layout, flavor) → losses of a run on a token index that begins from the one seed checkpoint of the flavor."""
     folder = tmp_path_factory.mktemp("from-seed")
-    data, told = runs.make_data(folder), {}
+    data, output = runs.make_data(folder), {}
 
     def config(name: str, flavor: str, **sections) -> Config:
         degrees = SEEDED[name].parallelism | {MICROBATCH: 1}
@@ -122,12 +122,12 @@ def from_seed(pools, tmp_path_factory):
         checkpoint = folder / flavor / "seed"
         if not checkpoint.exists():
             seed(resolve_job(config("fsdp 2 tp 2 pp 2", flavor, debug={"seed": 5})), checkpoint)
-        if (name, flavor) not in told:
+        if (name, flavor) not in output:
             # the run's own seed, 0, gives other weights: they show if nothing was loaded
             settings = config(name, flavor, checkpoint={"initial_load_path": str(checkpoint), "enable": False})
             assert not any(pools[SEEDED[name].world_size].run(runs.run, settings))
-            told[name, flavor] = runs.read_losses(Path(settings.job.dump_folder))
-        return told[name, flavor]
+            output[name, flavor] = runs.read_losses(Path(settings.job.dump_folder))
+        return output[name, flavor]
 
     return run
 

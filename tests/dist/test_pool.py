@@ -41,7 +41,7 @@ def test_results_by_rank():
     pool.stop()
 
 
-def test_a_failing_rank_is_told_and_replaced():
+def test_a_failing_rank_is_reported_and_replaced():
     pool = Pool(2)
     with pytest.raises(RankFailure, match="(?s)rank 1:.*ValueError: rank 1 went wrong"):
         pool.run(fail_on_rank_1)

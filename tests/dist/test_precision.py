@@ -65,10 +65,10 @@ IN_SLOW_SET = {"pp 2", "cp 2", "ddp 2", "hsdp 2 × 2", "offloaded"}
 )
 def test_losses_equal_one_rank_up_to_bf16(pools, references, layout):
     exact, one = references
-    told = pools[layout.world_size].run(train, layout, "debug_gqa", 3)[0]["losses"]
+    output = pools[layout.world_size].run(train, layout, "debug_gqa", 3)[0]["losses"]
     rounding = max(abs(a - b) for a, b in zip(one, exact, strict=True))
     assert rounding > 0
-    assert told == pytest.approx(one, abs=3 * rounding, rel=0)
+    assert output == pytest.approx(one, abs=3 * rounding, rel=0)
 
 
 def test_weights_kept_in_bf16(pools):
@@ -102,8 +102,8 @@ def dtypes_on_the_way(layout: Layout) -> list[set[torch.dtype]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_fp32(pools, dtype):
-    told = pools[2].run(dtypes_on_the_way, Layout("fsdp 2", 2, {}, BF16 | {"dtype": dtype}))
-    assert told == [[{torch.bfloat16}, {torch.float32}]] * 2
+    output = pools[2].run(dtypes_on_the_way, Layout("fsdp 2", 2, {}, BF16 | {"dtype": dtype}))
+    assert output == [[{torch.bfloat16}, {torch.float32}]] * 2
 
 
 def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_path):
@@ -119,6 +119,6 @@ def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_pat
     assert not runs.differences(tmp_path / "whole" / last, tmp_path / "again" / last)
 
     runs.begin_from(tmp_path / "other", tmp_path / "whole", 2)
-    (told, same) = pools[2].run(runs.run, runs.make_config(data, tmp_path / "other", training=keys["training"]))
-    assert told == same and "dtype bfloat16 in the checkpoint, float32 in the model" in told
-    assert "moments are not cast: set optimizer.state_dtype" in told
+    (output, same) = pools[2].run(runs.run, runs.make_config(data, tmp_path / "other", training=keys["training"]))
+    assert output == same and "dtype bfloat16 in the checkpoint, float32 in the model" in output
+    assert "moments are not cast: set optimizer.state_dtype" in output

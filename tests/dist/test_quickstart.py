@@ -51,11 +51,11 @@ def test_it_ends_with_a_summary(quickstart):
     _, done, secs = quickstart
     titles = re.findall(r'^run "([^"]+)"', SCRIPT.read_text(), re.MULTILINE)
     summary = done.stdout.partition("── done in ")[2].splitlines()
-    told = [re.fullmatch(r" *\d+s  (.+)", line) for line in summary[1 : len(titles) + 1]]
-    assert len(titles) >= 20 and [match and match[1] for match in told] == titles  # each command, in order, timed
+    output = [re.fullmatch(r" *\d+s  (.+)", line) for line in summary[1 : len(titles) + 1]]
+    assert len(titles) >= 20 and [match and match[1] for match in output] == titles  # each command, in order, timed
     assert any(line.startswith("made in ") for line in summary) and any(line.startswith("try next") for line in summary)
     assert "Traceback" not in done.stdout + done.stderr and "Warning" not in done.stdout + done.stderr
-    print(f"quickstart took {secs:.0f} s")  # told, not asserted: a busy machine is not a fault of ours
+    print(f"quickstart took {secs:.0f} s")  # reported, not asserted: a busy machine is not a fault of ours
 
 
 @slow

@@ -130,24 +130,24 @@ def test_nothing_good_to_load_is_an_error_on_every_rank(pools, data, whole_runs,
     config = runs.make_config(data, tmp_path, **FSDP2)
     _flip_a_bit(tmp_path / "checkpoint" / "step-4")
     (tmp_path / "checkpoint" / "step-2" / ".metadata").unlink()
-    for told in pools[2].run(runs.run, config):
+    for output in pools[2].run(runs.run, config):
         assert (
-            "can be used" in told
-            and "step-4: __0_0.distcp: its bytes" in told
-            and "step-2: it has no .metadata" in told
+            "can be used" in output
+            and "step-4: __0_0.distcp: its bytes" in output
+            and "step-2: it has no .metadata" in output
         )
 
     shutil.rmtree(tmp_path / "checkpoint")
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "old-step-9-bak").mkdir()
-    assert all("old-step-9-bak" in told for told in pools[2].run(runs.run, config))
+    assert all("old-step-9-bak" in output for output in pools[2].run(runs.run, config))
     assert not (tmp_path / "metrics.jsonl").exists()  # no step was taken
 
 
 def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path):
     runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2, 4)
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 3})
-    assert all("no step 3" in told and "4, 2" in told for told in pools[2].run(runs.run, config))
+    assert all("no step 3" in output and "4, 2" in output for output in pools[2].run(runs.run, config))
     config = runs.make_config(data, tmp_path, **FSDP2, checkpoint={"load_step": 2, "load_only": True})
     assert pools[2].run(runs.run, config) == ["", ""]
     assert runs.read_losses(tmp_path).keys() == {3, 4}
@@ -155,15 +155,15 @@ def test_a_step_by_number_is_taken_or_refused(pools, data, whole_runs, tmp_path)
 
 def test_a_checkpoint_of_another_model_is_refused(pools, data, whole_runs, tmp_path):
     runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, flavor="debug_tied", **FSDP2))
-    assert all("tied: False in the checkpoint, True in the config" in t and "rope_scaling" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path, flavor="debug_tied", **FSDP2))
+    assert all("tied: False in the checkpoint, True in the config" in t and "rope_scaling" in t for t in output)
 
 
 def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
     runs.begin_from(tmp_path, whole_runs("debug_gqa", "fsdp2"), 2)
     keys = {**FSDP2["training"], "seq_len": 2 * runs.SEQ_LEN}
     config = runs.make_config(data, tmp_path, **(FSDP2 | {"training": keys}))
-    assert all("seq_len 32" in told for told in pools[2].run(runs.run, config))
+    assert all("seq_len 32" in output for output in pools[2].run(runs.run, config))
     config = runs.make_config(
         data, tmp_path, **(FSDP2 | {"training": keys}), checkpoint={"exclude_from_loading": ("dataloader",)}
     )
@@ -173,8 +173,8 @@ def test_other_data_is_refused(pools, data, whole_runs, tmp_path):
 def test_a_request_to_stop_on_one_rank_saves_and_ends_all(pools, data, whole_runs, tmp_path):
     whole = whole_runs("debug_gqa", "fsdp2")
     config = runs.make_config(data, tmp_path, **FSDP2)
-    told = pools[2].run(runs.run_until_asked_to_stop, config)
-    assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in told)
+    output = pools[2].run(runs.run_until_asked_to_stop, config)
+    assert all(t.startswith("Preempted: stopped on request after step 1, which is saved") for t in output)
     assert pools[2].run(runs.run, config) == ["", ""]
     assert runs.read_losses(tmp_path) == runs.read_losses(whole)
     assert runs.differences(tmp_path / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
@@ -206,14 +206,14 @@ def test_initial_weights_that_are_damaged_or_elsewhere_are_refused(pools, data, 
     seed(resolve_job(runs.make_config(data, tmp_path)), tmp_path / "seed")
     _flip_a_bit(tmp_path / "seed")
     checkpoint = {"initial_load_path": str(tmp_path / "seed")}
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
-    assert all("seed: changed or damaged" in t and "__0_0.distcp: its bytes have changed" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("seed: changed or damaged" in t and "__0_0.distcp: its bytes have changed" in t for t in output)
     (tmp_path / "seed" / "titan_manifest.json").unlink()  # as other tools leave it: each item has its CRC32 still
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
-    assert all("seed is damaged" in t and "its bytes have changed (CRC32)" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("seed is damaged" in t and "its bytes have changed (CRC32)" in t for t in output)
     checkpoint = {"initial_load_path": str(tmp_path / "nowhere")}
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
-    assert all("nowhere: no such file or folder" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path, checkpoint=checkpoint, **FSDP2))
+    assert all("nowhere: no such file or folder" in t for t in output)
 
 
 def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools, data, whole_runs, tmp_path):
@@ -226,15 +226,15 @@ def test_a_checkpoint_that_does_not_say_its_model_is_taken_as_the_configs(pools,
     assert runs.read_losses(tmp_path)[1] == runs.read_losses(whole_runs("debug_gqa", "fsdp2"))[1]
 
 
-def test_a_dump_folder_that_cannot_be_is_told_before_the_first_step(pools, data, tmp_path):
+def test_a_dump_folder_that_cannot_be_is_reported_before_the_first_step(pools, data, tmp_path):
     (tmp_path / "file").touch()
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path / "file", **FSDP2))
-    assert all(t.startswith("ConfigError: job.dump_folder = ") and "File exists" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path / "file", **FSDP2))
+    assert all(t.startswith("ConfigError: job.dump_folder = ") and "File exists" in t for t in output)
 
 
-def test_a_disk_without_room_is_told_before_the_first_step(pools, data, tmp_path):
-    told = pools[2].run(runs.run_on_a_full_disk, runs.make_config(data, tmp_path, **FSDP2))
-    assert all(re.search(r"^CheckpointError.*needs [\d.]+ MiB, [\d.]+ \w+ are free", t) for t in told), told
+def test_a_disk_without_room_is_reported_before_the_first_step(pools, data, tmp_path):
+    output = pools[2].run(runs.run_on_a_full_disk, runs.make_config(data, tmp_path, **FSDP2))
+    assert all(re.search(r"^CheckpointError.*needs [\d.]+ MiB, [\d.]+ \w+ are free", t) for t in output), output
     assert not list(tmp_path.glob("**/step-*")) and not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -242,8 +242,8 @@ def test_a_disk_without_room_is_told_before_the_first_step(pools, data, tmp_path
 def test_a_model_only_last_step_says_what_it_lacks(pools, data, tmp_path):
     last = {"last_save_model_only": True, "keep_latest_k": 2}
     assert pools[2].run(runs.run, runs.make_config(data, tmp_path, steps=3, checkpoint=last, **FSDP2)) == ["", ""]
-    told = pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2))
-    assert all("step-3 holds only weights" in t and "checkpoint.last_save_model_only = true saves" in t for t in told)
+    output = pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2))
+    assert all("step-3 holds only weights" in t and "checkpoint.last_save_model_only = true saves" in t for t in output)
 
 
 def test_a_whole_state_may_be_the_start_of_another_run(pools, data, whole_runs, tmp_path):

@@ -18,7 +18,7 @@ def _names(folder):
 def test_the_comparison_of_steps_sees_plain_values(whole):
     folder = whole / "checkpoint"
     assert runs.differences(folder / "step-2", folder / "step-2") == []
-    differing = {told.split(":")[0] for told in runs.differences(folder / "step-2", folder / "step-4")}
+    differing = {output.split(":")[0] for output in runs.differences(folder / "step-2", folder / "step-4")}
     assert {"train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch"} <= differing
     assert any(name.startswith("dataloader.") for name in differing) and "norm.weight" in differing
 
@@ -61,8 +61,8 @@ def test_a_folder_in_use_is_refused_on_every_rank_before_anything_is_swept(pools
     runs.begin_from(tmp_path, whole, 4)
     (tmp_path / "checkpoint" / ".tmp-being-saved").mkdir()
     with only_run(tmp_path / "checkpoint"):
-        told = pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2))
-        assert all(t.startswith("CheckpointError: another run saves to") for t in told)
+        output = pools[2].run(runs.run, runs.make_config(data, tmp_path, **FSDP2))
+        assert all(t.startswith("CheckpointError: another run saves to") for t in output)
         reading = runs.make_config(data, tmp_path, checkpoint={"load_only": True}, **FSDP2)
         assert pools[2].run(runs.run, reading) == ["", ""]  # it loads only, and clears nothing away
     assert _names(tmp_path / "checkpoint") == [".titan-lock", ".tmp-being-saved", "step-4"]

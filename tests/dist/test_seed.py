@@ -50,6 +50,6 @@ def test_the_trainer_begins_with_what_the_seed_holds(layout, flavor, pools, tmp_
     monkeypatch.setattr(initial_weights, "BLOCK_ELEMENTS", SMALL_BLOCKS)
     config = replace(layout.config(flavor), debug=Debug(seed=SEED))
     seed(resolve_job(config), tmp_path / "seed")
-    told = pools[layout.world_size].run(differences, layout, flavor, tmp_path / "seed")
-    assert [differing for differing, _ in told] == [[]] * layout.world_size
-    assert set().union(*(looked_at for _, looked_at in told)) == set(open_checkpoint(tmp_path / "seed").tensors)
+    output = pools[layout.world_size].run(differences, layout, flavor, tmp_path / "seed")
+    assert [differing for differing, _ in output] == [[]] * layout.world_size
+    assert set().union(*(looked_at for _, looked_at in output)) == set(open_checkpoint(tmp_path / "seed").tensors)

@@ -77,7 +77,7 @@ def _norm_of_moments(optimizer: torch.optim.Optimizer) -> float:
 
 @pytest.fixture(scope="module")
 def looked(pools, tmp_path_factory):
-    """What a run told in its files, and what was seen of it."""
+    """What a run wrote to its files, and what was seen of it."""
     dump = tmp_path_factory.mktemp("run")
     config = runs.make_config(
         runs.make_data(tmp_path_factory.mktemp("data")),
@@ -98,7 +98,7 @@ def looked(pools, tmp_path_factory):
     return dump, found, records
 
 
-def test_steps_are_told_as_often_as_asked(looked):
+def test_steps_are_reported_as_often_as_asked(looked):
     _, _, records = looked
     assert [r["step"] for r in records if "loss" in r] == [1, 3, 6, 8]
     assert [r["step"] for r in records if "validation_loss" in r] == [3, 6, 8]
@@ -132,7 +132,7 @@ def test_the_loop_goes_on_under_what_is_set_around_it(looked):
     assert found["collected"] == 1 + STEPS // 2  # once before the loop
 
 
-def test_the_config_is_told_and_kept_as_asked(looked):
+def test_the_config_is_reported_and_kept_as_asked(looked):
     dump, found, _ = looked
     assert "all settings act: llama3 debug_gqa on 1 rank" in found["talk"]
     assert "  training.max_norm = 0.01  (default)" in found["talk"]  # the origin is that of a file, and there is none
@@ -161,7 +161,7 @@ def test_determinism_is_set_before_anything_is_built(pools, tmp_path):
 
 
 def is_deterministic(config: Config) -> bool:
-    """Case: whether torch was told so when the model was built."""
+    """Case: whether torch had the setting when the model was built."""
     seen, whole = [], trainer.train.build
 
     def build(*args):
@@ -188,9 +188,9 @@ def test_ranks_are_given_the_time_to_join_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("trainer.train.StopRequest.listen", lambda self: None)
     monkeypatch.setattr("trainer.observability.flight_recorder.FlightRecorder.switch_on", lambda self: None)
-    with pytest.raises(Joined) as told:
+    with pytest.raises(Joined) as output:
         trainer.train.main(Config(comm=Comm(init_timeout_seconds=66)))
-    assert told.value.args == (timedelta(seconds=66),)
+    assert output.value.args == (timedelta(seconds=66),)
 
 
 def test_a_curve_without_a_length_is_that_of_the_run():

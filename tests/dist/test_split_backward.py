@@ -15,7 +15,7 @@ FLOAT8 = {"model": {"converters": ("quantize.linear.float8",)}, "float8": {"emul
 
 def gradients(pools, schedule: str, sections: dict) -> dict[str, torch.Tensor]:
     layout = Layout(schedule, 2, {PP: 2, SCHEDULE: schedule, MICROBATCH: 1}, sections=sections)
-    return {fqn: g for told in pools[2].run(first_gradients, layout, "debug_gqa") for fqn, g in told.items()}
+    return {fqn: g for output in pools[2].run(first_gradients, layout, "debug_gqa") for fqn, g in output.items()}
 
 
 @pytest.mark.parametrize("sections", [BF16, pytest.param(FLOAT8, marks=pytest.mark.slow)], ids=["bf16", "float8"])

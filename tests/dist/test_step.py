@@ -38,5 +38,5 @@ def test_held_out_loss_is_torchs_and_the_same_in_every_layout(pools, data, tmp_p
 
 def test_more_held_out_batches_than_there_are_is_an_error(pools, data, tmp_path):
     config = runs.make_config(data, tmp_path, validation={"enable": True, "steps": 10**6})
-    (told,) = pools[1].run(runs.too_many_validation_steps, config)
-    assert "validation.steps = 1000000, but the held-out part of" in told
+    (output,) = pools[1].run(runs.too_many_validation_steps, config)
+    assert "validation.steps = 1000000, but the held-out part of" in output

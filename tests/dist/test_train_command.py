@@ -159,13 +159,13 @@ if os.environ.get("RANK") == "1":
 
 @pytest.mark.slow  # with smaller ranks in tests/unit/titan_tools/test_launch.py, forked ones in tests/faults
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("raise ZeroDivisionError('a slip of ours')", "error: ZeroDivisionError: a slip of ours"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 was ended by SIGKILL"),
     ],
 )
-def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told):
+def test_the_rank_that_failed_is_reported_and_no_other(config, tmp_path, fault, message):
     (tmp_path / "fault_of_one_rank.py").write_text(FAULT.format(fault=fault))
     fault_module = ["--experimental.custom_import", tmp_path / "fault_of_one_rank.py"]
     process = _start("train", config, "--job.dump_folder", tmp_path, *fault_module)
@@ -173,16 +173,16 @@ def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told
     seen = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - seen < 29  # and not after the agent's or a collective's patience
-    assert process.returncode == 3 and told in err, err
+    assert process.returncode == 3 and message in err, err
     talk = [line for line in err.splitlines() if not line.startswith(("saved", "default job", "started from"))]
     is_slip = "slip" in fault
-    assert talk[0] == ("rank 1:" if is_slip else told), err
+    assert talk[0] == ("rank 1:" if is_slip else message), err
     assert err.count("Traceback") == is_slip and err.count("error:") == 1 and "lost a peer" not in err
     assert (tmp_path / "comm_traces" / "rank_0").is_file()  # what the other was doing
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--training.sequence_len", "5"], "training.sequence_len"),
         (["--training.steps", "many"], "training.steps"),
@@ -190,15 +190,15 @@ def test_the_rank_that_failed_is_told_and_no_other(config, tmp_path, fault, told
         (["--parallelism.tensor_parallel_degree", "3"], "does not divide"),
     ],
 )
-def test_config_errors_are_told_before_any_rank_starts(titan, config, arguments, told, monkeypatch):
+def test_config_errors_are_reported_before_any_rank_starts(titan, config, arguments, message, monkeypatch):
     monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     code, out, err = titan("train", config, *arguments)
     assert (code, out) == (2, "")
-    assert told in err and err.startswith("error:")
+    assert message in err and err.startswith("error:")
 
 
 @pytest.mark.slow  # of smaller ranks in tests/unit/titan_tools/test_launch.py
-def test_an_error_of_the_ranks_is_told_once(config, tmp_path):
+def test_an_error_of_the_ranks_is_reported_once(config, tmp_path):
     code, _, err = _run("train", config, "--job.dump_folder", tmp_path, "--training.dataset_path", tmp_path / "none")
     assert code == 2 and "Traceback" not in err
     assert err.count("error:") == 1 and str(tmp_path / "none") in err

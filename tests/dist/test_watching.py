@@ -49,13 +49,13 @@ def test_every_rank_writes_its_scalars_and_one_the_records(watched):
     for rank in (0, 1):
         events = EventAccumulator(str(dump / "tb" / f"rank_{rank}"))
         events.Reload()
-        told = {e.step: e.value for e in events.Scalars("loss")}  # all ranks know it, the last stage's too
-        assert told == pytest.approx({record["step"]: record["loss"] for record in records}, rel=1e-6)
+        output = {e.step: e.value for e in events.Scalars("loss")}  # all ranks know it, the last stage's too
+        assert output == pytest.approx({record["step"]: record["loss"] for record in records}, rel=1e-6)
         assert len(events.Scalars("data_secs")) == len(events.Scalars("tokens_per_sec")) == 4
 
 
 def test_the_collector_says_what_it_found_after_each_step(watched):
     _, (talk, silence) = watched
-    told = [line for line in talk.splitlines() if "only the garbage collector could free" in line]
-    assert [line.split(":")[0] for line in told] == [f"step {n}" for n in (1, 2, 3, 4)]
+    output = [line for line in talk.splitlines() if "only the garbage collector could free" in line]
+    assert [line.split(":")[0] for line in output] == [f"step {n}" for n in (1, 2, 3, 4)]
     assert "garbage" not in silence

@@ -164,9 +164,9 @@ def make_step(model: TrainModel, config: Config, *, max_norm: float) -> TrainSte
 
 def make_reference(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
     """Case, one rank: train, and keep the first step's gradients and the last step's weights in a file."""
-    told, found = _train_and_look(layout, flavor, steps)
+    output, found = _train_and_look(layout, flavor, steps)
     torch.save(found, path)
-    return told | {"fqns": set(found["weights"])}
+    return output | {"fqns": set(found["weights"])}
 
 
 def compare(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
@@ -174,25 +174,25 @@ def compare(layout: Layout, flavor: str, steps: int, path: Path) -> dict:
 
     Distances are relative, in the L2 norm, of what this rank has a part in.
     """
-    told, found = _train_and_look(layout, flavor, steps)
+    output, found = _train_and_look(layout, flavor, steps)
     reference = torch.load(path)
     for what, tensors in found.items():
         expected = reference[what]
-        told[what] = {
+        output[what] = {
             fqn: ((tensor - expected[fqn]).norm() / expected[fqn].norm()).item() for fqn, tensor in tensors.items()
         }
-    return told
+    return output
 
 
 def _train_and_look(layout: Layout, flavor: str, steps: int) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
     """First weights, validation, the gradients of a step, training, validation again, last weights."""
     config, model = layout.config(flavor), build_model(layout, flavor)
-    told = {"not as seeded": differences_from_seed(model, flavor), "validated": [validation_loss(model)]}
+    output = {"not as seeded": differences_from_seed(model, flavor), "validated": [validation_loss(model)]}
     gradients = _gradients_of_a_step(model, config)
-    told |= train_model(model, config, steps)
-    told["validated"].append(validation_loss(model))
+    output |= train_model(model, config, steps)
+    output["validated"].append(validation_loss(model))
     weights = {fqn: _whole(parameter.detach()) for fqn, parameter in model.named_parameters().items()}
-    return told, {"gradients": gradients, "weights": weights}
+    return output, {"gradients": gradients, "weights": weights}
 
 
 def differences_from_seed(model: TrainModel, flavor: str) -> list[str]:

@@ -13,7 +13,7 @@ PHASES = (
     "data, no metadata",
     "metadata, no manifest",
     "manifest, no rename",
-    "renamed, not told",
+    "renamed, not reported",
     "committed, before the purge",
     "in the purge",
 )
@@ -21,7 +21,7 @@ PHASES = (
 
 def is_committed(phase: str, victim: int) -> bool:
     """Whether the step is there after the kill. (Rank 0 renames alone, also when another has died meanwhile.)"""
-    first = PHASES.index("renamed, not told" if victim == 0 else "manifest, no rename")
+    first = PHASES.index("renamed, not reported" if victim == 0 else "manifest, no rename")
     return PHASES.index(phase) >= first
 
 
@@ -74,7 +74,7 @@ def kill_in(phase: str, victim: int, folder: Path, nth: int, rank: int) -> None:
             before(checkpoint_write, "_digest", here)
         case "manifest, no rename":
             before(checkpoint_write, "commit", there)
-        case "renamed, not told":
+        case "renamed, not reported":
             commit = checkpoint_write.commit
 
             def commit_and_die(*args, **keys):

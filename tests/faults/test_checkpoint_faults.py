@@ -105,18 +105,18 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("file", "damage", "told"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
-def test_a_damaged_newest_step_is_found_before_a_weight_is_read(group, whole, tmp_path, capsys, file, damage, told):
+@pytest.mark.parametrize(("file", "damage", "output"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
+def test_a_damaged_newest_step_is_found_before_a_weight_is_read(group, whole, tmp_path, capsys, file, damage, output):
     runs.begin_from(tmp_path, whole, 2, 3)
     folder = tmp_path / "checkpoint"
     damage(folder / "step-3" / file)
     checkpoints = Checkpoints(folder, Checkpoint(), INFO, group=group)
     assert checkpoints.find() == folder / "step-2" and checkpoints.last_good_step == 2
     heard = capsys.readouterr().err
-    assert heard.startswith(f"WARNING: {folder}/step-3 is damaged and will not be used:") and told in heard
+    assert heard.startswith(f"WARNING: {folder}/step-3 is damaged and will not be used:") and output in heard
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used:\n  step-3: .*") as failure:
         Checkpoints(folder, Checkpoint(load_step=3), INFO, group=group).find()  # asked for by its number: no other
-    assert told in failure.value.message
+    assert output in failure.value.message
 
 
 def test_among_junk_only_steps_are_seen_and_the_run_goes_on_bit_equal(group, data, whole, tmp_path):
@@ -173,7 +173,7 @@ def _full_in(saves):
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("at_most", "saves"), [(1, (1, 3)), (2, (2, 3))])
-def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
+def test_a_disk_that_is_full_for_a_while_is_reported_and_the_training_goes_on(
     group, data, whole, tmp_path, mode, at_most, saves
 ):
     with _full_in(saves):
@@ -189,7 +189,7 @@ def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("at_most", "saves", "left", "told"),
+    ("at_most", "saves", "left", "output"),
     [
         (1, (2, 3), ["step-1"], "failed saves in a row: 2; a checkpoint needs"),
         (0, (3,), ["step-1", "step-2"], "failed saves in a row: 1; a checkpoint needs"),
@@ -197,11 +197,11 @@ def test_a_disk_that_is_full_for_a_while_is_told_and_the_training_goes_on(
     ],
 )
 def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
-    group, data, tmp_path, mode, at_most, saves, left, told
+    group, data, tmp_path, mode, at_most, saves, left, output
 ):
     with _full_in(saves):
         error = runs.run(_config(data, tmp_path, async_mode=mode, max_failed_saves=at_most))
-    assert "File too large" in error and told in error and f"step {left[-1][-1]} is complete" in error, error
+    assert "File too large" in error and output in error and f"step {left[-1][-1]} is complete" in error, error
     folder = tmp_path / "checkpoint"
     assert _names(folder) == left and all(check_files(folder / name) == [] for name in left)
 
@@ -241,7 +241,7 @@ def test_a_folder_that_vanishes_is_made_anew_and_locked(group, data, whole, tmp_
 
 
 @pytest.mark.parametrize("says_model", [True, False])
-def test_a_checkpoint_of_another_model_is_told_as_a_table(group, data, whole, tmp_path, monkeypatch, says_model):
+def test_a_checkpoint_of_another_model_is_reported_as_a_table(group, data, whole, tmp_path, monkeypatch, says_model):
     other = replace(FLAVORS["debug_gqa"], num_layers=3, vocab_size=2056)
     monkeypatch.setitem(FLAVORS, "debug_other", other)
     runs.begin_from(tmp_path, whole, 2)
@@ -272,7 +272,7 @@ def _as_version(step, version):
     (step / MANIFEST).write_text(json.dumps(content | {"crc32": crc32(canonical)}))
 
 
-def test_a_step_of_an_older_titan_is_resumed_and_of_a_newer_one_told(group, data, whole, tmp_path):
+def test_a_step_of_an_older_titan_is_resumed_and_of_a_newer_one_reported(group, data, whole, tmp_path):
     runs.begin_from(tmp_path, whole, 3)
     _as_version(tmp_path / "checkpoint" / "step-3", 1)
     assert runs.run(_config(data, tmp_path / "newer")) == ""

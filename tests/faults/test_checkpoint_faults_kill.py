@@ -57,7 +57,7 @@ def test_a_rank_killed_in_a_save(pool, data, whole, tmp_path, phase, victim):
     with ranks(config, 2, tmp_path, partial(kill_in, phase, victim, tmp_path, 1)) as running:
         ended = running.wait()
     assert ended[victim].exit_code == -signal.SIGKILL and ended[1 - victim].exit_code == 3
-    assert "lost a peer" in ended[1 - victim].told["message"]
+    assert "lost a peer" in ended[1 - victim].output["message"]
     steps = {name for name in _names(folder) if name.startswith("step-")}
     is_purged = (phase, victim) in (("in the purge", 0), ("in the purge", 1), ("committed, before the purge", 1))
     kept = {"step-2"} if is_purged else {"step-1", "step-2"}  # rank 0 purges alone, too

@@ -1,4 +1,4 @@
-"""Faults F1 to F6: what is wrong with a config is told at once, with its place and what would do, before any rank."""
+"""Faults F1 to F6: what is wrong with a config is reported at once, with its place and a remedy, before any rank."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (("--parallelism.tensor_paralel_degree=2",), "did you mean `parallelism.tensor_parallel_degree`?"),
         (("--stepz", "5"), "did you mean `training.steps`?"),
@@ -32,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 @pytest.mark.parametrize("command", [("train", "debug"), ("config", "check", "debug")], ids=" ".join)
-def test_f1_an_unknown_key_is_told_with_the_nearest_one(titan, command, words, told):
+def test_f1_an_unknown_key_is_reported_with_the_nearest_one(titan, command, words, output):
     done = titan(*command, *words)
-    assert (done.returncode, done.stdout) == (2, "") and told in done.stderr, done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and output in done.stderr, done.stderr
 
 
 def test_f1_before_torch_is_imported():
@@ -82,7 +82,7 @@ def test_f1_before_torch_is_imported():
         ("debug.seed", "-1", "a whole number ≥ 0 and ≤ 9,223,372,036,854,775,807"),
     ],
 )
-def test_f2_a_wrong_value_is_told_with_its_place_and_what_may_be(tmp_path, key, value, allowed):
+def test_f2_a_wrong_value_is_reported_with_its_place_and_what_may_be(tmp_path, key, value, allowed):
     with pytest.raises(ConfigError) as caught:
         load_config("debug", [f"--{key}={value}"])
     assert caught.value.message.startswith(f"command line: {key} = ")
@@ -100,7 +100,7 @@ def _as_toml(value: str) -> str:
     return value if is_number else f'"{value}"'
 
 
-# --- F3: layouts. (world size, what is changed, words of every problem that must be told)
+# --- F3: layouts. (world size, what is changed, words of every problem that must be reported)
 
 _PP2 = {"pp": 2}
 _UNKNOWN = '[["tok_embeddings","layers.0"],["layers.9","norm","output"]]'
@@ -184,16 +184,16 @@ def test_f3_the_table_has_forty_layouts():
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes", "told"), LAYOUTS, ids=[f"{world} {changes}"[:60] for world, changes, _ in LAYOUTS]
+    ("world_size", "changes", "output"), LAYOUTS, ids=[f"{world} {changes}"[:60] for world, changes, _ in LAYOUTS]
 )
-def test_f3_a_bad_layout_is_told_with_all_its_problems_and_what_would_do(tmp_path, world_size, changes, told):
+def test_f3_a_bad_layout_is_reported_with_all_its_problems_and_what_would_do(tmp_path, world_size, changes, output):
     path = tmp_path / "empty.toml"
     path.write_text("")
     config = load_config(path, words_of(changes))
     with pytest.raises(ConfigError) as caught:
         resolve_job(config, world_size)
     text = "\n".join((caught.value.message, caught.value.hint, *caught.value.tries))
-    assert [words for words in told if words not in text] == [], text
+    assert [words for words in output if words not in text] == [], text
 
 
 def test_f3_the_same_layouts_without_the_fault_are_fine(tmp_path):
@@ -209,7 +209,7 @@ def test_f3_the_same_layouts_without_the_fault_are_fine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "output"),
     [
         (b"[training]\nsteps = = 3\n", ":2:9: "),
         (b"[training]\nsteps = 3\n[training]\n", ":3:"),
@@ -225,12 +225,12 @@ def test_f3_the_same_layouts_without_the_fault_are_fine(tmp_path):
     ],
     ids=["syntax", "twice", "open header", "yaml", "yaml tag", "json", "latin-1", "utf-16", "pickle", "huge", "deep"],
 )
-def test_f4_a_broken_file_is_told_with_line_and_column_and_nothing_runs(titan, monkeypatch, tmp_path, data, told):
+def test_f4_a_broken_file_is_reported_with_line_and_column_and_nothing_runs(titan, monkeypatch, tmp_path, data, output):
     (tmp_path / "run.toml").write_bytes(data)
     monkeypatch.chdir(tmp_path)
     done = titan("train", "run.toml")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert told in done.stderr and "run.toml" in done.stderr
+    assert output in done.stderr and "run.toml" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
@@ -268,7 +268,7 @@ ONE_RANK += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enab
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (("nowhere.toml",), "no such config file"),
         (("debgu",), "titan config show debug"),
@@ -280,17 +280,17 @@ ONE_RANK += ["--parallelism.data_parallel_shard_degree=1", "--validation.no_enab
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(titan, monkeypatch, tmp_path, words, told):
+def test_f6_a_wrong_path_is_reported_by_the_key_that_names_it(titan, monkeypatch, tmp_path, words, output):
     _make_places(tmp_path)
     monkeypatch.chdir(tmp_path)
     done = titan("train", *words, *(ONE_RANK if words[0] == "debug" else ()))
     assert done.returncode == 2, done.stderr
     told_as_error = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "try: ", "hint: "))]
-    assert told in "\n".join(told_as_error) and "Traceback" not in done.stderr
+    assert output in "\n".join(told_as_error) and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (("--training.dataset_path", "nowhere"), "nowhere"),
         (("--training.dataset_path", "file"), "file"),
@@ -300,14 +300,14 @@ def test_f6_a_wrong_path_is_told_by_the_key_that_names_it(titan, monkeypatch, tm
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_f6_a_rank_tells_a_wrong_path_to_its_launcher(tmp_path, words, told):
+def test_f6_a_rank_tells_a_wrong_path_to_its_launcher(tmp_path, words, output):
     """What the command above prints; a rank that is forked has nothing to import."""
     _make_places(tmp_path)
     config = load_config("debug", [*words, *ONE_RANK])
     with ranks(config, 1, tmp_path, partial(_stand_in, tmp_path)) as running:
         ended = running.wait()[0]
-    assert ended.exit_code == 2 and ended.told["traceback"] == "", ended.told
-    assert told in "\n".join((ended.told["message"], ended.told["hint"] or "", *ended.told["tries"]))
+    assert ended.exit_code == 2 and ended.output["traceback"] == "", ended.output
+    assert output in "\n".join((ended.output["message"], ended.output["hint"] or "", *ended.output["tries"]))
 
 
 def _make_places(folder):

@@ -1,4 +1,4 @@
-"""The fault matrix of conversions (C1–C7, C17, C20): what is wrong is told, and nothing is written of it."""
+"""The fault matrix of conversions (C1–C7, C17, C20): what is wrong is reported, and nothing is written of it."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_c4_missing_and_extra_tensors(index, refused, titan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda t: t.reshape(16, 64), f"shape       {Q}  is [16, 64], should be [32, 32]"),
         (lambda t: t[:, :31], f"shape       {Q}  is [32, 31], should be [32, 32]"),
@@ -87,10 +87,10 @@ def test_c4_missing_and_extra_tensors(index, refused, titan, tmp_path):
         (lambda t: t > 0, f"dtype       {Q}  is bool, should be a floating type"),
     ],
 )
-def test_c5_wrong_shape_and_dtype(copy_of, refused, change, told):
+def test_c5_wrong_shape_and_dtype(copy_of, refused, change, message):
     source = copy_of("hf")
     change_tensors(shard_of(source, Q), lambda tensors: tensors.update({Q: change(tensors[Q])}))
-    refused(source, told)
+    refused(source, message)
 
 
 def test_c5_a_transpose_is_refused_and_no_cast_is_silent(copy_of, refused, titan, tmp_path):
@@ -132,10 +132,10 @@ def test_c7_what_rounding_did_is_reported(sources, titan, tmp_path, dtype, least
     code, report, _ = titan(
         "convert", "auto", sources / "hf", out, "--to", "hf", "--dtype", dtype, "--overwrite", "--json"
     )
-    told = json.loads(report)["relative_error"]
+    message = json.loads(report)["relative_error"]
     old, new = (load_file(shard_of(folder, Q))[Q].double() for folder in (sources / "hf", out))
     expected = ((new - old).abs() / old.abs())[old != 0].max().item()
-    assert told[Q] == pytest.approx(expected, rel=1e-6) and least < told[Q] <= most
+    assert message[Q] == pytest.approx(expected, rel=1e-6) and least < message[Q] <= most
 
 
 def test_c17_an_output_that_exists(sources, copy_of, titan, tmp_path):

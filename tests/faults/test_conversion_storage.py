@@ -53,7 +53,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_c18_no_space_is_told_before_anything_is_written(sources, tmp_path, monkeypatch, way):
+def test_c18_no_space_is_reported_before_anything_is_written(sources, tmp_path, monkeypatch, way):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(committing.shutil, "disk_usage", lambda path: usage._replace(free=300_000))
     with pytest.raises(CheckpointError, match=r"out: needs .* free on that disk"):

@@ -1,4 +1,4 @@
-"""Random damage to whatever is parsed: it is read as it was, or told as an error of titan's. Nothing else may leave."""
+"""Random damage to whatever is parsed: it is read as it was, or reported as an error of titan's. No other error."""
 
 import random
 

@@ -63,8 +63,8 @@ def llama2(broken, request):
     return broken
 
 
-def result_of(told):
-    code, out, _ = told
+def result_of(output):
+    code, out, _ = output
     assert code == 0
     (result,) = json.loads(out)["results"]
     return result
@@ -86,12 +86,13 @@ def test_i1_a_prompt_may_lose_its_beginning(titan, hf):
     """What is left is begin-of-text and the end, with as much room as was asked for, or a fair part."""
     cut = ("--prompt", "a" * 69 + "b" * 30, "--truncate", "left", "--json", "--ignore-eos")
     for options, num_left, num_new in (((), 48, 16), (("--max-new-tokens", "40"), 24, 40)):
-        told = titan("infer", hf, *cut, *options)
-        result = result_of(told)
+        output = titan("infer", hf, *cut, *options)
+        result = result_of(output)
         assert result["prompt_tokens"] == [BOS, *(ids_of("a" * 69 + "b" * 30)[1 - num_left :])]
         assert len(result["tokens"]) == num_new and result["prompt"] == cut[1]
         assert (
-            f"the prompt lost {100 - num_left} tokens of its beginning (--truncate left), {num_left} remain" in told[2]
+            f"the prompt lost {100 - num_left} tokens of its beginning (--truncate left), {num_left} remain"
+            in output[2]
         )
         end = result_of(titan("infer", hf, "--prompt", cut[1][1 - num_left :], "--max-new-tokens", num_new, *cut[4:]))
         assert result["tokens"] == end["tokens"]
@@ -136,8 +137,8 @@ def test_i2_begin_of_text_of_a_llama_2(titan, llama2):
         ("<s>fox",): [1, *encode("<s>fox")],
         (" <fox> <s",): [1, *encode(" <fox> <s")],
     }.items():
-        told = titan("infer", llama2, "--max-new-tokens", "2", "--json", "--prompt", *prompt)
-        assert result_of(told)["prompt_tokens"] == expected
+        output = titan("infer", llama2, "--max-new-tokens", "2", "--json", "--prompt", *prompt)
+        assert result_of(output)["prompt_tokens"] == expected
 
 
 def test_i2_begin_of_text_alone_by_a_flag(titan, hf):
@@ -150,9 +151,9 @@ def test_i2_begin_of_text_alone_by_a_flag(titan, hf):
 def test_i2_begin_of_text_is_not_doubled_and_text_stays_text(titan, hf):
     short = ("--prompt", "<|begin_of_text|>a", "--max-new-tokens", "2", "--json")
     assert result_of(titan("infer", hf, *short, "--special-tokens"))["prompt_tokens"] == [BOS, *ids_of("a")]
-    told = titan("infer", hf, *short)
-    assert result_of(told)["prompt_tokens"] == [BOS, *ids_of("<|begin_of_text|>a")]
-    assert "special tokens written in the prompt were read as text" in told[2]
+    output = titan("infer", hf, *short)
+    assert result_of(output)["prompt_tokens"] == [BOS, *ids_of("<|begin_of_text|>a")]
+    assert "special tokens written in the prompt were read as text" in output[2]
 
 
 def test_i2_a_tokenizer_without_begin_of_text_cannot_begin_with_it(refused, broken):
@@ -168,17 +169,17 @@ def test_i2_a_tokenizer_without_begin_of_text_cannot_begin_with_it(refused, brok
     refused("--prompt", "", "--from-bos", says=said, folder=broken)
 
 
-def test_i3_a_missing_tokenizer_is_told(refused, broken):
+def test_i3_a_missing_tokenizer_is_reported(refused, broken):
     (broken / "tokenizer.json").unlink()
     refused("--prompt", "a", says=["tokenizer.json", str(broken)], folder=broken)
 
 
-def test_i3_a_tokenizer_of_another_model_is_told(refused, tmp_path):
+def test_i3_a_tokenizer_of_another_model_is_reported(refused, tmp_path):
     write_llama(tmp_path, vocab_size=200, bos_token_id=1, eos_token_id=2)
     refused("--prompt", "a", says=["258 tokens", "200 rows"], folder=tmp_path)
 
 
-def test_i3_special_tokens_beyond_the_embedding_are_told(refused, broken):
+def test_i3_special_tokens_beyond_the_embedding_are_reported(refused, broken):
     (broken / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": [EOS, 128009]}))
     refused("--prompt", "a", says=["[128009]", "301 rows"], folder=broken)
 
@@ -192,7 +193,7 @@ NO_TEXT = {
 
 @pytest.mark.parametrize("how", ["file", "stdin"])
 @pytest.mark.parametrize("content, said", NO_TEXT.values(), ids=NO_TEXT)
-def test_i4_a_prompt_that_is_no_text_is_told_with_its_offset(refused, tmp_path, monkeypatch, content, said, how):
+def test_i4_a_prompt_that_is_no_text_is_reported_with_its_offset(refused, tmp_path, monkeypatch, content, said, how):
     (tmp_path / "prompt").write_bytes(content)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     source, name = {"file": (("--prompt-file", tmp_path / "prompt"), tmp_path / "prompt"), "stdin": ("-", "standard")}[
@@ -201,7 +202,7 @@ def test_i4_a_prompt_that_is_no_text_is_told_with_its_offset(refused, tmp_path, 
     refused(*(source if how == "file" else [source]), says=[f"the prompt in {name}", said])
 
 
-def test_i4_arguments_that_are_no_text_are_told(refused):
+def test_i4_arguments_that_are_no_text_are_reported(refused):
     """The shell's bytes arrive as lone surrogates."""
     refused("--prompt", "ab\udcff", says=["the prompt in --prompt is not UTF-8: byte 0xff at offset 2"])
     refused(
@@ -286,8 +287,8 @@ BROKEN = st.one_of(
     max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(content=BROKEN, lead=st.sampled_from([b"", b'{"prompt": "a"}\n', b'{"id": 0, "prompt": "a", "text": "b"}\n']))
-def test_i4_any_bytes_are_a_batch_or_told(tmp_path, content, lead):
-    """And any bytes of a results file are results, the beginning of one, or told; only errors of ours leave."""
+def test_i4_any_bytes_are_a_batch_or_reported(tmp_path, content, lead):
+    """And any bytes of a results file are results, the beginning of one, or an error; only errors of ours leave."""
     file = tmp_path / "lines"
     file.write_bytes(lead + content)
     with suppress(TitanError):

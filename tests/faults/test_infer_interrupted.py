@@ -130,8 +130,8 @@ def test_a_batch_that_is_killed_goes_on_to_the_same_file(titan, hf, batch, whole
     assert left.count(b"\n") == num_kept and set(left.split(b"\n")[:-1]) <= set(whole.split(b"\n"))
     code, _, talk = titan(*argv[1:])
     assert code == 0 and out.read_bytes() == whole
-    told = f"{num_kept} of 6 prompts are in" if num_kept < 6 else "all results are in"
-    assert (f"{told} {out} already" in talk) == (num_kept > 0)
+    output = f"{num_kept} of 6 prompts are in" if num_kept < 6 else "all results are in"
+    assert (f"{output} {out} already" in talk) == (num_kept > 0)
     assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", SETTINGS, "errors"}
 
 
@@ -243,7 +243,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_all_results(titan, hf, batch, who
     assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", SETTINGS}
 
 
-def test_a_full_standard_output_is_told(titan, hf, batch, monkeypatch):
+def test_a_full_standard_output_is_reported(titan, hf, batch, monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115  its end would write what could not be written
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", full)

@@ -255,7 +255,7 @@ def hearing_interrupts():
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_what_an_interrupt_ends_is_kept_with_resume_and_told(tmp_path, number, code):
+def test_what_an_interrupt_ends_is_kept_with_resume_and_reported(tmp_path, number, code):
     _sparse_llama(tmp_path / "src", num_layers=12)
     process = _start(tmp_path / "src", tmp_path / "out", "--resume")
     _wait_for_records(tmp_path, process, at_least=6)

@@ -113,7 +113,7 @@ def test_what_says_the_model_may_lie_in_the_cache(folders, tmp_path):
     assert diff(tmp_path / "hf", folders / "hf").equal
 
 
-def test_a_repository_of_several_snapshots_is_its_main_branch_or_told(folders, tmp_path):
+def test_a_repository_of_several_snapshots_is_its_main_branch_or_reported(folders, tmp_path):
     repository = into_cache(folders / "hf", tmp_path / "hub")
     (repository / "snapshots" / ("d" * 40)).mkdir()
     assert open_checkpoint(repository).root.name == COMMIT

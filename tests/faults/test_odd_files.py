@@ -97,13 +97,13 @@ def test_c12_zips_that_are_no_plain_archives(copy_of, refused, kind, trick):
 
 
 @pytest.mark.parametrize(
-    ("bomb", "told"),
+    ("bomb", "message"),
     [
         (lambda: torch.zeros(1).expand(1 << 20, 1 << 20), "overlap"),
         (lambda: torch.zeros(40).as_strided((32, 32), (1, 0)), "overlap"),
     ],
 )
-def test_c13_strides_that_overlap(copy_of, refused, bomb, told):
+def test_c13_strides_that_overlap(copy_of, refused, bomb, message):
     for kind, name in (("torch", Q), ("dcp", "layers.0.attention.wq.weight")):
         source = copy_of(kind)
         if kind == "torch":
@@ -113,7 +113,7 @@ def test_c13_strides_that_overlap(copy_of, refused, bomb, told):
             out = io.BytesIO()
             torch.save(bomb(), out)
             swap_item(source, name, out.getvalue())
-        refused(source, told)
+        refused(source, message)
 
 
 def test_c13_a_storage_that_is_too_small(copy_of, refused):
@@ -176,12 +176,12 @@ HEADERS = {
 
 @pytest.mark.parametrize("kind", HEADERS)
 def test_c14_files_that_are_no_safetensors(copy_of, refused, titan, kind):
-    content, told = HEADERS[kind]
+    content, message = HEADERS[kind]
     source = copy_of("hf_single")
     (source / "model.safetensors").write_bytes(content)
     for place in (source, source / "model.safetensors"):
         err = refused(place)
-        assert any(part in err for part in told.split("|")) and "model.safetensors" in err, err
+        assert any(part in err for part in message.split("|")) and "model.safetensors" in err, err
     code, out, err = titan("verify", source)
     assert code == (2 if kind in ("unknown dtype", "legacy pickle") else 1)  # 2: whole perhaps, but not covered
 

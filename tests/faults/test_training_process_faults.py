@@ -100,11 +100,11 @@ def test_a_killed_rank_ends_the_others_and_the_next_start_is_bit_equal(data, who
     config = runs.make_config(data, tmp_path, **FSDP2)
     with ranks(config, 2, tmp_path, partial(_fault, phase, _kill_oneself)) as running:
         ended = running.wait()
-    assert ended[VICTIM].exit_code == -signal.SIGKILL and ended[VICTIM].told == {}
+    assert ended[VICTIM].exit_code == -signal.SIGKILL and ended[VICTIM].output == {}
     assert ended[0].exit_code == 3 and ended[0].secs - ended[VICTIM].secs < 30  # and not a collective's timeout
     step = {"init": 1, "optim": STEP + 1}.get(phase, STEP)
-    assert ended[0].told["message"].startswith(f"rank 0, step {step}: gloo:"), ended[0].told
-    assert ", lost a peer: " in ended[0].told["message"] and ended[0].told["traceback"] == ""
+    assert ended[0].output["message"].startswith(f"rank 0, step {step}: gloo:"), ended[0].output
+    assert ", lost a peer: " in ended[0].output["message"] and ended[0].output["traceback"] == ""
     steps = {p.name for p in (tmp_path / "checkpoint").glob("step-*")}
     assert steps == (set() if phase == "init" else {"step-2"})
     _assert_whole_after_another_start(config, tmp_path, whole)
@@ -114,17 +114,17 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole
     config = runs.make_config(data, tmp_path, **FSDP2, comm={"train_timeout_seconds": 8})
     with ranks(config, 2, tmp_path, partial(_fault, "forward", _stop_oneself)) as running:
         ended = running.wait(0)
-    told = ended[0].told
-    assert ended[0].exit_code == 3 and told["traceback"] == ""
-    assert told["message"].startswith(f"rank 0, step {STEP}: gloo:") and "timed out" in told["message"]
-    assert "rank 1 did not time out: stopped" in told["hint"]
+    output = ended[0].output
+    assert ended[0].exit_code == 3 and output["traceback"] == ""
+    assert output["message"].startswith(f"rank 0, step {STEP}: gloo:") and "timed out" in output["message"]
+    assert "rank 1 did not time out: stopped" in output["hint"]
 
     # What torch's own reader makes of the record: the collective that the other rank never came to
     (written,) = (tmp_path / "comm_traces").iterdir()
     assert written.name == "rank_0"
     entries = pickle.loads(written.read_bytes())["entries"]
-    assert entries[-1]["profiling_name"] in told["message"] and entries[-1]["frames"]
-    (reader,) = told["tries"]
+    assert entries[-1]["profiling_name"] in output["message"] and entries[-1]["frames"]
+    (reader,) = output["tries"]
     arguments = shlex.split(reader.removeprefix("torchfrtrace "))
     (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return '\\n'.join(row[0] for row in rows)")
     read = subprocess.run(
@@ -145,10 +145,10 @@ def test_an_exception_on_one_rank_is_the_only_traceback(data, tmp_path):
     config = runs.make_config(data, tmp_path, **FSDP2)
     with ranks(config, 2, tmp_path, partial(_fault, "optim", _raise)) as running:
         ended = running.wait()
-    assert "ZeroDivisionError: a slip of ours" in ended[VICTIM].told["message"]
-    assert "_raise" in ended[VICTIM].told["traceback"] and ended[0].told["traceback"] == ""
-    assert "lost a peer" in ended[0].told["message"] and "see its error" in ended[0].told["hint"]
-    assert ended[VICTIM].told["secs"] < ended[0].told["secs"]  # so the launcher tells the victim's
+    assert "ZeroDivisionError: a slip of ours" in ended[VICTIM].output["message"]
+    assert "_raise" in ended[VICTIM].output["traceback"] and ended[0].output["traceback"] == ""
+    assert "lost a peer" in ended[0].output["message"] and "see its error" in ended[0].output["hint"]
+    assert ended[VICTIM].output["secs"] < ended[0].output["secs"]  # so the launcher tells the victim's
     assert {ended[0].exit_code, ended[VICTIM].exit_code} == {3}
     assert sorted(p.name for p in (tmp_path / "comm_traces").iterdir()) == ["rank_0", "rank_1"]
 
@@ -156,6 +156,6 @@ def test_an_exception_on_one_rank_is_the_only_traceback(data, tmp_path):
 def test_without_a_buffer_nothing_is_recorded(data, tmp_path):
     config = runs.make_config(data, tmp_path, **FSDP2, comm={"trace_buf_size": 0})
     with ranks(config, 2, tmp_path, partial(_fault, "optim", _kill_oneself)) as running:
-        told = running.wait()[0].told
-    assert told["message"].startswith(f"rank 0, step {STEP + 1}: a collective lost a peer") and told["tries"] == []
+        output = running.wait()[0].output
+    assert output["message"].startswith(f"rank 0, step {STEP + 1}: a collective lost a peer") and output["tries"] == []
     assert not (tmp_path / "comm_traces").exists()

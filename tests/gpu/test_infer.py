@@ -70,7 +70,7 @@ def said(model, prompts, *, rows, engine=None, **settings):
     return [c.tokens for c in sorted(completions, key=lambda c: int(c.prompt.id))]
 
 
-def told(model, tokens, *, behind, room=700, **engine):
+def output(model, tokens, *, behind, room=700, **engine):
     """fp32 logits [N, V] of the tokens from place `behind` on: the first by prefill, the others by decode steps."""
     engine = Engine(model, rows=1, room=room, **engine)
     logits = [engine.prefill(0, tokens[: behind + 1])]
@@ -111,7 +111,7 @@ def test_logits_of_decode_steps_are_those_of_one_pass(reference, folder, engine,
     """From 240 to 530 tokens: recorded steps of three lengths, each of which takes over what the last one wrote."""
     tokens = tokens_of(530)
     found, exact = (
-        told(load(folder, dtype=dtype, device=GPU), tokens, behind=240, **engine),
+        output(load(folder, dtype=dtype, device=GPU), tokens, behind=240, **engine),
         expected(reference, tokens, behind=240),
     )
     assert_close(found, exact, cosine=0.99 if dtype == torch.bfloat16 else 0.99999)
@@ -157,8 +157,8 @@ def test_every_shape_more_takes_little_memory(folder):
 def test_eight_bits_decode_alike_however_they_are_multiplied(reference, folder, how, engine):
     """In recorded steps and compiled, against products with the rounded weights written out, on the CPU in fp32."""
     tokens = tokens_of(60, seed=2)
-    found = told(load(folder, dtype=torch.bfloat16, device=GPU, quantize=how), tokens, behind=30, **engine)
-    exact = told(load(folder, quantize=how), tokens, behind=30)
+    found = output(load(folder, dtype=torch.bfloat16, device=GPU, quantize=how), tokens, behind=30, **engine)
+    exact = output(load(folder, quantize=how), tokens, behind=30)
     assert_close(found, exact, cosine=0.99)
 
 
@@ -251,7 +251,7 @@ def test_attention_of_grouped_heads_never_holds_all_scores(dtype):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_loading_holds_the_shard_and_little_beside_it(tmp_path, how):
+def test_loading_holds_the_shard_and_little_more(tmp_path, how):
     """Device memory of a model of 60 million weights: read, joined and rounded one layer at a time."""
     write_llama(
         tmp_path, **NUMBERS | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "head_dim": 64}

@@ -43,7 +43,7 @@ def test_the_rows_that_are_said_to_fit_do(folder, dtype):
     del filler
 
 
-def test_more_than_there_is_is_told(folder):
+def test_more_than_there_is_is_reported(folder):
     with open_native(folder) as weights:
         work = Work(Request(folder, Sampling()), weights.info.args, NO_TEXT, None, tp=1, dtype="bfloat16")
     model, rows = load(folder, dtype=torch.bfloat16, device=GPU), 100_000

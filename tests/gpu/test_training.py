@@ -58,7 +58,7 @@ def test_losses_are_those_of_the_plain_run(job, tmp_path, options, tolerance):
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
-def test_what_is_saved_beside_the_training_is_what_is_saved_in_between(job, tmp_path, mode):
+def test_what_is_saved_in_the_background_is_what_is_saved_in_between(job, tmp_path, mode):
     deterministic = ("--debug.deterministic",)
     _losses(job, tmp_path / "between", *deterministic)
     _losses(job, tmp_path / "beside", *deterministic, "--checkpoint.async_mode", mode)

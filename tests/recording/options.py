@@ -36,7 +36,7 @@ def record_options() -> dict[str, Any]:
 def _parameter(parameter: Any) -> dict[str, Any]:
     kind = parameter.type_descriptor.annotation
     is_choice = isinstance(kind, type) and issubclass(kind, Enum)
-    told = {
+    output = {
         **({"name": parameter.name} if parameter.param_type_name == "argument" else {}),
         "required": parameter.required,
         "type": "choice" if is_choice else getattr(kind, "__name__", str(kind)),
@@ -52,7 +52,7 @@ def _parameter(parameter: Any) -> dict[str, Any]:
         "hidden": getattr(parameter, "hidden", False),
         "environment": parameter.envvar,
     }
-    return told | {key: value for key, value in other.items() if value not in (None, False, [])}
+    return output | {key: value for key, value in other.items() if value not in (None, False, [])}
 
 
 def _plain(value: Any) -> Any:

@@ -90,8 +90,8 @@ def main() -> int:
             found = sections()[name](Path(folder).resolve())
         if arguments.write:
             recorded_file(name).write_text(dump(found) + "\n")
-        elif told := difference(name, found):
-            print(f"{name} differ from the recording:\n{told}", flush=True)
+        elif output := difference(name, found):
+            print(f"{name} differ from the recording:\n{output}", flush=True)
             differs = True
     return int(differs)
 

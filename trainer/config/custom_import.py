@@ -10,13 +10,13 @@ from converters.errors import ConfigError
 _imported: set[Path] = set()  # files, and folders of packages
 
 
-def import_custom(name: str, *, told: str = "experimental.custom_import = {name!r}") -> str:
+def import_custom(name: str, *, setting: str = "experimental.custom_import = {name!r}") -> str:
     """Import a dotted module name, or a path to a module file or package folder. Raises ConfigError where that fails.
 
     A path's parent folder is added to the import path, so that the module can import its neighbours. Returns a name
-    that works in another process with any working directory. `told` is the setting's name in errors.
+    that works in another process with any working directory. `setting` is its name in errors.
     """
-    path, said = Path(name), told.format(name=name)
+    path, said = Path(name), setting.format(name=name)
     is_path = path.suffix == ".py" or "/" in name or path.is_dir()
     if is_path:
         if not path.exists():

@@ -55,12 +55,12 @@ def is_accepted(folder, *, files, tensors):
     assert again.ok and (again.changes.files, again.changes.tensors) == ({}, {}) and "was not changed" in again.verdict
 
 
-def is_refused(folder, check, told):
+def is_refused(folder, check, output):
     before = (folder / MANIFEST).read_bytes()
     report = accept(folder)
     assert not report.ok and report.changes is None
     (failed,) = [c for c in report.checks if c.outcome == "failed"]
-    assert failed.name == check and told in "\n".join([failed.detail, *failed.problems])
+    assert failed.name == check and output in "\n".join([failed.detail, *failed.problems])
     assert (folder / MANIFEST).read_bytes() == before
     assert not list(folder.glob(f"{MANIFEST}.*"))
 
@@ -76,10 +76,12 @@ def test_the_error_names_each_file_and_how_to_go_on(copy):
     (folder / "extra.txt").write_text("x")
     with pytest.raises(CheckpointError, match="changed or damaged since titan wrote it") as error:
         open_checkpoint(folder)
-    told = error.value.message
+    output = error.value.message
     old = json.loads((folder / MANIFEST).read_text())["files"]["config.json"]["size"]
-    assert f"\n  config.json: {(folder / 'config.json').stat().st_size:,} bytes instead of {old:,}" in told
-    assert "\n  tokenizer_config.json: its bytes have changed" in told and "\n  extra.txt: not in the manifest" in told
+    assert f"\n  config.json: {(folder / 'config.json').stat().st_size:,} bytes instead of {old:,}" in output
+    assert (
+        "\n  tokenizer_config.json: its bytes have changed" in output and "\n  extra.txt: not in the manifest" in output
+    )
     assert error.value.tries == (f"titan verify {folder}", f"titan verify {folder} --accept")
     assert accept(folder).ok
     open_checkpoint(folder)
@@ -104,8 +106,8 @@ def test_an_export_that_was_changed_is_not_replaced_by_the_next_one(copy):
     folder = copy("hf")
     refuse_others(folder)
     edit_config(folder, initializer_range=0.5)
-    for told in ("changed or damaged since titan wrote it", "it was changed after titan wrote it"):
-        with pytest.raises(CheckpointError, match=f"(?s)would be replaced by the export.*{told}") as error:
+    for output in ("changed or damaged since titan wrote it", "it was changed after titan wrote it"):
+        with pytest.raises(CheckpointError, match=f"(?s)would be replaced by the export.*{output}") as error:
             refuse_others(folder)
         assert error.value.tries[0] == f"mv {folder} {folder}-kept"
         assert accept(folder).ok

@@ -148,15 +148,15 @@ def test_logits_of_the_trainer_s_model(source, tmp_path):
         del state["output.weight"]  # the embedding again
     torch.distributed.checkpoint.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     assert not ours.load_state_dict(state, strict=False).unexpected_keys
-    told = logits(model)
+    output = logits(model)
     exact = model.double()
     try:
-        own_error = (told.double() - logits(exact)).abs().max()
+        own_error = (output.double() - logits(exact)).abs().max()
     finally:
         model.float()
     with torch.no_grad():
         found = torch.cat([ours(TOKENS[row : row + 1], POSITIONS[row]) for row in range(2)])
-    assert (found - told).abs().max() <= 3 * own_error
+    assert (found - output).abs().max() <= 3 * own_error
 
 
 def test_what_is_written_depends_on_the_model_not_on_the_road_to_it(source, tmp_path):

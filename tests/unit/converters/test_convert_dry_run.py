@@ -1,4 +1,4 @@
-"""A dry run: everything checked, the needs told, nothing written; also of models that no disk here could hold."""
+"""A dry run: everything checked, the needs reported, nothing written; also of models that no disk here could hold."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Exact cover: found where it holds, and every hole, overlap and stray chunk is told."""
+"""Exact cover: found where it holds, and every hole, overlap and stray chunk is reported."""
 
 import random
 

@@ -157,7 +157,7 @@ def test_shapes_that_are_each_others_transpose(tmp_path):
 
 
 def test_gaps_against_torch(tmp_path):
-    """Every number that is told, over several blocks, dtypes and special values, against torch's own."""
+    """Every number that is reported, over several blocks, dtypes and special values, against torch's own."""
     generator = torch.Generator().manual_seed(0)
     size = (3 << 20) + 5
     a = {

@@ -163,8 +163,8 @@ def test_one_file_of_weights_cannot_hold_them(source, tmp_path):
     changed(source, tmp_path / "hf", {"own": 1})
     (tmp_path / "hf" / "LICENSE").write_text("terms")
     report = convert(tmp_path / "hf", tmp_path / "weights.pt", to="torch")
-    (told,) = (remark for remark in report.to_json()["remarks"] if remark.startswith("dropped"))
-    assert "LICENSE" in told and "config.json's own" in told
+    (output,) = (remark for remark in report.to_json()["remarks"] if remark.startswith("dropped"))
+    assert "LICENSE" in output and "config.json's own" in output
 
 
 def test_nothing_is_added_where_there_is_nothing_to_carry(tmp_path):

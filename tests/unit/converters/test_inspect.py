@@ -1,4 +1,4 @@
-"""converters/inspect.py: what transformers and torch wrote, told from headers; layers folded; nothing unpickled."""
+"""converters/inspect.py: what transformers and torch wrote, reported from headers; layers folded; nothing unpickled."""
 
 import json
 import pickle

@@ -340,7 +340,7 @@ def test_what_is_written_already_needs_no_room_again(tmp_path, src, monkeypatch,
 def test_another_order_of_rows_is_another_plan(tmp_path, monkeypatch):
     """What says the model may lie elsewhere and change: the same shapes, but heads of another size."""
     model = write_llama(tmp_path / "hf", rope_scaling=None).config
-    for name, factor in (("told", 1), ("corrected", 2)):
+    for name, factor in (("message", 1), ("corrected", 2)):
         (tmp_path / name).mkdir()
         heads = {key: getattr(model, key) // factor for key in ("num_attention_heads", "num_key_value_heads")}
         config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -349,7 +349,7 @@ def test_another_order_of_rows_is_another_plan(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("converters.execute.write_manifest", _full_disk)
         with pytest.raises(CheckpointError, match="no space"):
-            convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "told", resume=True)
+            convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "message", resume=True)
     assert left_of(tmp_path)
     done = convert(tmp_path / "hf", tmp_path / "out", to="dcp", model_from=tmp_path / "corrected", resume=True)
     assert done.resumed_bytes == 0

@@ -59,8 +59,8 @@ def test_quick_claims_nothing_about_tensors(sound, kind):
     (values,) = [check for check in report.checks if check.name == "values"]
     assert (values.outcome, values.detail) == ("not done", "no tensor was read (--quick)")
     (files,) = [check for check in report.checks if check.name == "files"]
-    told = {"ours": "CRC32 of the", "hf": "carries no checksums", "dcp": "--quick", "pt": "--quick"}
-    assert told["ours" if kind.startswith("ours") else kind.split("_")[1]] in files.detail
+    message = {"ours": "CRC32 of the", "hf": "carries no checksums", "dcp": "--quick", "pt": "--quick"}
+    assert message["ours" if kind.startswith("ours") else kind.split("_")[1]] in files.detail
 
 
 def test_quick_reads_the_small_files(sound, tmp_path):
@@ -99,9 +99,9 @@ def test_damage_is_found_by_file_and_by_tensor(sound, tmp_path):
     assert values.problems == ("norm.weight: its values have changed (digest)",)
     (copy / "assets" / "tokenizer.json").unlink()
     (copy / "titan_model.json").write_text("{}")
-    told = "\n".join(problem for check in verify(copy).checks for problem in check.problems)
-    assert "tokenizer.json: missing" in told and "titan_model.json: 2 bytes instead of" in told
-    assert f"{chunk.file}: its bytes have changed" in told
+    message = "\n".join(problem for check in verify(copy).checks for problem in check.problems)
+    assert "tokenizer.json: missing" in message and "titan_model.json: 2 bytes instead of" in message
+    assert f"{chunk.file}: its bytes have changed" in message
 
 
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
@@ -133,7 +133,7 @@ def test_one_file_of_ours_is_checked_against_the_manifest_of_its_folder(sound, t
 
 
 @pytest.mark.parametrize(
-    ("damage", "outcome", "told"),
+    ("damage", "outcome", "message"),
     [
         ("total", "warning", "says total_size 5, the tensors take"),
         (
@@ -148,7 +148,7 @@ def test_one_file_of_ours_is_checked_against_the_manifest_of_its_folder(sound, t
         ),
     ],
 )
-def test_what_an_index_does_not_say(sound, tmp_path, damage, outcome, told):
+def test_what_an_index_does_not_say(sound, tmp_path, damage, outcome, message):
     copy = shutil.copytree(sound / "ours_hf", tmp_path / "copy")
     (copy / "titan_manifest.json").unlink()
     index = copy / "model.safetensors.index.json"
@@ -157,13 +157,13 @@ def test_what_an_index_does_not_say(sound, tmp_path, damage, outcome, told):
     if damage == "total":
         index.write_text(json.dumps(content | {"metadata": {"total_size": 5}}))
     elif damage == "series":
-        told = told.replace("00006", f"{len(shards):05d}")
-        shutil.copy(copy / shards[0], copy / told.split(":")[0])
+        message = message.replace("00006", f"{len(shards):05d}")
+        shutil.copy(copy / shards[0], copy / message.split(":")[0])
     else:
         shutil.copy(copy / shards[0], copy / "consolidated.safetensors")
     report = verify(copy, quick=True)
     (check,) = [check for check in report.checks if check.outcome in ("warning", "failed")]
-    assert check.outcome == outcome and told in "\n".join([check.detail, *check.problems])
+    assert check.outcome == outcome and message in "\n".join([check.detail, *check.problems])
     assert report.ok == (outcome == "warning") and ("with warnings: " in report.verdict) == report.ok
 
 

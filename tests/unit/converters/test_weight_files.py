@@ -109,12 +109,12 @@ def test_what_transformers_takes_is_read_and_the_rest_named(tmp_path, kinds):
     files = {path.name for path in tmp_path.iterdir() if path.name not in ("config.json", "generation_config.json")}
     catalog = open_checkpoint(tmp_path)
     read = {chunk.file for entry in catalog.tensors.values() for chunk in entry.chunks}
-    told = " ".join(catalog.notes)
+    output = " ".join(catalog.notes)
     entry = next(f for f in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
                              "pytorch_model.bin.index.json") if f in files)  # fmt: skip
     for name in files - read - {entry}:
-        assert name in told or "-of-" in name, (name, told)
-    assert f"transformers takes {entry}" in told
+        assert name in output or "-of-" in name, (name, output)
+    assert f"transformers takes {entry}" in output
 
 
 def test_a_file_that_the_config_names_comes_first(tmp_path):
@@ -149,16 +149,16 @@ def test_every_command_names_what_it_does_not_read(tmp_path):
     folder.mkdir()
     put(folder, "single", 0)
     put(folder, "sharded", 1)
-    told = "model.safetensors.index.json is not read: transformers takes model.safetensors"
+    output = "model.safetensors.index.json is not read: transformers takes model.safetensors"
     series = "model-00001-of-"
     for notes in (
         convert(folder, tmp_path / "dcp", to="dcp").remarks,
         inspect_checkpoint(folder).notes,
         [line for check in verify(folder).checks if check.outcome == "warning" for line in check.problems],
     ):
-        assert told in notes and any(note.startswith(series) and " to model-" in note for note in notes)
+        assert output in notes and any(note.startswith(series) and " to model-" in note for note in notes)
     report = diff(folder, tmp_path / "dcp")
-    assert report.equal and f"{folder}: {told}" in report.remarks
+    assert report.equal and f"{folder}: {output}" in report.remarks
 
 
 @pytest.mark.parametrize("second", ["single", "bin", "sharded bin", "consolidated.00.pth"])

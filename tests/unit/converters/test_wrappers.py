@@ -163,9 +163,9 @@ def test_wrappers_names_are_read_and_reported(gloo, source, tmp_path, wrapper, c
     folder = put(tmp_path / "src", state, container)
     report = convert(folder, tmp_path / "out", to="dcp")
     assert read_manifest(tmp_path / "out").tensors == read_manifest(source / "dcp").tensors
-    told = [note for note in report.remarks if note.startswith("names: removed the prefix")]
-    assert {note.split("`")[1] for note in told} == expected
-    assert inspect_checkpoint(folder).naming == "hf" and set(told) <= set(inspect_checkpoint(folder).notes)
+    output = [note for note in report.remarks if note.startswith("names: removed the prefix")]
+    assert {note.split("`")[1] for note in output} == expected
+    assert inspect_checkpoint(folder).naming == "hf" and set(output) <= set(inspect_checkpoint(folder).notes)
 
 
 def test_a_whole_model_in_front_is_counted(gloo, source, tmp_path):

@@ -42,11 +42,11 @@ def test_reshard_takes_its_options(titan, tmp_path):
     assert (code, err, report["cut"]) == (0, "", "2 files") and [*report["dtypes"]] == ["float64"]
     assert len(list((tmp_path / "two").glob("*.distcp"))) == 2
     sums = json.loads((tmp_path / "two" / "titan_manifest.json").read_text())["tensors"]
-    assert not any(told.get("digest") for told in sums.values())
+    assert not any(output.get("digest") for output in sums.values())
     code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "many", "--shard-size", "30KB", "--dry-run")
     assert code == 0 and "to write" in out and not (tmp_path / "many").exists()
-    for label, told in {"memory": "up to about", "disk": ".* are free$", "time": "about .* GB/s"}.items():
-        assert re.search(rf"^  {label} +{told}", out, re.M), label
+    for label, output in {"memory": "up to about", "disk": ".* are free$", "time": "about .* GB/s"}.items():
+        assert re.search(rf"^  {label} +{output}", out, re.M), label
     code, _, err = titan("reshard", tmp_path / "dcp", tmp_path / "x", "--drop", "weights,model")
     assert code == 2 and "unknown section: weights" in err
 

@@ -133,9 +133,9 @@ def test_what_was_allowed_is_printed(titan, folder, tmp_path):
     assert "  missing   lm_head.weight: " in out and "  extra     vision.weight: " in out
     assert "  warning   norm.weight holds 1 value that is NaN or infinite" in out
     code, out, _ = titan("convert", "hf-to-dcp", tmp_path / "hf", tmp_path / "dcp", *allow, "--overwrite", "--json")
-    told = json.loads(out)
-    assert told["missing"] == ["lm_head.weight"] and told["extra"] == ["vision.weight"]
-    assert told["non_finite"] == {"norm.weight": 1}
+    text = json.loads(out)
+    assert text["missing"] == ["lm_head.weight"] and text["extra"] == ["vision.weight"]
+    assert text["non_finite"] == {"norm.weight": 1}
 
 
 def test_what_is_next_to_the_weights_is_printed(titan, folder, tmp_path):
@@ -197,25 +197,25 @@ def test_every_command_has_the_options_that_they_share(folder):
 
 def test_whatever_does_not_say_its_model_is_helped_by_model_from(titan, folder, tmp_path):
     """The hint names the option, and the command that gave the hint has it."""
-    told = ["--model-from", "hf"]
+    text = ["--model-from", "hf"]
     code, _, err = titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp")
     assert code == 2 and "--model-from" in err
-    assert "nowhere: no such folder" in titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *told[:1], "nowhere")[2]
-    assert titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *told)[0] == 0
+    assert "nowhere: no such folder" in titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *text[:1], "nowhere")[2]
+    assert titan("convert", "hf-to-dcp", "bare", tmp_path / "dcp", *text)[0] == 0
     code, out, _ = titan("verify", "bare")
     assert code == 0 and "not possible" in out and "--model-from" in titan("verify", "--help")[1]
-    code, out, _ = titan("verify", "bare", *told)
+    code, out, _ = titan("verify", "bare", *text)
     assert code == 0 and "ok            names and shapes: llama3, 2 layers" in out
     code, out, _ = titan("inspect", "bare")
     assert code == 0 and "--model-from" in out
-    assert "llama3, 2 layers" in titan("inspect", "bare", *told)[1]
-    assert titan("diff", "bare", "bare", *told)[0] == 0
+    assert "llama3, 2 layers" in titan("inspect", "bare", *text)[1]
+    assert titan("diff", "bare", "bare", *text)[0] == 0
     (tmp_path / "alone").mkdir()
     shutil.copy(folder / "hf" / "model.safetensors", tmp_path / "alone")
     prompt = ["--prompt", "a", "--max-new-tokens", "2"]
     code, _, err = titan("infer", tmp_path / "alone", *prompt)
     assert code == 2 and "--model-from" in err
-    assert titan("infer", tmp_path / "alone", *prompt, *told)[:2] == titan("infer", "hf", *prompt)[:2]
+    assert titan("infer", tmp_path / "alone", *prompt, *text)[:2] == titan("infer", "hf", *prompt)[:2]
 
 
 @pytest.mark.parametrize(

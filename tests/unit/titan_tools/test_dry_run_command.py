@@ -1,4 +1,4 @@
-"""titan train --dry-run: one rank of any job, told in seconds, and every config error at once."""
+"""titan train --dry-run: one rank of any job, in seconds, and every config error at once."""
 
 import json
 import os
@@ -20,18 +20,18 @@ def train(titan, tmp_path, monkeypatch):
     return partial(titan, "train")
 
 
-def test_a_job_of_512_ranks_is_told_on_one(train, tmp_path):
+def test_a_job_of_512_ranks_is_reported_on_one(train, tmp_path):
     words = ("--parallelism.data_parallel_shard_degree=-1", "--world-size=512", "--rank=257", "--training.steps=3")
     done = train("debug", "--dry-run", *words, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
-    assert told["coordinates"] == {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
-    assert told["stages"] == {"1": ["layers.2", "layers.3", "norm", "output"]} and told["num_stages"] == 2
-    assert (told["samples_per_step"], told["tokens_per_step"], told["steps"]) == (512, 512 * 256, 3)
-    traffic = {(t["axis"], t["kind"]): t["calls"] for t in told["collectives"]}
+    message = json.loads(done.stdout)
+    assert message["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
+    assert message["coordinates"] == {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert message["stages"] == {"1": ["layers.2", "layers.3", "norm", "output"]} and message["num_stages"] == 2
+    assert (message["samples_per_step"], message["tokens_per_step"], message["steps"]) == (512, 512 * 256, 3)
+    traffic = {(t["axis"], t["kind"]): t["calls"] for t in message["collectives"]}
     assert traffic["fsdp", "reduce-scatter"] == 3  # two layers, and norm with output
-    assert traffic["pp", "receive"] == traffic["pp", "send"] == told["num_microbatches"] == 2
+    assert traffic["pp", "receive"] == traffic["pp", "send"] == message["num_microbatches"] == 2
     assert list(tmp_path.iterdir()) == []  # nothing is written, no data is needed
 
 
@@ -50,26 +50,26 @@ def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(train):
     assert done.stderr.count("left out:") == 3
 
 
-def test_every_error_is_told_at_once_and_without_torch(train):
+def test_every_error_is_reported_at_once_and_without_torch(train):
     words = ("--training.seq_len=255", "--parallelism.pipeline_parallel_microbatch_size=3", "--world-size=6")
     done = train("debug", "--dry-run", *words)
     assert done.returncode == 2 and done.stdout == ""
-    for told in ("there are 6", "training.seq_len = 255", "microbatch_size = 3"):
-        assert told in done.stderr
+    for message in ("there are 6", "training.seq_len = 255", "microbatch_size = 3"):
+        assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["debug", "--dry-run", "--rank", "8"], "the job has ranks 0 to 7"),
         (["debug", "--world-size", "8"], "belong to --dry-run"),
         (["debug", "--dry-run", "--training.stepz", "3"], "did you mean `training.steps`?"),
     ],
 )
-def test_wrong_usage(train, arguments, told):
+def test_wrong_usage(train, arguments, message):
     done = train(*arguments)
-    assert done.returncode == 2 and told in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_405b_on_512_ranks_takes_little(tmp_path):
     command += ["--world-size", "512", "--rank", "511"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = json.loads(subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment).stdout)
+    message = json.loads(subprocess.run(command, capture_output=True, cwd=tmp_path, env=environment).stdout)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert told["rank_parameters"] == pytest.approx(405853388800 / 512, rel=2e-3)  # 128,256 rows are not even
+    assert message["rank_parameters"] == pytest.approx(405853388800 / 512, rel=2e-3)  # 128,256 rows are not even
     assert after.ru_utime - before.ru_utime < 60  # seconds of one core; about 20 on a quiet machine
     assert after.ru_maxrss < 1.5 * 2**20  # KiB

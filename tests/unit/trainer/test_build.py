@@ -65,18 +65,18 @@ def test_a_norm_returns_local_shards_that_a_model_can_add():
 
 
 def test_asynchronous_tensor_parallelism_is_switched_on_for_its_group(monkeypatch):
-    told = []
+    text = []
     monkeypatch.setattr(trainer.build, "check_hardware", lambda config, device: None)
-    monkeypatch.setattr(trainer.build, "enable_async_tp", told.append)
+    monkeypatch.setattr(trainer.build, "enable_async_tp", text.append)
     with fake_ranks(TP2, 2) as meshes:
         asked = replace(TP2, enable_async_tensor_parallel=True)
         build(config_of(parallelism=asked, compile=Compile(enable=True)), meshes)
-        assert told == [meshes["tp"].get_group()]
+        assert text == [meshes["tp"].get_group()]
         build(config_of(parallelism=TP2, compile=Compile(enable=True)), meshes)
-        assert len(told) == 1
+        assert len(text) == 1
 
 
-def test_the_compiler_is_told_its_budget(tmp_path):
+def test_the_compiler_gets_its_budget(tmp_path):
     settings = ActivationCheckpoint(mode="memory_budget", memory_budget=0.25)
     try:
         with fake_ranks(Parallelism(), 1) as meshes:
@@ -90,15 +90,15 @@ def test_the_compiler_is_told_its_budget(tmp_path):
 
 
 def test_what_float8_puts_in_place_of_tensor_parallel_styles_is_applied(monkeypatch):
-    styles, told = {"layers.0.attention.wq": object()}, []
+    styles, text = {"layers.0.attention.wq": object()}, []
     monkeypatch.setattr(trainer.build, "float8_styles", lambda *args, device_type, **keys: styles)
-    monkeypatch.setattr(trainer.build, "apply_tp", lambda *args, converted, **keys: told.append(converted))
+    monkeypatch.setattr(trainer.build, "apply_tp", lambda *args, converted, **keys: text.append(converted))
     float8 = replace(Config().float8, emulate=True)
     with fake_ranks(TP2, 2) as meshes:
         converters = Model(flavor="debug_gqa", converters=("quantize.linear.float8",))
         build(config_of(parallelism=TP2, model=converters, float8=float8), meshes)
         build(config_of(parallelism=TP2), meshes)
-    assert told == [styles, None]
+    assert text == [styles, None]
 
 
 @pytest.mark.parametrize("pins", [True, False])

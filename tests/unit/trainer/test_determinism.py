@@ -1,4 +1,4 @@
-"""debug.deterministic: torch is told, with a warning or a refusal for what has no deterministic form."""
+"""debug.deterministic: torch is reported, with a warning or a refusal for what has no deterministic form."""
 
 import os
 

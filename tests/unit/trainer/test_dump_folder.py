@@ -38,7 +38,7 @@ def test_it_stays_in_its_folder(tmp_path, name):
         save_config(config_with(tmp_path / "run", name))
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         make_dump_folder(tmp_path / "file" / "run")

@@ -1,4 +1,4 @@
-"""The collector works when it is told to, on every rank at the same step, and at no other time."""
+"""The collector works when it is reported to, on every rank at the same step, and at no other time."""
 
 import gc
 

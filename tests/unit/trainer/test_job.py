@@ -1,4 +1,4 @@
-"""Degrees: fitted to a world size, and every problem of a layout told at once with choices that would do."""
+"""Degrees: fitted to a world size, and every problem of a layout reported at once with choices that would do."""
 
 from dataclasses import replace
 
@@ -80,8 +80,8 @@ def test_sequences_divide_by_tensor_and_twice_context_degree():
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
     assert problems(degrees, world_size=4, training={"seq_len": 64}) == []
     validation = Validation(enable=True, seq_len=20)
-    told = problems(degrees, world_size=4, training={"seq_len": 62}, validation=validation)
-    assert told == [
+    output = problems(degrees, world_size=4, training={"seq_len": 62}, validation=validation)
+    assert output == [
         "training.seq_len = 62 is not a multiple of 8 (tp × 2·cp); nearest: 56 or 64",
         "validation.seq_len = 20 is not a multiple of 8 (tp × 2·cp); nearest: 16 or 24",
     ]
@@ -91,12 +91,12 @@ def test_sequences_divide_by_tensor_and_twice_context_degree():
 def test_dynamic_rope_is_not_covered_beyond_the_trained_length():
     args = replace(GQA, rope_scaling=DynamicRope(4.0), max_seq_len=64)
     config = Config(training=Training(seq_len=128), validation=Validation(enable=True, seq_len=96))
-    told = layout_problems(config, args, MeshShape())
-    assert [problem.partition(" tokens")[0] for problem in told] == [
+    output = layout_problems(config, args, MeshShape())
+    assert [problem.partition(" tokens")[0] for problem in output] == [
         "training.seq_len = 128 is beyond the model's 64",
         "validation.seq_len = 96 is beyond the model's 64",
     ]
-    assert all(problem.endswith("nearest: 64") for problem in told)
+    assert all(problem.endswith("nearest: 64") for problem in output)
     assert layout_problems(config, replace(args, max_seq_len=128), MeshShape()) == []
 
 
@@ -151,13 +151,13 @@ def test_all_problems_at_once():
     assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
 
 
-def test_a_kind_of_data_that_nobody_knows_is_told_with_those_that_are_known():
+def test_a_kind_of_data_that_nobody_knows_is_reported_with_those_that_are_known():
     config = Config(training=Training(dataset="wikipedia"))
     (problem,) = layout_problems(config, GQA, MeshShape())
     assert "'wikipedia' is unknown; there is tokens" in problem
 
 
-def test_streams_that_cannot_be_dealt_are_told_with_a_number_that_can():
+def test_streams_that_cannot_be_dealt_are_reported_with_a_number_that_can():
     config = Config(training=Training(dataset="c4"))
     (problem,) = layout_problems(config, GQA, MeshShape(dp_shard=96))
     assert "dataset_streams = 96" in problem

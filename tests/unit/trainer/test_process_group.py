@@ -1,4 +1,4 @@
-"""Which GPU is whose: told by the launcher, checked against what torch sees; and how long a collective may take."""
+"""Which GPU is whose: given by the launcher, checked against what torch sees; and how long a collective may take."""
 
 import warnings
 from datetime import timedelta
@@ -30,23 +30,23 @@ def test_torchruns_number_comes_before_slurms(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [(None, "not the number of this"), ("-1", "not the number of this"), ("2", "rank 2 .* no GPU: torch sees 2")],
 )
-def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch, number, told):
+def test_a_rank_without_a_gpu_of_its_own_is_reported(monkeypatch, number, message):
     if number is not None:
         monkeypatch.setenv("LOCAL_RANK", number)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         own_gpu()
 
 
 @pytest.mark.parametrize("public", [True, False])
 def test_every_group_gets_the_timeout_by_the_call_that_torch_has(monkeypatch, public):
     """torch 2.15 has a public one and warns of the other, which is all that 2.11 to 2.13 have."""
-    told = []
+    message = []
 
     def set_timeout(timeout, group=None):
-        told.append((timeout, group))
+        message.append((timeout, group))
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
@@ -57,8 +57,8 @@ def test_every_group_gets_the_timeout_by_the_call_that_torch_has(monkeypatch, pu
             monkeypatch.delattr(dist, "set_timeout", raising=False)
             monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", set_timeout)
         set_train_timeout(meshes, 77)
-        assert {timeout for timeout, _ in told} == {timedelta(seconds=77)}
-        groups = [group for _, group in told]
+        assert {timeout for timeout, _ in message} == {timedelta(seconds=77)}
+        groups = [group for _, group in message]
         assert None in groups and meshes["tp"].get_group() in groups and meshes["fsdp"].get_group() in groups
     finally:
         dist.destroy_process_group()
@@ -78,13 +78,15 @@ def test_setting_the_timeout_warns_of_nothing(tmp_path):
     ("has_cpu_tensors", "expected"),
     [(False, ("nccl", torch.device("cuda", 1))), (True, ("cpu:gloo,cuda:nccl", None))],
 )
-def test_gloo_stands_beside_nccl_where_gradients_are_on_the_cpu(monkeypatch, has_cpu_tensors, expected):
-    told = []
+def test_gloo_is_used_with_nccl_where_gradients_are_on_the_cpu(monkeypatch, has_cpu_tensors, expected):
+    message = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **keys: told.append((*args, keys.get("device_id"))))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **keys: message.append((*args, keys.get("device_id")))
+    )
     monkeypatch.setattr(dist, "new_group", lambda **keys: keys["backend"])
     ranks = join_ranks(init_timeout_secs=5, has_cpu_tensors=has_cpu_tensors)
-    assert told == [expected]
+    assert message == [expected]
     assert ranks.device == torch.device("cuda", 1) and ranks.agreement == "gloo"

@@ -293,7 +293,7 @@ def test_key_and_value_heads_that_several_shards_share(tmp_path, count, kv_heads
 
 
 @pytest.mark.parametrize(
-    ("numbers", "count", "told", "possible"),
+    ("numbers", "count", "output", "possible"),
     [
         ({}, 3, "Meta's format has 1, 2, 4, 8 or 16 shards", "1, 2, 4, 8, 16"),
         ({}, 0, "Meta's format has 1, 2, 4, 8 or 16 shards", "1, 2, 4, 8, 16"),
@@ -301,9 +301,9 @@ def test_key_and_value_heads_that_several_shards_share(tmp_path, count, kv_heads
         ({"num_key_value_heads": 4}, 16, "does not divide 4 key/value heads", "1, 2, 4"),
     ],
 )
-def test_degrees_that_do_not_divide_the_model_are_refused(tmp_path, numbers, count, told, possible):
+def test_degrees_that_do_not_divide_the_model_are_refused(tmp_path, numbers, count, output, possible):
     make(tmp_path, "llama3", **numbers)
-    with pytest.raises(ConfigError, match=f"--num-shards {count}.*{told}") as error:
+    with pytest.raises(ConfigError, match=f"--num-shards {count}.*{output}") as error:
         convert(tmp_path / "hf", tmp_path / "x", to="meta", dry_run=True, options=OutputOptions(num_shards=count))
     assert error.value.hint == f"possible for this model: {possible}"
 

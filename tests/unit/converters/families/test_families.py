@@ -258,10 +258,10 @@ def test_an_old_file_that_calls_a_llama2_a_llama3_still_opens(tmp_path):
     """Before there was a family llama2, titan_model.json said llama3 of every Llama."""
     write_tiny(tmp_path / "hf", "llama2")
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
-    told = json.loads((tmp_path / "dcp" / "titan_model.json").read_text())
-    del told["args"]["qk_norm"]  # nor was there this number
+    output = json.loads((tmp_path / "dcp" / "titan_model.json").read_text())
+    del output["args"]["qk_norm"]  # nor was there this number
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "titan_model.json").write_text(json.dumps(told | {"family": "llama3"}))
+    (tmp_path / "old" / "titan_model.json").write_text(json.dumps(output | {"family": "llama3"}))
     assert read_model_info(tmp_path / "old").family == "llama3"
     convert(tmp_path / "dcp", tmp_path / "again", to="hf", model_from=tmp_path / "old")
     assert hf_tensors(tmp_path / "again").keys() == hf_tensors(tmp_path / "hf").keys()

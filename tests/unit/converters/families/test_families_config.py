@@ -212,7 +212,7 @@ def test_a_released_qwen3():
 
 
 def test_qwen3_defaults_are_those_of_transformers():
-    told = (
+    output = (
         "architectures",
         "hidden_size",
         "intermediate_size",
@@ -220,7 +220,7 @@ def test_qwen3_defaults_are_those_of_transformers():
         "num_hidden_layers",
         "vocab_size",
     )
-    sparse = {key: QWEN3_8B[key] for key in told}
+    sparse = {key: QWEN3_8B[key] for key in output}
     args, theirs = read_hf_config(sparse)[1], Qwen3Config(**sparse)
     assert (args.num_kv_heads, args.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
     assert (args.max_seq_len, args.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
@@ -303,8 +303,8 @@ def test_what_means_another_computation_is_refused(said):
 
 
 def test_all_that_is_refused_is_listed_at_once(tmp_path):
-    told = REFUSED["'longrope'"] | REFUSED["is_causal = False"] | REFUSED["from layer 28 on"]
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | told))
+    output = REFUSED["'longrope'"] | REFUSED["is_causal = False"] | REFUSED["from layer 28 on"]
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | output))
     with pytest.raises(UnsupportedError) as error:
         read_model_info(tmp_path)
     assert all(

@@ -144,7 +144,7 @@ def test_llama_3_0_has_no_scaling():
 
 @pytest.mark.parametrize("name", [*FLAVORS, "odd"])
 def test_meta_round_trip(name):
-    # The head size and the context length are what Meta's code takes or is told by its user
+    # The head size and the context length are what Meta's code takes or is reported by its user
     length = 131072 if ALL[name].rope_scaling else 4096
     args = replace(ALL[name], head_dim=ALL[name].dim // ALL[name].num_heads, max_seq_len=length)
     shapes = {p.fqn: p.shape for p in LLAMA3.parameters(args)}

@@ -1,4 +1,4 @@
-"""A folder for torchtune: its recipe builds the model that transformers has, its tokenizer opens, all else is told."""
+"""A folder for torchtune: its recipe builds transformers' model, its tokenizer opens, the rest is reported."""
 
 import base64
 import json

@@ -155,7 +155,7 @@ def no_bytes(content):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (swap_two_tokens, "2 tokens have different ids"),
         (drop_a_merge, "its merges are not those"),
@@ -163,10 +163,10 @@ def no_bytes(content):
         (no_bytes, "does not encode unknown characters as bytes"),
     ],
 )
-def test_sentencepiece_against_another_json(of_sentencepiece, tmp_path, change, told):
+def test_sentencepiece_against_another_json(of_sentencepiece, tmp_path, change, message):
     folder = changed(of_sentencepiece, tmp_path / "x", change)
-    assert told in tokenizer_note(folder)
-    assert told in tokenizer_remark(find_assets(folder), to="meta", vocab_size=500)
+    assert message in tokenizer_note(folder)
+    assert message in tokenizer_remark(find_assets(folder), to="meta", vocab_size=500)
     theirs = AutoTokenizer.from_pretrained(folder)
     if change is not lower_case:  # transformers' Llama class makes its own normalizer
         assert load_tokenizer(folder).encode("import os") == theirs("import os", add_special_tokens=False).input_ids

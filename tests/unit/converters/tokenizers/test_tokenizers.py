@@ -421,7 +421,7 @@ def test_what_goes_with_the_weights_goes_everywhere(name, tmp_path):
 
 
 def test_a_llama2_release_of_meta_opens_in_transformers(meta_llama2, tmp_path):
-    """SentencePiece alone: token ids are told, the file goes along, transformers opens the folder, through DCP too."""
+    """SentencePiece alone: ids are reported, the file is copied, transformers opens the folder, also through DCP."""
     write_tiny(tmp_path / "first", "llama2", numbers={"vocab_size": ROWS})
     convert(tmp_path / "first", tmp_path / "meta", to="meta")
     for name in ("titan_model.json", "titan_manifest.json", "generation_config.json"):
@@ -432,8 +432,8 @@ def test_a_llama2_release_of_meta_opens_in_transformers(meta_llama2, tmp_path):
     assert {"tokenizer.model", "tokenizer.json", "tokenizer_config.json"} <= set(report.other_files)
     assert not any("tokenizer" in remark for remark in report.remarks)
     assert read(tmp_path / "hf", ["tokenizer.model"]) == {"tokenizer.model": meta_llama2.read_bytes()}
-    for told in ("config.json", "generation_config.json"):
-        content = json.loads((tmp_path / "hf" / told).read_text())
+    for output in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / "hf" / output).read_text())
         assert (content["bos_token_id"], content["eos_token_id"]) == (1, 2)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(meta_llama2))
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").encode(" a  b") == [1, *theirs.encode(" a  b")]

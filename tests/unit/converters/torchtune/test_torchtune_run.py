@@ -73,8 +73,8 @@ def test_an_epoch_comes_back(runs, tmp_path):
     manifests = [read_manifest(tmp_path / style).tensors for style in styles]
     assert all(manifest == manifests[0] for manifest in manifests)
     assert manifests[0] != read_manifest(case.root / "dcp").tensors
-    told = {(tmp_path / style / "titan_model.json").read_text() for style in styles}
-    assert {json.dumps(json.loads(text)["args"]) for text in told} == {
+    output = {(tmp_path / style / "titan_model.json").read_text() for style in styles}
+    assert {json.dumps(json.loads(text)["args"]) for text in output} == {
         json.dumps(json.loads((case.root / "dcp" / "titan_model.json").read_text())["args"])
     }
     convert(tmp_path / [*styles][-1], tmp_path / "back", to="hf")
@@ -129,8 +129,8 @@ def test_of_a_run_of_several_epochs_each_comes_back(tmp_path, environment):
     assert read_manifest(tmp_path / "back0").tensors != read_manifest(tmp_path / "back1").tensors
     shutil.rmtree(run / "epoch_1")
     shutil.rmtree(run / "logs")
-    told = re.search(r"# (epoch_0/\S+)", (case.root / "hf" / "torchtune.yaml").read_text())[1]
-    files = f"checkpointer.checkpoint_files=[{told}]"
+    output = re.search(r"# (epoch_0/\S+)", (case.root / "hf" / "torchtune.yaml").read_text())[1]
+    files = f"checkpointer.checkpoint_files=[{output}]"
     again = tune(
         case.root / "hf", environment, "epochs=2", "max_steps_per_epoch=1", "resume_from_checkpoint=True", files
     )

@@ -38,13 +38,13 @@ def tokens(printed):
 
 def test_json_is_one_object_with_results_and_stats(titan, hf):
     code, out, _ = titan("infer", hf, *SHORT, "--json")
-    told = json.loads(out)
+    output = json.loads(out)
     assert code == 0
-    (result,) = told["results"]
+    (result,) = output["results"]
     assert list(result) == ["id", "prompt", "text", "prompt_tokens", "tokens", "finish_reason", "logprobs"]
     assert (result["prompt"], result["finish_reason"], len(result["tokens"])) == (PROMPT, "length", 12)
     assert result["prompt_tokens"][0] == BOS and len(result["prompt_tokens"]) == 1 + len(PROMPT)
-    stats = told["stats"]
+    stats = output["stats"]
     assert (stats["tp"], stats["dtype"], stats["seed"]) == (1, "float32", 0)
     measured = ["ttft_ms", "tpot_ms", "tokens_per_sec", "bandwidth_gb_per_sec"]
     assert list(stats) == [*measured, "bandwidth_share", "peak_memory_gib", "tp", "dtype", "seed"]
@@ -82,8 +82,8 @@ def test_every_format_says_the_same(titan, hf, dcp, tmp_path):
     plain = write_llama(tmp_path / "hf", rope_scaling=None)
     write_meta(tmp_path / "meta", plain)
     places = (tmp_path / "hf", tmp_path / "meta", tmp_path / "meta" / "consolidated.00.pth")
-    told = [titan("infer", place, *SHORT, "--json") for place in places]
-    assert tokens(told[0][1]) == tokens(told[1][1]) == tokens(told[2][1]) != hf_said
+    output = [titan("infer", place, *SHORT, "--json") for place in places]
+    assert tokens(output[0][1]) == tokens(output[1][1]) == tokens(output[2][1]) != hf_said
 
 
 def test_a_runs_folder_stands_for_its_newest_whole_step(titan, hf, dcp, tmp_path):
@@ -181,11 +181,11 @@ def test_an_answer_ends_before_a_stop_string(titan, hf, broken, monkeypatch, opt
 def test_dtype_is_the_checkpoints_unless_said(titan, dcp, hf, tmp_path):
     half = tmp_path / "half"
     convert(hf, half, to="dcp", dtype="bfloat16")
-    told = [
+    output = [
         json.loads(titan("infer", folder, *SHORT, *options, "--json")[1])["stats"]["dtype"]
         for folder, options in ((half, ()), (half, ("--dtype", "float32")), (dcp, ("--dtype", "bfloat16")))
     ]
-    assert told == ["bfloat16", "float32", "bfloat16"]
+    assert output == ["bfloat16", "float32", "bfloat16"]
 
 
 def test_float16_is_computed_in_float16(titan, hf, tmp_path):
@@ -197,11 +197,11 @@ def test_float16_is_computed_in_float16(titan, hf, tmp_path):
 def test_a_terminal_that_does_not_know_all_letters_shows_the_others(titan, hf, tmp_path, monkeypatch):
     """Text gets question marks, JSON escapes: neither ends in an error."""
     (tmp_path / "in.jsonl").write_text(json.dumps({"id": "é", "prompt": PROMPT}))
-    told = [
+    output = [
         titan("infer", hf, *options, "--max-new-tokens", "12")[1]
         for options in (("--prompt", PROMPT), ("--batch", tmp_path / "in.jsonl"))
     ]
-    for options, expected in zip((SHORT, ("--batch", tmp_path / "in.jsonl", *SHORT[2:])), told, strict=True):
+    for options, expected in zip((SHORT, ("--batch", tmp_path / "in.jsonl", *SHORT[2:])), output, strict=True):
         stdout = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
@@ -237,7 +237,7 @@ def test_a_path_that_holds_no_checkpoint_is_refused(titan, tmp_path):
         assert code == 2 and out == "" and path.name in err and "Traceback" not in err
 
 
-def test_weights_that_are_not_numbers_are_told(titan, broken):
+def test_weights_that_are_not_numbers_are_reported(titan, broken):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(broken / "model.safetensors")
@@ -262,7 +262,7 @@ def test_standard_input_is_refused_under_torchrun(titan, hf, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "titan_model.json"])
-def test_a_file_that_changed_since_its_manifest_is_told_before_anything_is_said(titan, dcp, tmp_path, name):
+def test_a_file_that_changed_since_its_manifest_is_reported_before_anything_is_said(titan, dcp, tmp_path, name):
     shutil.copytree(dcp, tmp_path / "bad")
     data = bytearray((tmp_path / "bad" / name).read_bytes())
     place = len(data) // 2 if name.endswith("distcp") else data.index(b"10000.0") + 1  # rope_theta 11000

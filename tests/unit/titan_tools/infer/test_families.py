@@ -127,8 +127,8 @@ def test_a_prompt_begins_as_the_tokenizer_says(titan, tmp_path, called):
     hf = tmp_path / "hf"
     write_tiny(hf, "qwen3", numbers=NUMBERS | {"num_hidden_layers": 2})
     write_tokenizer(hf)
-    told = config | {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    (hf / "tokenizer_config.json").write_text(json.dumps(told))
+    output = config | {"eos_token": "<|end_of_text|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (hf / "tokenizer_config.json").write_text(json.dumps(output))
     if not has_bos:
         described = json.loads((hf / "tokenizer.json").read_text())
         (hf / "tokenizer.json").write_text(json.dumps(described | {"post_processor": None}))
@@ -170,8 +170,8 @@ def test_any_of_several_ends_ends_as_in_transformers(titan, tmp_path):
     path = tmp_path / "hf" / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
-    told = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=ends)
-    expected = told[0, len(prompt) :].tolist()
+    output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=ends)
+    expected = output[0, len(prompt) :].tolist()
     assert len(expected) < NUM_NEW
     for place in (tmp_path / "hf", tmp_path / "dcp"):
         _, out, _ = titan("infer", place, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, "--json")

@@ -40,7 +40,7 @@ def pipe_of(text):
         os.close(reader)
 
 
-def test_a_step_is_told_with_what_was_skipped_since_the_last(run):
+def test_a_step_is_reported_with_what_was_skipped_since_the_last(run):
     found = list(zip(range(2), find_checkpoints(run), strict=False))
     assert [one for _, one in found] == [
         FoundCheckpoint(run / "step-20", True),
@@ -57,7 +57,7 @@ def test_a_batch_from_a_pipe_outlives_a_damaged_step(titan, run):
     assert f"skipping a damaged step: {run / 'step-20'}" in err and f"reading {run / 'step-10'}\n" in err
 
 
-def test_prompts_that_cannot_be_are_told_before_a_step_is_read(titan, run, untouched, tmp_path):
+def test_prompts_that_cannot_be_are_reported_before_a_step_is_read(titan, run, untouched, tmp_path):
     (tmp_path / "in").write_text('{"id": 7, "prompt": ""}\n')
     for batch, said in ((tmp_path / "in", "line 1 (id 7)"), (tmp_path / "missing", "cannot read the batch")):
         code, out, err = titan("infer", run, "--batch", batch)

@@ -41,9 +41,9 @@ def test_logits_are_as_close_as_transformers_are_in_float16(folder, static):
         for row, n in enumerate(lengths):
             ours[row].append((n + step, logits[row]))
     assert engine.model.dtype == torch.float16
-    for row, told in enumerate(ours):
-        positions = [position for position, _ in told]
-        error = (torch.stack([logits for _, logits in told]) - exact[row, positions]).abs().max()
+    for row, output in enumerate(ours):
+        positions = [position for position, _ in output]
+        error = (torch.stack([logits for _, logits in output]) - exact[row, positions]).abs().max()
         assert error <= 1.5 * (half[row] - exact[row]).abs().max() < 0.05
 
 
@@ -58,5 +58,5 @@ def test_ranks_sum_in_float16(titan, folder):
         check=True,
     )
     together = json.loads(ranks.stdout)
-    assert [told["stats"]["dtype"] for told in (alone, together)] == ["float16", "float16"]
+    assert [output["stats"]["dtype"] for output in (alone, together)] == ["float16", "float16"]
     assert together["stats"]["tp"] == 2 and together["results"] == alone["results"]

@@ -159,14 +159,14 @@ def test_a_tokenizer_alone_may_come_from_elsewhere(titan, source, form, tmp_path
 
 @LLAMA
 @pytest.mark.parametrize("form", ["torchtitan", "torch .pt", "torch, a loop's own"])
-def test_what_does_not_say_its_model_is_told_how_to(titan, source, form, tmp_path):
+def test_what_does_not_say_its_model_is_reported_how_to(titan, source, form, tmp_path):
     code, out, err = titan("infer", FORMS[form].write(source[0], tmp_path), *ASK)
     assert code == 2 and out == ""
     assert "describes the model" in err and "--model-from FOLDER" in err
 
 
 @LLAMA
-def test_a_model_from_that_is_not_there_is_told(titan, source, tmp_path):
+def test_a_model_from_that_is_not_there_is_reported(titan, source, tmp_path):
     place = FORMS["torch .pt"].write(source[0], tmp_path)
     code, _, err = titan("infer", place, *ASK, "--model-from", tmp_path / "missing")
     assert code == 2 and str(tmp_path / "missing") in err and "no such folder" in err
@@ -199,7 +199,7 @@ def flip(folder, fqn):
 
 
 @pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "norm.weight", "tok_embeddings.weight"])
-def test_a_damaged_weight_beside_an_optimizer_is_told(titan, training, fqn, tmp_path):
+def test_a_damaged_weight_next_to_an_optimizer_is_reported(titan, training, fqn, tmp_path):
     folder = shutil.copytree(training[0], tmp_path / "step-7")
     flip(folder, fqn)
     code, out, err = titan("infer", folder, *ASK)
@@ -217,7 +217,7 @@ def test_an_optimizer_is_not_read_for_damage(titan, training, tmp_path):
     assert ids(out) == training[1]
 
 
-def test_a_damaged_small_file_beside_an_optimizer_is_told(titan, training, tmp_path):
+def test_a_damaged_small_file_next_to_an_optimizer_is_reported(titan, training, tmp_path):
     folder = shutil.copytree(training[0], tmp_path / "step-7")
     metadata = folder / ".metadata"
     changed = metadata.read_bytes().replace(b"norm.weight", b"norn.weight", 1)

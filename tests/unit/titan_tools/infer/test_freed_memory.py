@@ -26,8 +26,8 @@ print(without, int(kept), sum(new_pages() for _ in range(9)))
 
 
 def test_a_large_block_is_found_again():
-    told = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=True).stdout
-    without, kept, again = map(int, told.split())
+    output = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=True).stdout
+    without, kept, again = map(int, output.split())
     assert kept == (platform.libc_ver()[0] == "glibc")
     assert without >= 20  # of 4 KiB, or larger ones on another processor
     assert again < 3.5 * without or not kept  # of nine; glibc left to itself takes new ones for seven or eight

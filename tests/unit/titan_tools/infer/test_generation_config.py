@@ -152,7 +152,7 @@ def test_fields_without_effect_change_no_logits(model):
         assert torch.equal(change(prompt_BL, logits_BV.clone()), logits_BV), name
 
 
-def test_a_generation_config_beside_model_froms_tokenizer_gives_way_to_the_checkpoints(titan, folder, tmp_path):
+def test_a_generation_config_next_to_model_froms_tokenizer_gives_way_to_the_checkpoints(titan, folder, tmp_path):
     write(folder, eos_token_id=257, repetition_penalty=1.0)
     other = tmp_path / "tokenizer"
     other.mkdir()
@@ -170,15 +170,15 @@ def test_what_cannot_be_followed_is_refused_by_name(titan, folder, untouched):
     write(folder, num_beams=4, no_repeat_ngram_size=3, suppress_tokens=[5], typical_p=0.5)
     code, out, err = titan("infer", folder, "--generation-config", "--prompt", "a")
     assert (code, out) == (2, "")
-    for told in ("\n  num_beams 4", "\n  no_repeat_ngram_size 3", "\n  suppress_tokens [5]"):
-        assert told in err
+    for message in ("\n  num_beams 4", "\n  no_repeat_ngram_size 3", "\n  suppress_tokens [5]"):
+        assert message in err
     assert "typical_p" not in err  # only of sampling
     with pytest.raises(UnsupportedError, match="typical_p 0.5"):
         followed({"do_sample": True, "typical_p": 0.5})
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"do_sample": "yes"}, "do_sample is 'yes', not a boolean"),
         ({"do_sample": True, "top_k": "5"}, "top_k is '5', not a number"),
@@ -186,8 +186,8 @@ def test_what_cannot_be_followed_is_refused_by_name(titan, folder, untouched):
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not a number of tokens"),
     ],
 )
-def test_values_that_cannot_be_are_told_with_their_field(fields, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_values_that_cannot_be_are_reported_with_their_field(fields, message):
+    with pytest.raises(CheckpointError, match=message):
         followed(fields)
 
 

@@ -31,19 +31,19 @@ def converted(titan, tmp_path):
 def test_digests_are_the_same_in_any_format(converted, hf, tmp_path):
     dcp = converted("hf-to-dcp", hf, "dcp")
     back = converted("dcp-to-hf", dcp, "back")
-    told = weights_in(dcp)
-    assert told.startswith("digests ") and told == weights_in(back) == weights_in(dcp.rename(tmp_path / "moved"))
+    output = weights_in(dcp)
+    assert output.startswith("digests ") and output == weights_in(back) == weights_in(dcp.rename(tmp_path / "moved"))
 
 
 def test_a_sample_is_the_same_in_any_format(converted, hf):
     """The rows of q and k stand in another order in it."""
-    told = weights_in(hf)
-    assert told.startswith("sampled ") and told == weights_in(converted("hf-to-dcp", hf, "plain", "--no-digest"))
+    output = weights_in(hf)
+    assert output.startswith("sampled ") and output == weights_in(converted("hf-to-dcp", hf, "plain", "--no-digest"))
 
 
 def test_each_tensor_is_in_it(hf, monkeypatch):
     """Also one of which only the end differs; and what is read of each is little."""
-    read, num_read, told = View.read, [], set()
+    read, num_read, output = View.read, [], set()
 
     def changed(changes):
         def read_changed(self, fqn, box: Box):
@@ -59,11 +59,11 @@ def test_each_tensor_is_in_it(hf, monkeypatch):
         names = [*weights.source.tensors]
         for name in (None, *names):
             monkeypatch.setattr(View, "read", changed(name))
-            told.add(origin_of(weights, tokenizer=hf).weights)
-    assert len(told) == len(names) + 1 and max(num_read) <= 512
+            output.add(origin_of(weights, tokenizer=hf).weights)
+    assert len(output) == len(names) + 1 and max(num_read) <= 512
 
 
-def test_a_manifest_beside_weights_of_somebody_else_says_nothing_of_them(converted, hf, tmp_path):
+def test_a_manifest_next_to_weights_of_somebody_else_says_nothing_of_them(converted, hf, tmp_path):
     somebodys = converted("dcp-to-torch", converted("hf-to-dcp", hf, "dcp"), "torch")
     (file,) = somebodys.glob("*.pt")
     lone = file.rename(somebodys / "mine.pt")
@@ -74,9 +74,9 @@ def test_a_manifest_beside_weights_of_somebody_else_says_nothing_of_them(convert
 def test_a_tokenizer_is_its_tokens(hf, tmp_path):
     other = shutil.copytree(hf, tmp_path / "other")
     with open_native(hf) as weights:
-        told = origin_of(weights, tokenizer=hf).tokenizer
+        output = origin_of(weights, tokenizer=hf).tokenizer
         (other / "tokenizer_config.json").unlink()
-        assert origin_of(weights, tokenizer=other).tokenizer == told
+        assert origin_of(weights, tokenizer=other).tokenizer == output
         content = json.loads((other / "tokenizer.json").read_text())
         (other / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": None}))
-        assert origin_of(weights, tokenizer=other).tokenizer != told
+        assert origin_of(weights, tokenizer=other).tokenizer != output

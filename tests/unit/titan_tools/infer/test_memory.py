@@ -61,9 +61,9 @@ def test_rows_are_those_that_free_memory_holds(hf, gpu_of, capsys, room_for, row
     others = 2048 * (8 * args.dim + 4 * args.ffn_hidden) * 4 + memory._OTHER_BYTES
     gpu_of(others + int(needed(model, args, room_for)))
     assert rows_that_fit(model, args, ranks, rows=8, room=ROOM) == rows
-    told = capsys.readouterr().err
-    assert told.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time instead of 8: each needs ") == (rows < 8)
-    assert (told == "") == (rows == 8)
+    output = capsys.readouterr().err
+    assert output.startswith(f"{rows} sequence{'s' * (rows != 1)} at a time instead of 8: each needs ") == (rows < 8)
+    assert (output == "") == (rows == 8)
 
 
 def test_heads_that_a_prefill_copies_need_room_too(hf, gpu_of, monkeypatch):

@@ -1,4 +1,4 @@
-"""Options of `titan infer` that do not go together, or have values that cannot be: told before weights are read."""
+"""Options of `titan infer` that do not go together, or have values that cannot be: reported before weights are read."""
 
 import pytest
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_is_refused(titan, hf, untouched, arguments, said):
     assert err.startswith("error: ") and said in err
 
 
-def test_all_that_does_not_go_together_is_told_at_once(titan, hf):
+def test_all_that_does_not_go_together_is_reported_at_once(titan, hf):
     options = ("--score", "--temperature", "-1", "--stop", "", "--max-new-tokens", "3", "--out", "x", "--system", "s")
     code, out, err = titan("infer", hf, "--prompt", "", *options, "--batch-size", "2")
     assert code == 2 and out == ""

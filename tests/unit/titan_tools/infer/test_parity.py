@@ -1,6 +1,6 @@
 """Greedy tokens are those of transformers' generate: 64 ragged prompts, alone and many at a time, past RoPE's first
 context, from every kind of checkpoint. Every token is compared, also behind one that rounding turned over, and the
-counts are told at the end of pytest's output.
+counts are reported at the end of pytest's output.
 """
 
 import json

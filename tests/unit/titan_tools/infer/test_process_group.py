@@ -48,6 +48,6 @@ def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
     started = time.monotonic()
     assert os.waitstatus_to_exitcode(os.waitpid(in_a_fork(watch), 0)[1]) == code
     assert time.monotonic() - started < 50
-    told = "error: rank 6 has lost rank 4, which ended\nhint: see its output\n"
-    assert capfd.readouterr().err == (told if code == 3 else "")
+    output = "error: rank 6 has lost rank 4, which ended\nhint: see its output\n"
+    assert capfd.readouterr().err == (output if code == 3 else "")
     os.waitpid(other, 0)

@@ -54,8 +54,8 @@ def work(**asked):
 
 
 def test_a_result_has_the_fields_of_the_help_in_their_order():
-    told = [TokenLogprobs(5, -0.5, [(5, -0.5), (7, -1.5)])]
-    completion = Completion(Prompt(3, "hi", [1, 2]), 1, [5], "there", "length", told)
+    output = [TokenLogprobs(5, -0.5, [(5, -0.5), (7, -1.5)])]
+    completion = Completion(Prompt(3, "hi", [1, 2]), 1, [5], "there", "length", output)
     (one,) = result_of(completion)["logprobs"]
     assert list(result_of(completion)) == [
         "id",
@@ -158,8 +158,8 @@ def test_the_share_is_of_the_data_sheets_number(monkeypatch, model, name, peak):
 
 def test_json_has_no_nan_in_it(capsys):
     print_json({"results": [{"logprob": float("nan")}], "stats": {"tpot_ms": float("inf")}})
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told == {"results": [{"logprob": None}], "stats": {"tpot_ms": None}}
+    output = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert output == {"results": [{"logprob": None}], "stats": {"tpot_ms": None}}
 
 
 def test_numbers_of_json_stand_on_one_line(capsys):

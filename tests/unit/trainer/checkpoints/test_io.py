@@ -164,7 +164,7 @@ def test_metadata_is_not_unpickled(tmp_path, group):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_all_misfits_are_told_at_once(tmp_path, group):
+def test_all_misfits_are_reported_at_once(tmp_path, group):
     write_step(tmp_path / "step-1", _state(), info=INFO, group=group)
     catalog = open_checkpoint(tmp_path / "step-1")
     wanted = {
@@ -177,14 +177,14 @@ def test_all_misfits_are_told_at_once(tmp_path, group):
     }
     with pytest.raises(CheckpointError) as failure:
         refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=False)
-    told = failure.value.message
-    assert "(2 missing, 1 unexpected, 1 of another shape, 1 of another dtype, 1 sections missing)" in told
-    assert "a.weight: shape [6, 5] in the checkpoint, [6, 4] in the model" in told
-    assert "b.weight: dtype bfloat16 in the checkpoint, float32 in the model" in told
-    assert "new.weight: missing" in told and "train_state.steps: missing" in told
-    assert "lr_scheduler: the checkpoint has no such section" in told
-    assert "empty: the model has no such tensor" in told
-    assert "rows.weight" not in told and "optimizer" not in told and "rng" not in told
+    output = failure.value.message
+    assert "(2 missing, 1 unexpected, 1 of another shape, 1 of another dtype, 1 sections missing)" in output
+    assert "a.weight: shape [6, 5] in the checkpoint, [6, 4] in the model" in output
+    assert "b.weight: dtype bfloat16 in the checkpoint, float32 in the model" in output
+    assert "new.weight: missing" in output and "train_state.steps: missing" in output
+    assert "lr_scheduler: the checkpoint has no such section" in output
+    assert "empty: the model has no such tensor" in output
+    assert "rows.weight" not in output and "optimizer" not in output and "rng" not in output
 
     with pytest.raises(CheckpointError) as failure:
         refuse_misfits(wanted, catalog.tensors, catalog.blobs, group=group, path=tmp_path, may_cast=True)

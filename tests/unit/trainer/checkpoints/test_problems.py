@@ -21,7 +21,7 @@ def _problems(model=None, **keys):
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"last_save_in_hf": True}, ["last_save_in_hf converts the last step's checkpoint, and none is saved"]),
         ({"last_save_in_torchtune": True, "enable": True, "load_only": True}, ["last_save_in_torchtune converts"]),
@@ -33,9 +33,9 @@ def _problems(model=None, **keys):
         ),
     ],
 )
-def test_what_contradicts_itself_is_told_all_at_once(keys, told):
+def test_what_contradicts_itself_is_reported_all_at_once(keys, message):
     found = _problems(**keys)
-    assert len(found) == len(told) and all(t in f for t, f in zip(told, found, strict=True))
+    assert len(found) == len(message) and all(t in f for t, f in zip(message, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_what_goes_together_is_let_through(keys):
 
 
 @pytest.mark.parametrize("key", ["last_save_model_only", "last_save_in_hf", "last_save_in_torchtune"])
-def test_a_dtype_that_nothing_is_exported_in_is_told(key):
-    told = idle_export_dtype(Checkpoint(export_dtype="float16"))
-    assert told.startswith("checkpoint.export_dtype = 'float16' has no effect") and key in told
+def test_a_dtype_that_nothing_is_exported_in_is_reported(key):
+    message = idle_export_dtype(Checkpoint(export_dtype="float16"))
+    assert message.startswith("checkpoint.export_dtype = 'float16' has no effect") and key in message
     assert idle_export_dtype(Checkpoint()) == idle_export_dtype(Checkpoint(export_dtype="float16", **{key: True})) == ""
 
 
@@ -73,14 +73,16 @@ def test_a_process_that_shares_memory_needs_linux(monkeypatch):
     settings = Checkpoint(async_mode="async_with_pinned_mem")
     assert checkpoint_machine_problems(settings) == []
     monkeypatch.delattr(module.os, "memfd_create")
-    (told,) = checkpoint_machine_problems(settings)
-    assert "needs Linux" in told
+    (message,) = checkpoint_machine_problems(settings)
+    assert "needs Linux" in message
     assert checkpoint_machine_problems(Checkpoint(async_mode="async")) == []
 
 
 def test_dropout_that_initial_weights_ask_for_is_said_to_have_no_effect():
-    def told(**fields):
+    def message(**fields):
         return idle_dropout(ModelInfo("llama3", None, untranslated=fields), Path("x"))
 
-    assert told() == told(attention_dropout=0.0, use_cache=False) == ""
-    assert told(attention_dropout=0.1, use_cache=False).startswith("x: attention_dropout = 0.1 is kept for exports and")
+    assert message() == message(attention_dropout=0.0, use_cache=False) == ""
+    assert message(attention_dropout=0.1, use_cache=False).startswith(
+        "x: attention_dropout = 0.1 is kept for exports and"
+    )

@@ -1,4 +1,4 @@
-"""A user's module that cannot be imported: the reason is told, whatever the module does."""
+"""A user's module that cannot be imported: the reason is reported, whatever the module does."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or is told why not."""
+"""TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or is reported why not."""
 
 import re
 from pathlib import Path
@@ -75,9 +75,9 @@ def test_it_loads_and_its_layout_is_fine(name):
         resolve_job(config, world_size)
     written = read_toml(path)
     assert set(config.origins) == set(written)
-    # what nothing reads is told, key by key, and harmless
-    told = {line.split(" ")[0] for line in unread(config)}
-    assert told == {key for key in written if key in REFUSED}
+    # what nothing reads is reported, key by key, and harmless
+    output = {line.split(" ")[0] for line in unread(config)}
+    assert output == {key for key in written if key in REFUSED}
 
 
 @pytest.mark.parametrize("name", REFUSED_FILES)

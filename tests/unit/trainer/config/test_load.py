@@ -1,4 +1,4 @@
-"""Loading a config: origins and precedence, and every way of getting it wrong, told at once and before torch."""
+"""Loading a config: origins and precedence, and every way of getting it wrong, reported at once and before torch."""
 
 import re
 import resource
@@ -51,11 +51,11 @@ def test_command_line_beats_file_beats_default(tmp_path):
     config = load_config(path, ["--training.steps", "9"])
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (9, 64, 8)
     assert config.optimizer.lr == 1.0 and type(config.optimizer.lr) is float
-    told = {key: setting.origin for key, setting in origins(config).items()}
-    assert told["training.steps"] == "command line"
-    assert told["training.seq_len"] == f"{path}:3"
-    assert told["optimizer.lr"] == f"{path}:5"
-    assert told["training.local_batch_size"] == "default"
+    output = {key: setting.origin for key, setting in origins(config).items()}
+    assert output["training.steps"] == "command line"
+    assert output["training.seq_len"] == f"{path}:3"
+    assert output["optimizer.lr"] == f"{path}:5"
+    assert output["training.local_batch_size"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "output"),
     [
         ("[training]\nstepz = 5", "run.toml:2: training.stepz: no such key; did you mean `training.steps`?"),
         ("[parallelism]\ntensor_paralel_degree = 2", "did you mean `parallelism.tensor_parallel_degree`?"),
@@ -128,13 +128,13 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[model]\nname = 'gpt2'", "must be one of llama3"),
     ],
 )
-def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, told):
+def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, output):
     message = refusal(tmp_path, text)
-    assert told in message and message.count("\n") == 0
+    assert output in message and message.count("\n") == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["--stepz", "5"], "--stepz: no such key; did you mean `training.steps`?"),
         (["--training.stepz=5"], "did you mean `training.steps`?"),
@@ -146,11 +146,11 @@ def test_one_wrong_thing_is_named_with_its_place(tmp_path, text, told):
         (["--parallelism.module_fqns_per_model_part", "[[1"], "must be a list"),
     ],
 )
-def test_wrong_overrides(tmp_path, words, told):
-    assert told in refusal(tmp_path, "", *words)
+def test_wrong_overrides(tmp_path, words, output):
+    assert output in refusal(tmp_path, "", *words)
 
 
-def test_all_problems_are_told_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     text = "[training]\nsteps = -1\nstepz = 3\n[memory_estimation]\nenable = true\n[optimizer]\nlr = nan\n"
     text += "[model]\nflavor = '9B'\n"
     lines = refusal(tmp_path, text, "--checkpoint.interval", "0").split("\n")
@@ -160,7 +160,7 @@ def test_all_problems_are_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "output"),
     [
         (b"[training]\nsteps = = 3\n", "run.toml:2:9: "),
         (b"[training]\nsteps = 3\n[training]\n", "run.toml:3:"),
@@ -172,12 +172,12 @@ def test_all_problems_are_told_at_once(tmp_path):
     ],
     ids=["syntax", "duplicate table", "open at the end", "latin-1", "utf-16", "huge", "deep"],
 )
-def test_files_that_are_no_toml(tmp_path, data, told):
+def test_files_that_are_no_toml(tmp_path, data, output):
     path = tmp_path / "run.toml"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="run.toml") as caught:
         load_config(path)
-    assert told in caught.value.message
+    assert output in caught.value.message
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
@@ -207,13 +207,13 @@ def test_lines_are_found_in_every_way_of_writing_a_key(tmp_path):
     ]
 
 
-def test_keys_without_effect_are_taken_only_with_harmless_values_and_told(tmp_path):
+def test_keys_without_effect_are_taken_only_with_harmless_values_and_reported(tmp_path):
     text = '[quantize.linear.mx]\nfilter_fqns = ["output"]\n[memory_estimation]\nenable = false\n'
-    told = unread(load_config(write(tmp_path, text)))
-    assert len(told) == 2 and "model.converters" in told[0] and "run.toml:2" in told[0]
+    output = unread(load_config(write(tmp_path, text)))
+    assert len(output) == 2 and "model.converters" in output[0] and "run.toml:2" in output[0]
 
 
-def test_an_older_file_is_told_how_to_be_upgraded(tmp_path):
+def test_an_older_file_is_reported_how_to_be_upgraded(tmp_path):
     path = write(tmp_path, "[training]\ncompile = true\n")
     with pytest.raises(ConfigError, match="is called `compile.enable` now") as caught:
         load_config(path)
@@ -300,13 +300,13 @@ def test_custom_import_registers_what_the_config_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["no.such.module", "./no_such_folder", "{tmp}/broken.py"])
-def test_custom_import_that_fails_is_told(tmp_path, name):
+def test_custom_import_that_fails_is_reported(tmp_path, name):
     (tmp_path / "broken.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match="custom_import"):
         load_config(write(tmp_path, f'[experimental]\ncustom_import = "{name.format(tmp=tmp_path)}"\n'))
 
 
-def test_a_typo_is_told_in_a_blink_and_without_torch(tmp_path):
+def test_a_typo_is_reported_in_a_blink_and_without_torch(tmp_path):
     path = write(tmp_path, "[training]\nstepz = 1")
     code = (
         "import sys\nfrom trainer.config.load import load_config\nfrom converters.errors import ConfigError\n"
@@ -347,6 +347,6 @@ def test_only_titan_errors_leave_whatever_is_typed(words):
         assert error.message
 
 
-def test_a_limit_is_told_to_the_last_digit():
+def test_a_limit_is_reported_to_the_last_digit():
     with pytest.raises(ConfigError, match="≤ 134,217,728"):
         load_config("debug", ["--training.seq_len", str(2**27 + 1)])

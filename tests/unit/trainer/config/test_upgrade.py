@@ -70,14 +70,14 @@ def test_release_0_1_0(tmp_path):
     assert (new["debug.seed"], new["debug.deterministic"], new["lr_scheduler.min_lr_factor"]) == (42, True, 0.1)
     assert new["quantize.linear.float8.filter_fqns"] == ["output"] and "[float8]" not in found.text
     assert "fault_tolerance.sync_steps" not in new and "fault_tolerance.enable" in new
-    told = "\n".join(found.changes)
-    assert ":30: parallelism.pipeline_parallel_split_points" in told  # with its line
-    assert "compiled autograd was removed in 0.2.1" in told
+    output = "\n".join(found.changes)
+    assert ":30: parallelism.pipeline_parallel_split_points" in output  # with its line
+    assert "compiled autograd was removed in 0.2.1" in output
     write_upgraded(found, tmp_path / "new.toml", replace=False)
     assert load_config(tmp_path / "new.toml").origins["debug.seed"].startswith(str(tmp_path))
 
 
-def test_release_0_2_0_and_changed_defaults_are_told():
+def test_release_0_2_0_and_changed_defaults_are_reported():
     found = upgrade(CONFIGS / "older" / "release_0_2_0.toml")
     assert "seed = 1                # for the weights\n" in found.text and len(found.changes) == 3
     assert [note.split(" ")[0] for note in found.notes] == list(CHANGED_DEFAULTS)
@@ -179,7 +179,7 @@ def test_stages_and_microbatches_of_both_sections(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "told"),
+    ("old", "output"),
     [
         ("[model]\nnorm_type = 'np_layernorm'", "there is RMSNorm"),
         ("[checkpoint]\ninterval_type = 'seconds'", "counts steps"),
@@ -198,9 +198,9 @@ def test_stages_and_microbatches_of_both_sections(tmp_path):
         ("[optimizer]\nfused = 'yes'", "must be true or false"),
     ],
 )
-def test_what_cannot_be_translated_is_a_problem_with_its_place(tmp_path, old, told):
+def test_what_cannot_be_translated_is_a_problem_with_its_place(tmp_path, old, output):
     (problem,) = of(tmp_path, old).problems
-    assert told in problem and "old.toml" in problem
+    assert output in problem and "old.toml" in problem
 
 
 def test_what_today_has_and_titan_refuses_is_no_problem_of_the_upgrade(tmp_path):

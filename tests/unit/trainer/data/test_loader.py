@@ -136,7 +136,7 @@ def test_without_a_seed_there_is_one_pass_the_same_every_time():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"seed": 8}, "begun with seed 8, and is to be resumed with seed 7"),
         ({"fingerprint": "beef/train/4"}, "fingerprint f00d/train/4 now, beef/train/4 then"),
@@ -149,15 +149,15 @@ def test_without_a_seed_there_is_one_pass_the_same_every_time():
         ({"consumed_samples": True}, "damaged"),
     ],
 )
-def test_a_state_of_another_run_is_refused_and_nothing_moves(change, told):
+def test_a_state_of_another_run_is_refused_and_nothing_moves(change, message):
     data = loader()
     list(islice(data, 2))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         data.load_state_dict(data.state_dict() | change)
     assert data.state_dict()["consumed_samples"] == 16
 
 
-def test_too_little_data_for_one_batch_is_told():
+def test_too_little_data_for_one_batch_is_reported():
     with pytest.raises(DataError, match="29 tokens, which is 7 samples of 4: too few for one batch of 8"):
         loader(Tokens(num_tokens=4 * 7 + 1))
     with pytest.raises(DataError, match="0 tokens"):
@@ -165,7 +165,7 @@ def test_too_little_data_for_one_batch_is_told():
     assert loader(Tokens(num_tokens=4 * 8 + 1)).num_batches == 1
 
 
-def test_a_token_beyond_the_vocabulary_is_told_with_its_place():
+def test_a_token_beyond_the_vocabulary_is_reported_with_its_place():
     source = Tokens(vocab_size=300)
     source.row[77] = 300
     with pytest.raises(DataError, match="token 77 of the train part has id 300, but the vocabulary has 300"):
@@ -191,7 +191,7 @@ def test_a_prepared_index_is_read_window_by_window(index):
         assert all(sample.tolist() in windows for sample in read)
 
 
-def test_a_dataset_that_cannot_be_opened_is_told(index, tmp_path):
+def test_a_dataset_that_cannot_be_opened_is_reported(index, tmp_path):
     with pytest.raises(UnsupportedError, match="'pile': there is no such kind of data; there is tokens, c4_test"):
         open_dataset("pile", None, vocab_size=2048)
     with pytest.raises(DataError, match="'c4_test' needs dataset_path: a file or folder in C4's format"):

@@ -135,7 +135,7 @@ def test_other_weights_or_sources_are_another_run():
         loader(seed=4).load_state_dict(state)
 
 
-def test_a_source_without_one_sample_is_told_by_its_name():
+def test_a_source_without_one_sample_is_reported_by_its_name():
     parts = [*mixture(1.0), Weighted("empty", Tokens(0, 0), 1.0)]
     rest = {"seq_len": SEQ_LEN, "global_batch_size": 2, "dp_rank": 0, "dp_degree": 1, "seed": 0}
     with pytest.raises(DataError, match="empty: the train part has 1 tokens, which is 0 samples of 4"):
@@ -172,7 +172,7 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("training", "validation", "batch", "told"),
+    ("training", "validation", "batch", "message"),
     [
         (
             {"dataset_path": "a", "dataset_mix": (("b", 1.0),)},
@@ -205,10 +205,10 @@ def test_a_mixture_is_written_in_toml_or_on_the_command_line(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_told_with_the_layouts_problems(training, validation, batch, told):
+def test_what_cannot_be_is_reported_with_the_layouts_problems(training, validation, batch, message):
     config = Config(training=Training(**training), validation=Validation(enable=bool(validation), **validation))
     (problem,) = data_problems(config.training, config.validation, MeshShape(dp_shard=batch))
-    assert told in problem
+    assert message in problem
 
 
 def test_what_can_be_is_not_complained_of():

@@ -178,7 +178,7 @@ def test_the_embedded_default_is_quick(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "told"),
+    ("name", "data", "output"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", b'{"text": "x"}\n["text"]\n', "a.jsonl:2: a JSON list, not an object"),
@@ -195,19 +195,19 @@ def test_the_embedded_default_is_quick(tmp_path):
         ("a.txt", b"ab", "too small or too uniform"),
     ],
 )
-def test_text_that_cannot_be_read_is_told_with_its_place(tmp_path, name, data, told):
+def test_text_that_cannot_be_read_is_reported_with_its_place(tmp_path, name, data, output):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError) as caught:
         make([tmp_path / name], tmp_path / "out" / "index")
-    assert told in caught.value.message
+    assert output in caught.value.message
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_wrong_sources_and_numbers_are_told(tmp_path):
+def test_wrong_sources_and_numbers_are_reported(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     text = write_texts(tmp_path / "texts", ["some text"])
-    for error, told, sources, rest in [
+    for error, output, sources, rest in [
         (DataError, "no such file or folder", [tmp_path / "nowhere"], {}),
         (DataError, "no file in it ends in .txt", [tmp_path / "empty"], {}),
         (UnsupportedError, "files of this kind are not read", [tmp_path / "a.pdf"], {}),
@@ -222,7 +222,7 @@ def test_wrong_sources_and_numbers_are_told(tmp_path):
             {"vocab_size": 266, "held_out": 1e-6},
         ),
     ]:
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=output):
             make(sources, tmp_path / "index", **rest)
         assert not (tmp_path / "index").exists()
 
@@ -277,18 +277,18 @@ def test_a_changed_file_is_found(many, tmp_path, name, damage):
         open_index(folder)
 
 
-def test_a_changed_or_foreign_index_json_is_told(many, tmp_path):
+def test_a_changed_or_foreign_index_json_is_reported(many, tmp_path):
     folder = copy_index(many, tmp_path / "index")
     path = folder / "index.json"
     summary = json.loads(path.read_text())
-    for change, told in [
+    for change, output in [
         ({"vocab_size": 4096}, "changed by hand"),
         ({"version": 2}, "version 2; this titan reads version 1"),
         ({"files": None}, "is not the index"),
         ({"fingerprint": "0" * 32}, "changed by hand"),
     ]:
         path.write_text(json.dumps(summary | change))
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=output):
             open_index(folder)
     for content in ("", "[]", "{}", "{"):
         path.write_text(content)
@@ -367,7 +367,7 @@ def test_text_of_another_kind_is_called_what_it_is(tmp_path, value, kind):
         list(read_documents([source]))
 
 
-def test_what_folders_hold_beside_text_is_counted_and_nothing_is_read_twice(tmp_path, monkeypatch):
+def test_what_folders_hold_next_to_text_is_counted_and_nothing_is_read_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_texts(tmp_path / "mixed" / ".git", ["x"])
     for name in ("a.txt", "b.txt", "x.bin", "c.rst", "d.rst", "README", ".hidden"):

@@ -58,7 +58,7 @@ def test_zstd_lines_are_read_like_any_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda data: data[:-9], "cannot be read after row 0"),
         (lambda data: b"PAR1", "cannot be read after row 0"),
@@ -70,16 +70,16 @@ def test_zstd_lines_are_read_like_any_others(tmp_path):
     ids=["truncated", "nothing", "page"],
 )
 @pytest.mark.parametrize("skipped", [None, Skipped()], ids=["strict", "skip_bad"])
-def test_a_damaged_parquet_file_is_an_error_also_where_bad_rows_are_skipped(tmp_path, damage, told, skipped):
+def test_a_damaged_parquet_file_is_an_error_also_where_bad_rows_are_skipped(tmp_path, damage, message, skipped):
     path = write_parquet(
         tmp_path / "a.parquet", [f"text {n}" for n in range(500)], compression="none", use_dictionary=False
     )
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=f"a.parquet: {told}"):
+    with pytest.raises(DataError, match=f"a.parquet: {message}"):
         texts_of(path, skipped=skipped)
 
 
-def test_a_column_that_is_not_text_is_told_with_those_that_are_there(tmp_path):
+def test_a_column_that_is_not_text_is_reported_with_those_that_are_there(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x"], column="content")
     with pytest.raises(DataError, match=r"no column of text called 'text'; there are 'number' \(int64\), 'content'"):
         texts_of(path)
@@ -87,7 +87,7 @@ def test_a_column_that_is_not_text_is_told_with_those_that_are_there(tmp_path):
         texts_of(path, text_key="number")
 
 
-def test_bad_documents_are_told_with_their_place_or_skipped_and_counted(tmp_path):
+def test_bad_documents_are_reported_with_their_place_or_skipped_and_counted(tmp_path):
     lines = [
         b'{"text": "one"}',
         b"{oops",
@@ -104,13 +104,15 @@ def test_bad_documents_are_told_with_their_place_or_skipped_and_counted(tmp_path
     found = [d.text for d in read_documents(find_files([tmp_path]), skipped=skipped)]
     assert found == ["one", "two", "three"]
     assert skipped.count == 7 and len(skipped.first) == 5
-    assert [place in told for place, told in zip((":2:", ":3:", ":4:", ":5:", "b.txt:2:"), skipped.first, strict=True)]
-    for name, told in (
+    assert [
+        place in message for place, message in zip((":2:", ":3:", ":4:", ":5:", "b.txt:2:"), skipped.first, strict=True)
+    ]
+    for name, message in (
         ("a.jsonl", "a.jsonl:2: not JSON"),
         ("b.txt", "b.txt:2: byte 5"),
         ("c.parquet", "c.parquet:2: no"),
     ):
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=message):
             texts_of(tmp_path / name)
 
 
@@ -147,7 +149,7 @@ def test_ready_token_ids_are_taken_as_they_are(index, tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "message"),
     [
         (np.arange(5.0), r"holds float64\[5\]; token ids are one row of whole numbers"),
         (np.zeros((2, 3), np.int32), r"holds int32\[2, 3\]"),
@@ -157,9 +159,9 @@ def test_ready_token_ids_are_taken_as_they_are(index, tmp_path, dtype):
         (np.array([], np.uint16), "every document is empty"),
     ],
 )
-def test_ids_that_cannot_be_are_told(index, tmp_path, array, told):
+def test_ids_that_cannot_be_are_reported(index, tmp_path, array, message):
     np.save(tmp_path / "ids.npy", array, allow_pickle=True)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         prepare([tmp_path / "ids.npy"], tmp_path / "index", tokenizer=index, held_out=0.3)
     assert not (tmp_path / "index").exists()
 

@@ -198,7 +198,7 @@ def test_seeds_give_other_orders_and_another_seed_is_refused_with_both_named(man
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"fingerprint": "beef/8 streams"}, "fingerprint f00d/8 streams now, beef/8 streams then"),
         ({"fingerprint": "f00d/64 streams"}, "begun with 64 streams, and is to be resumed with 8 streams"),
@@ -209,9 +209,9 @@ def test_seeds_give_other_orders_and_another_seed_is_refused_with_both_named(man
         ({"consumed_samples": 3}, "not one that this titan wrote"),
     ],
 )
-def test_a_state_of_another_run_is_refused(many_files, tokenizer, change, told):
+def test_a_state_of_another_run_is_refused(many_files, tokenizer, change, message):
     _, states = read(many_files, tokenizer, 1, 1)
-    with pytest.raises(DataError, match=told) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read(many_files, tokenizer, 1, 1, state=states[0] | change)
     assert caught.value.tries[-1] == "--checkpoint.exclude_from_loading dataloader"
 
@@ -223,7 +223,7 @@ def test_a_stream_without_documents_stops_all_ranks_at_once(tmp_path, tokenizer)
     assert caught.value.hint == "there are fewer documents than streams"
 
 
-def test_a_corrupt_line_is_told_with_its_file_on_all_ranks(tmp_path, tokenizer):
+def test_a_corrupt_line_is_reported_with_its_file_on_all_ranks(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": "fine enough to read"}\n' * 3 + "{oops\n")
     with pytest.raises(DataError, match=r"file 0: cannot be read after .*JSON parse error"):
         read(stream_c4("train", str(tmp_path)), tokenizer, 2, 3, num_streams=2)
@@ -249,7 +249,7 @@ def test_where_files_come_from(tmp_path):
         stream_c4("train", str(tmp_path / "both"))
 
 
-def test_the_hub_is_asked_for_english_c4_and_told_of_when_it_cannot_be_reached(monkeypatch):
+def test_the_hub_is_asked_for_english_c4_and_reported_of_when_it_cannot_be_reached(monkeypatch):
     import datasets
 
     asked = []

@@ -154,7 +154,7 @@ def test_two_runs_that_begin_at_once_make_it_once(preparation, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "there is no text: every document is empty"),
         (b"\n\n", "there is no text"),
@@ -163,13 +163,13 @@ def test_two_runs_that_begin_at_once_make_it_once(preparation, tmp_path):
         (b'{"text": "\xff"}', "a.jsonl:1: byte 10 of the line is not UTF-8"),
     ],
 )
-def test_text_that_cannot_be_read_is_told_with_its_place(preparation, tmp_path, content, told):
+def test_text_that_cannot_be_read_is_reported_with_its_place(preparation, tmp_path, content, message):
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         open_dataset("c4_test", str(tmp_path / "a.jsonl"), vocab_size=290, preparation=preparation[0])
 
 
-def test_what_a_kind_does_not_hold_and_a_missing_tokenizer_are_told(preparation, tmp_path):
+def test_what_a_kind_does_not_hold_and_a_missing_tokenizer_are_reported(preparation, tmp_path):
     prepared, _ = preparation
     data = write("jsonl", tmp_path / "data")
     with pytest.raises(DataError, match="no file in it ends in .parquet"):

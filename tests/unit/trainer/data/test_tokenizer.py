@@ -164,7 +164,7 @@ def test_a_million_spaces_do_not_overflow_the_regex_engine(tiktoken_form):
 
 
 @pytest.mark.parametrize("form", ["tiktoken_form", "json_form"])
-def test_what_cannot_be_encoded_or_decoded_is_told(form, request):
+def test_what_cannot_be_encoded_or_decoded_is_reported(form, request):
     tokenizer = request.getfixturevalue(form)
     with pytest.raises(DataError, match="lone surrogate at character 2"):
         tokenizer.encode("ab\ud800")
@@ -201,7 +201,7 @@ def byte_lines(*, leave_out: tuple[int, ...] = ()) -> bytes:
     return b"".join(b"%s %d\n" % (base64.b64encode(bytes([value])), rank) for rank, value in enumerate(kept))
 
 
-def test_damaged_and_foreign_tokenizers_are_told(folder, tmp_path):
+def test_damaged_and_foreign_tokenizers_are_reported(folder, tmp_path):
     with pytest.raises(DataError, match="tokenizer.model or tokenizer.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="is not a folder"):
@@ -229,7 +229,7 @@ def test_damaged_and_foreign_tokenizers_are_told(folder, tmp_path):
         load_tokenizer(tmp_path)
 
 
-def test_too_little_text_for_the_vocabulary_is_told_with_what_it_gives():
+def test_too_little_text_for_the_vocabulary_is_reported_with_what_it_gives():
     with pytest.raises(DataError, match="too small or too uniform") as caught:
         train_ranks(["aaaa"], vocab_size=2048)
     (flag,) = caught.value.tries

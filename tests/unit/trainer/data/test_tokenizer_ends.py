@@ -120,7 +120,7 @@ def test_a_release_of_meta_begins_as_in_meta_s_code(llama2, tmp_path):
 
 
 @pytest.mark.parametrize("post_processor, expected", [(BEGINS, (BOS,)), (BYTES, ()), (None, ())])
-def test_a_tiktoken_file_beside_a_tokenizer_json_begins_as_that(tmp_path, post_processor, expected):
+def test_a_tiktoken_file_next_to_a_tokenizer_json_begins_as_that(tmp_path, post_processor, expected):
     """Llama 3's repositories hold original/tokenizer.model too."""
     write_tokenizer(tmp_path)
     described = json.loads((tmp_path / "tokenizer.json").read_text()) | {"post_processor": post_processor}

@@ -238,6 +238,6 @@ class PastTheOutput(Transformer):
 def test_a_model_that_does_not_end_with_its_output_is_refused(family):
     model = family(ARGS)
     install_loss(model, Training(), Compile())
-    with pytest.raises(UnsupportedError, match="ends with a call of its `output` module") as told:
+    with pytest.raises(UnsupportedError, match="ends with a call of its `output` module") as text:
         step_of(model)
-    assert told.value.tries == ("--training.loss plain",)
+    assert text.value.tries == ("--training.loss plain",)

@@ -1,4 +1,4 @@
-"""Which losses a config may name, and what is told of the others."""
+"""Which losses a config may name, and what is reported of the others."""
 
 from dataclasses import replace
 
@@ -41,17 +41,17 @@ def test_an_unknown_loss_is_an_error_that_names_those_that_exist():
 
 @pytest.mark.parametrize("loss", ["chunked", "plain", "mine"])
 @pytest.mark.parametrize("dims", [MeshShape(), MeshShape(pp=2), MeshShape(cp=2, dp_shard=2)])
-def test_a_known_loss_goes_everywhere_but_beside_loss_parallel(loss, dims):
+def test_a_known_loss_goes_everywhere_but_next_to_loss_parallel(loss, dims):
     register_loss("mine", a_loss)
     assert loss_problems(config(loss), dims) == []
 
 
-def test_a_loss_of_whole_logits_is_refused_beside_loss_parallel():
+def test_a_loss_of_whole_logits_is_refused_next_to_loss_parallel():
     register_loss("mine", a_loss)
     register_loss("sharded", a_loss, takes_columns=True)
     tp = MeshShape(tp=2)
-    (told,) = loss_problems(config("mine"), tp)
-    assert "set parallelism.disable_loss_parallel, or register it with takes_columns" in told
+    (output,) = loss_problems(config("mine"), tp)
+    assert "set parallelism.disable_loss_parallel, or register it with takes_columns" in output
     assert loss_problems(config("mine", disable_loss_parallel=True), tp) == []
     for loss in ("sharded", "chunked", "plain"):
         assert loss_problems(config(loss), tp) == []
@@ -65,8 +65,8 @@ def test_losses_of_titans_own_cannot_be_replaced(name):
 
 def test_a_compiled_loss_under_a_split_backward_must_be_the_chunked_one():
     compiled, split = Compile(enable=True, components=("loss",)), {"pipeline_parallel_schedule": "ZBVZeroBubble"}
-    (told,) = loss_problems(config("plain", compiled, **split), MeshShape(pp=2))
-    assert 'set training.loss = "chunked"' in told
+    (output,) = loss_problems(config("plain", compiled, **split), MeshShape(pp=2))
+    assert 'set training.loss = "chunked"' in output
     assert loss_problems(config("chunked", compiled, **split), MeshShape(pp=2)) == []
     assert loss_problems(config("plain", replace(compiled, components=()), **split), MeshShape(pp=2)) == []
     assert loss_problems(config("plain", compiled), MeshShape(pp=2)) == []

@@ -69,10 +69,10 @@ def errors(args: ModelArgs, start: int, *, permute=interleaved) -> tuple[float, 
     ours = our_model(theirs, args, permute=permute)
     tokens = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(start, start + SEQ_LEN)
-    told = theirs(tokens, position_ids=positions[None].expand(2, -1)).logits
+    text = theirs(tokens, position_ids=positions[None].expand(2, -1)).logits
     exact = theirs.double()(tokens, position_ids=positions[None].expand(2, -1)).logits
-    difference = (ours(tokens, positions) - told).abs().max().item()
-    return difference, (told.double() - exact).abs().max().item()
+    difference = (ours(tokens, positions) - text).abs().max().item()
+    return difference, (text.double() - exact).abs().max().item()
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -92,9 +92,9 @@ def test_a_whole_long_sequence_is_like_transformers():
     theirs = their_model(args)
     tokens = torch.randint(args.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        told, ours = theirs(tokens).logits, our_model(theirs, args)(tokens)
-        own_error = (told - theirs.double()(tokens).logits).abs().max()
-    assert (ours - told).abs().max() <= 3 * own_error
+        text, ours = theirs(tokens).logits, our_model(theirs, args)(tokens)
+        own_error = (text - theirs.double()(tokens).logits).abs().max()
+    assert (ours - text).abs().max() <= 3 * own_error
 
 
 @pytest.mark.parametrize("flavor", list(FLAVORS))

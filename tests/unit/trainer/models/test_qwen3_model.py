@@ -72,10 +72,10 @@ def errors(args: ModelArgs, start: int, *, permute: bool = False, spoil=None) ->
         spoil(ours)
     tokens = torch.randint(args.vocab_size, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(start, start + SEQ_LEN)
-    told = theirs(tokens, position_ids=positions[None].expand(2, -1)).logits
+    output = theirs(tokens, position_ids=positions[None].expand(2, -1)).logits
     exact = theirs.double()(tokens, position_ids=positions[None].expand(2, -1)).logits
-    difference = (ours(tokens, positions) - told).abs().max().item()
-    return difference, (told.double() - exact).abs().max().item()
+    difference = (ours(tokens, positions) - output).abs().max().item()
+    return difference, (output.double() - exact).abs().max().item()
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -105,9 +105,9 @@ def test_a_whole_long_sequence_is_like_transformers():
     theirs = their_model(args)
     tokens = torch.randint(args.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        told, ours = theirs(tokens).logits, our_model(theirs, args)(tokens)
-        own_error = (told - theirs.double()(tokens).logits).abs().max()
-    assert (ours - told).abs().max() <= 3 * own_error
+        output, ours = theirs(tokens).logits, our_model(theirs, args)(tokens)
+        own_error = (output - theirs.double()(tokens).logits).abs().max()
+    assert (ours - output).abs().max() <= 3 * own_error
 
 
 @pytest.mark.parametrize("flavor", list(FLAVORS))

@@ -1,4 +1,4 @@
-"""The Flight Recorder's wiring: what torch is told, whose record is written, what a failed collective is called."""
+"""The Flight Recorder's wiring: what torch is reported, whose record is written, what a failed collective is called."""
 
 import os
 import pickle
@@ -32,7 +32,7 @@ def group(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-def test_torch_is_told_size_and_place_by_names_that_it_does_not_warn_of(tmp_path, environment, monkeypatch):
+def test_torch_gets_size_and_place_by_names_that_it_does_not_warn_of(tmp_path, environment, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = Comm(trace_buf_size=7, save_traces_folder="flights", save_traces_file_prefix="of_")
     recorder = FlightRecorder.of(settings, tmp_path.relative_to(tmp_path))
@@ -76,13 +76,13 @@ def test_what_cannot_be_written_hides_no_other_error(tmp_path, group, capsys):
     recorder = FlightRecorder.of(Comm(), tmp_path)
     with pytest.raises(ZeroDivisionError), collective_failures(recorder, Progress()):
         1 / 0  # noqa: B018
-    told = capsys.readouterr().err
-    assert "WARNING: rank 0: the record of collectives cannot be written" in told
-    assert "rank 0: the record of collectives cannot be written" in told
+    output = capsys.readouterr().err
+    assert "WARNING: rank 0: the record of collectives cannot be written" in output
+    assert "rank 0: the record of collectives cannot be written" in output
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "output"),
     [
         (
             RuntimeError("[/a/b.cc:78] Timed out waiting 4000ms for recv operation. This may"),
@@ -96,11 +96,11 @@ def test_what_cannot_be_written_hides_no_other_error(tmp_path, group, capsys):
         (dist.DistStoreError("wait timeout after 100ms"), "timed out: wait timeout after 100ms"),
     ],
 )
-def test_errors_of_collectives_are_told_with_rank_and_step(tmp_path, group, error, told):
+def test_errors_of_collectives_are_reported_with_rank_and_step(tmp_path, group, error, output):
     recorder = FlightRecorder.of(Comm(trace_buf_size=0), tmp_path)
     with pytest.raises(CollectiveFailure) as raised, collective_failures(recorder, Progress(step=4)):
         raise error
-    assert raised.value.message.startswith("rank 0, step 5: a collective ") and told in raised.value.message
+    assert raised.value.message.startswith("rank 0, step 5: a collective ") and output in raised.value.message
     assert raised.value.exit_code == 3 and raised.value.__cause__ is error
 
 

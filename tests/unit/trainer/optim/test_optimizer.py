@@ -61,8 +61,8 @@ def test_steps_are_torchs_own(name, implementation, dtype):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("dtype", "state_dtype"), [(FP32, BF16), (BF16, FP32)])
 def test_moments_of_another_dtype_are_torchs_in_fp32_rounded(name, implementation, dtype, state_dtype):
-    told = str(state_dtype).removeprefix("torch.")
-    settings = OptimizerSection(name=name, **SETTINGS, implementation=implementation, state_dtype=told)
+    output = str(state_dtype).removeprefix("torch.")
+    settings = OptimizerSection(name=name, **SETTINGS, implementation=implementation, state_dtype=output)
     ours, theirs = _model().to(dtype), _model().to(dtype).float()
     optimizer = build_optimizer(dict(ours.named_parameters()), settings)
     expected = _torchs_own(name, implementation, theirs.parameters())

@@ -177,7 +177,7 @@ OP = [f"{AC}.mode=selective", f"{AC}.selective_ac_option=op"]
 
 
 @pytest.mark.parametrize(
-    ("words", "pp", "told"),
+    ("words", "pp", "message"),
     [
         ([f"{AC}.mode=memory_budget"], 1, ["--compile.enable"]),
         ([f"{AC}.mode=memory_budget", "--compile.enable", "--compile.components=loss"], 1, ["not compiled"]),
@@ -196,10 +196,10 @@ OP = [f"{AC}.mode=selective", f"{AC}.selective_ac_option=op"]
         ),
     ],
 )
-def test_what_cannot_be_is_told_at_once(words, pp, told):
+def test_what_cannot_be_is_reported_at_once(words, pp, message):
     config = load_config("debug", words)
     schedule = config.parallelism.pipeline_parallel_schedule if pp > 1 else None
     compiled = compiles(config.compile, "model")
     problems = activation_checkpoint_problems(config.activation_checkpoint, compiles_model=compiled, schedule=schedule)
-    assert len(problems) == len(told)
-    assert all(part in problem for part, problem in zip(told, problems, strict=True))
+    assert len(problems) == len(message)
+    assert all(part in problem for part, problem in zip(message, problems, strict=True))

@@ -1,4 +1,4 @@
-"""Async tensor parallelism: what it needs, told; and what is switched on. No GPU has run it here."""
+"""Async tensor parallelism: what it needs, and what it switches on. No GPU has run it here."""
 
 import warnings
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ COMPILED = "--compile.enable"
 
 
 @pytest.mark.parametrize(
-    ("words", "tp", "told"),
+    ("words", "tp", "message"),
     [
         ([ON, TP2, COMPILED], 2, []),
         ([TP2], 2, []),
@@ -25,11 +25,11 @@ COMPILED = "--compile.enable"
         ([ON], 1, ["tensor_parallel_degree is 1", "not compiled"]),
     ],
 )
-def test_what_it_needs_is_told_at_once(words, tp, told):
+def test_what_it_needs_is_reported_at_once(words, tp, message):
     config = load_config("debug", words)
     problems = async_tensor_problems(config.parallelism, config.compile, tp=tp)
-    assert len(problems) == len(told)
-    assert all(part in problem for part, problem in zip(told, problems, strict=True))
+    assert len(problems) == len(message)
+    assert all(part in problem for part, problem in zip(message, problems, strict=True))
 
 
 def test_it_needs_gpus():

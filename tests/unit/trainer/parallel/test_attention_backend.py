@@ -68,11 +68,11 @@ def test_on_a_cpu_attention_in_bf16_is_computed_in_fp32():
 def test_a_run_on_a_cpu_has_it(monkeypatch):
     from trainer import train
 
-    told = []
-    monkeypatch.setattr(train, "widen_attention_on_cpu", lambda parts, device: told.append((parts, device)) or 1 / 0)
+    output = []
+    monkeypatch.setattr(train, "widen_attention_on_cpu", lambda parts, device: output.append((parts, device)) or 1 / 0)
     monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
     monkeypatch.setattr(train, "make_meshes", lambda *args: None)
     ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ZeroDivisionError):
         train.train_locked(resolve_job(Config(), 1), ranks, None, None, None)
-    assert told == [(["a part"], ranks.device)]
+    assert output == [(["a part"], ranks.device)]

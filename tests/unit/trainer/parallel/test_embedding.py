@@ -13,13 +13,13 @@ class Scaled(nn.Embedding):
 
 
 @pytest.mark.parametrize(
-    ("embedding", "told"),
+    ("embedding", "message"),
     [
         (Scaled(8, 4), "Scaled overrides forward"),
         (nn.Embedding(8, 4, padding_idx=0), "padding_idx = 0"),
         (nn.Embedding(8, 4, max_norm=1.0, sparse=True), "max_norm = 1.0; sparse = True"),
     ],
 )
-def test_an_embedding_that_does_more_than_look_up_is_refused(embedding, told):
-    with pytest.raises(UnsupportedError, match=told):
+def test_an_embedding_that_does_more_than_look_up_is_refused(embedding, message):
+    with pytest.raises(UnsupportedError, match=message):
         RowsOfVocabulary()._apply(embedding, None)

@@ -138,9 +138,13 @@ def test_a_weight_is_unwrapped_over_the_same_memory(one_rank):
     plain = without_float8(wrapped)
     assert type(plain) is torch.Tensor and plain.data_ptr() == wrapped._tensor.data_ptr()
     sharded = DTensor.from_local(wrapped, one_rank, [Shard(0)])
-    told = without_float8(sharded)
-    assert type(told.to_local()) is torch.Tensor and told.to_local().data_ptr() == plain.data_ptr()
-    assert (told.shape, told.placements, told.stride()) == (sharded.shape, sharded.placements, sharded.stride())
+    plain_tensor = without_float8(sharded)
+    assert type(plain_tensor.to_local()) is torch.Tensor and plain_tensor.to_local().data_ptr() == plain.data_ptr()
+    assert (plain_tensor.shape, plain_tensor.placements, plain_tensor.stride()) == (
+        sharded.shape,
+        sharded.placements,
+        sharded.stride(),
+    )
     assert without_float8(plain) is plain
 
 
@@ -177,7 +181,7 @@ PRECOMPUTES = {"precompute_float8_dynamic_scale_for_fsdp": True}
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         (GATHERS | {"recipe_name": "rowwise"}, ["rowwise has a scale for each row"]),
         (
@@ -192,9 +196,9 @@ PRECOMPUTES = {"precompute_float8_dynamic_scale_for_fsdp": True}
         ({"filter_fqns": ("auto_filter_small_kn",), "recipe_name": "rowwise"}, []),
     ],
 )
-def test_settings_that_do_not_go_together(settings, told):
+def test_settings_that_do_not_go_together(settings, expected):
     found = problems(config(**settings))
-    assert len(found) == len(told) and all(part in problem for part, problem in zip(told, found, strict=True))
+    assert len(found) == len(expected) and all(part in problem for part, problem in zip(expected, found, strict=True))
     assert all("nearest: " in problem for problem in found)
 
 
@@ -212,15 +216,15 @@ def test_what_else_in_the_config_it_does_not_go_with():
 
 
 def test_tokens_come_by_16():
-    def told(**training) -> list[str]:
+    def problems_of(**training) -> list[str]:
         return problems(replace(config(), training=Training(**training)))
 
-    assert not told(local_batch_size=2, seq_len=64)
-    (problem,) = told(local_batch_size=1, seq_len=40)
+    assert not problems_of(local_batch_size=2, seq_len=64)
+    (problem,) = problems_of(local_batch_size=1, seq_len=40)
     assert "has 40 (1 samples of 40)" in problem and "a multiple of 16" in problem
-    (problem,) = told(local_batch_size=1, seq_len=64)  # in eight pieces of 8
+    (problem,) = problems_of(local_batch_size=1, seq_len=64)  # in eight pieces of 8
     assert "loss_chunks = 8 splits 64 differently" in problem and "training.loss_chunks = 4" in problem
-    assert not told(local_batch_size=1, seq_len=64, loss="plain")
+    assert not problems_of(local_batch_size=1, seq_len=64, loss="plain")
     odd = replace(get_family("llama3").flavors["debug_gqa"], vocab_size=2056)  # its output stays as it is
     assert not problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), args=odd)
     assert not problems(replace(config(emulate=True), training=Training(local_batch_size=1, seq_len=40)))
@@ -231,14 +235,14 @@ def test_tokens_come_by_16():
     assert "has 8 (1 samples of 8)" in problem
 
 
-def test_all_problems_are_told_before_a_build():
+def test_all_problems_are_reported_before_a_build():
     chosen = config(recipe_name="rowwise", **GATHERS, **PRECOMPUTES)
     with pytest.raises(ConfigError, match="a scale for each row"):
         resolve_job(chosen, 2)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "capability", "told"),
+    ("recipe", "capability", "expected"),
     [
         (None, (8, 0), "float8 (tensorwise) needs a GPU of compute capability 8.9 or higher, this one has 8.0"),
         (None, (8, 9), None),
@@ -249,21 +253,21 @@ def test_all_problems_are_told_before_a_build():
         ("rowwise", (10, 0), None),
     ],
 )
-def test_a_gpu_without_float8_is_told(monkeypatch, recipe, capability, told):
+def test_a_gpu_without_float8_is_reported(monkeypatch, recipe, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     gpu = torch.device("cuda", 0)
     found = float8_machine_problems(Float8(recipe_name=recipe), gpu)
-    assert (told in found[0] and len(found) == 1) if told else not found
+    assert (expected in found[0] and len(found) == 1) if expected else not found
     assert not float8_machine_problems(Float8(recipe_name=recipe, emulate=True), gpu)
 
 
-def test_a_cpu_emulates_or_is_told():
+def test_a_cpu_emulates_or_is_reported():
     (problem,) = float8_machine_problems(Float8(), torch.device("cpu"))
     assert "needs a GPU" in problem and "quantize.linear.float8.emulate = true" in problem
     assert not float8_machine_problems(Float8(emulate=True), torch.device("cpu"))
 
 
-def test_a_missing_torchao_is_told(monkeypatch):
+def test_a_missing_torchao_is_reported(monkeypatch):
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     (problem,) = float8_machine_problems(Float8(emulate=True), torch.device("cpu"))
     assert "pip install 'torchao>=0.15'" in problem
@@ -274,5 +278,5 @@ def test_problems_are_found_without_torch():
         "import sys, json; import trainer.job;"
         "print(json.dumps([name for name in ('torch', 'torchao') if name in sys.modules]))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert json.loads(told) == []
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == []

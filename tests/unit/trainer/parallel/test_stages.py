@@ -124,7 +124,7 @@ ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_sta
 
 
 @pytest.mark.parametrize(
-    ("keys", "batch", "told"),
+    ("keys", "batch", "expected"),
     [
         (
             {"pipeline_parallel_schedule": "ZBVZeroBubble", "pipeline_parallel_layers_per_stage": 3},
@@ -150,9 +150,9 @@ ENDS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_sta
         ({"pipeline_parallel_microbatch_size": 8}, 8, ["local_batch_size ≥ 16 or GPipe"]),
     ],
 )
-def test_everything_that_does_not_fit_is_told_with_the_nearest_that_does(keys, batch, told):
+def test_everything_that_does_not_fit_is_reported_with_the_nearest_that_does(keys, batch, expected):
     problems = "\n".join(stage_problems(Parallelism(**keys), Training(local_batch_size=batch), 14, 2))
-    for text in told:
+    for text in expected:
         assert text in problems
 
 
@@ -169,8 +169,8 @@ def test_everything_that_does_not_fit_is_told_with_the_nearest_that_does(keys, b
 def test_a_torch_that_splits_backward_wrongly_is_refused(monkeypatch, version, schedule, degree, is_refused):
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     parallelism = Parallelism(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule)
-    told = schedule_machine_problems(parallelism)
-    assert bool(told) == is_refused and all("needs torch 2.13" in problem for problem in told)
+    found = schedule_machine_problems(parallelism)
+    assert bool(found) == is_refused and all("needs torch 2.13" in problem for problem in found)
 
 
 def test_recomputation_is_refused_where_backward_is_split():

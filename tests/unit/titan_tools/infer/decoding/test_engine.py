@@ -296,7 +296,7 @@ def test_the_command_compiles_and_says_the_same(titan, tmp_path):
     assert compiling["stats"]["tokens_per_sec"] > 1  # compiling took longer, and is not in it
 
 
-def test_a_missing_compiler_is_told_before_anything_is_read(titan, tmp_path, monkeypatch):
+def test_a_missing_compiler_is_reported_before_anything_is_read(titan, tmp_path, monkeypatch):
     write_llama(tmp_path)
     monkeypatch.setattr(compiling, "why_inductor_cannot", lambda _: "no C++ compiler is found")
     code, out, err = titan("infer", tmp_path, "--prompt", "a", "--compile")

@@ -144,7 +144,7 @@ def test_a_beginning_that_is_copied_is_the_same_as_one_that_is_read(llama):
     alone = [run(Engine(llama[1], rows=1, room=80), [one], max_new_tokens=8)[0] for one in prompts]
     engine = Watched(llama[1], rows=6, room=80)
     among, _ = run(engine, prompts, max_new_tokens=8)
-    assert [among[i, 0] for i in range(len(prompts))] == [told[0, 0] for told in alone]
+    assert [among[i, 0] for i in range(len(prompts))] == [output[0, 0] for output in alone]
     assert sum((length or 0) >= 32 for source, target, length in engine.copies if source != target) > 5
 
 
@@ -187,7 +187,7 @@ def test_samples_that_end_together_leave_their_prompt_to_the_next(llama):
         assert run(Engine(llama[1], rows=rows, room=16), prompts, **settings)[0] == alone
 
 
-def test_the_time_of_a_run_is_told_apart(llama, monkeypatch):
+def test_the_time_of_a_run_is_distinguished(llama, monkeypatch):
     """To a first token, in decode steps, and in what prepares them: by a clock that only the engine moves on."""
     now = 0
 
@@ -242,7 +242,7 @@ def test_a_sequence_that_ends_at_its_first_token_leaves_the_row_to_the_next(llam
     assert order[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_what_ends_is_told_at_once_and_prompts_are_asked_for_when_there_is_room(llama):
+def test_what_ends_is_reported_at_once_and_prompts_are_asked_for_when_there_is_room(llama):
     asked = []
 
     def prompts():
@@ -251,10 +251,10 @@ def test_what_ends_is_told_at_once_and_prompts_are_asked_for_when_there_is_room(
             yield Prompt(str(n), "", tokens)
 
     engine = Engine(llama[1], rows=2, room=64)
-    told = generate_file.generate(engine, prompts(), GenerationSettings(max_new_tokens=4), NO_TEXT)
-    assert next(told).prompt.id == "0"
+    output = generate_file.generate(engine, prompts(), GenerationSettings(max_new_tokens=4), NO_TEXT)
+    assert next(output).prompt.id == "0"
     assert asked == [0, 1]
-    assert len(list(told)) == 5
+    assert len(list(output)) == 5
 
 
 @pytest.mark.parametrize("static", [False, True])

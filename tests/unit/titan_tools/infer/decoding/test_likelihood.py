@@ -37,16 +37,16 @@ class Tokens:
 def nats(reader, texts, *, first=None):
     """-log p of each predicted token of each text, by the text's place."""
     texts = texts if first is None else [Tokens(tokens, first) for tokens in texts]
-    told = {number: [] for number in range(len(texts))}
+    output = {number: [] for number in range(len(texts))}
     numbers = {id(text): number for number, text in enumerate(texts)}
     for pieces, logits_PV in reader.logits(texts):
         assert len(logits_PV) == sum(len(piece.targets) for piece in pieces)
         for piece, logits in zip(pieces, logits_PV.split([len(piece.targets) for piece in pieces]), strict=True):
             targets = torch.tensor(piece.targets)
-            told[numbers[id(piece.text)]] += torch.nn.functional.cross_entropy(
+            output[numbers[id(piece.text)]] += torch.nn.functional.cross_entropy(
                 logits, targets, reduction="none"
             ).tolist()
-    return told
+    return output
 
 
 def test_what_was_generated_has_the_score_that_it_was_generated_with(hf):
@@ -54,8 +54,8 @@ def test_what_was_generated_has_the_score_that_it_was_generated_with(hf):
     prompt = [BOS, 72, 101, 108]
     (said,) = complete(model, [prompt], max_new_tokens=40, logprobs=0)
     reader = Likelihood(Engine(model, rows=1, room=64), context=256, vocab_size=301)
-    (told,) = nats(reader, [prompt + said.tokens], first=len(prompt)).values()
-    assert [-one for one in told] == pytest.approx([one.logprob for one in said.logprobs], abs=1e-4)
+    (output,) = nats(reader, [prompt + said.tokens], first=len(prompt)).values()
+    assert [-one for one in output] == pytest.approx([one.logprob for one in said.logprobs], abs=1e-4)
 
 
 @pytest.fixture

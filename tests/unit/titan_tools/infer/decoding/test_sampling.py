@@ -216,7 +216,7 @@ def test_greedy_takes_the_likeliest():
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.1), Sampling(repetition_penalty=1.2)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_not_finite_are_told(bad, sampling):
+def test_logits_that_are_not_finite_are_reported(bad, sampling):
     logits_BV = torch.stack([some_logits(), some_logits(seed=1), some_logits(seed=2)])
     logits_BV[1, 7] = bad
     seats, penalized_BV = [NoiseKey("a", 0, 11), NoiseKey("b", 0, 12), NoiseKey("c", 0, 13)], logits_BV > 0
@@ -259,7 +259,7 @@ def test_values_that_cannot_be_are_refused(sampling, said):
         check_sampling(sampling, vocab_size=300)
 
 
-def test_every_bad_value_is_told_at_once():
+def test_every_bad_value_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         check_sampling(Sampling(-1.0, 0, 2.0, 0.0, -1.0))
     names = ("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty")

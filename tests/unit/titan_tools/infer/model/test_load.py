@@ -183,7 +183,7 @@ def test_biases_are_added_as_transformers_adds_them(biased, monkeypatch, packed,
 
 
 @pytest.mark.parametrize("how", ["int8", "float8"])
-def test_biases_beside_quantised_weights_are_those_of_torchaos_model(biased, how):
+def test_biases_next_to_quantised_weights_are_those_of_torchaos_model(biased, how):
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     folder, theirs = biased
@@ -252,7 +252,7 @@ def test_a_rank_reads_only_what_it_holds(tmp_path, tp, rank):
     assert source.num_read == sum(held.values())
 
 
-def test_an_error_of_a_reader_is_told(tmp_path):
+def test_an_error_of_a_reader_is_reported(tmp_path):
     write_llama(tmp_path)
     with open_native(tmp_path) as weights, pytest.raises(CheckpointError, match="the file ends"):
         source = Recorded(weights.source, broken="layers.1.feed_forward.w3.weight")

@@ -128,7 +128,7 @@ def test_few_rows_in_bfloat16_go_through_the_kernel_of_int8(monkeypatch):
         F.linear(torch.ones(1, 1, 32), weight)  # fp32: the kernel's loop over it is slower than a cast
 
 
-def test_what_is_slow_is_told(monkeypatch):
+def test_what_is_slow_is_reported(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert why_slow("int8", dtype=torch.bfloat16, device=cpu, rows=8) is None
     assert "--dtype bfloat16" in why_slow("int8", dtype=torch.float32, device=cpu, rows=1)
@@ -216,8 +216,8 @@ def test_the_command_says_it_in_eight_bits(titan, folder, how):
     ask = ("infer", folder, "--prompt", "def main(", "--max-new-tokens", 12, "--json", "--quantize", how)
     exit_code, out, err = titan(*ask)
     assert exit_code == 0 and ("saves memory" in err) == (how == "float8"), err
-    told = json.loads(out)
-    assert told["stats"]["dtype"] == how
+    output = json.loads(out)
+    assert output["stats"]["dtype"] == how
     model = load(folder, dtype=torch.bfloat16, quantize=how)
-    tokens = complete(model, [told["results"][0]["prompt_tokens"]], max_new_tokens=12, stop_ids=frozenset({EOS}))
-    assert told["results"][0]["tokens"] == tokens[0].tokens
+    tokens = complete(model, [output["results"][0]["prompt_tokens"]], max_new_tokens=12, stop_ids=frozenset({EOS}))
+    assert output["results"][0]["tokens"] == tokens[0].tokens

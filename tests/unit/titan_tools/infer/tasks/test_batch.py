@@ -111,9 +111,9 @@ def test_samples_of_a_batch_are_those_of_each_prompt(titan, hf, place):
     assert titan("infer", hf, *asked)[0] == 0 and out_file.read_text() == out
     out_file.write_text(out.split("\n")[0] + "\n")  # one sample of the first prompt
     # in order: nothing puts away a line that stands twice
-    code, told, talk = titan("infer", hf, *asked, "--batch-size", "1", "--json")
+    code, output, talk = titan("infer", hf, *asked, "--batch-size", "1", "--json")
     assert code == 0 and "skipped" not in talk
-    assert tokens_of(json.loads(told)["results"]) == tokens_of(results) == tokens_of(read_lines(out_file.read_text()))
+    assert tokens_of(json.loads(output)["results"]) == tokens_of(results) == tokens_of(read_lines(out_file.read_text()))
 
 
 def tokens_of(results):
@@ -122,9 +122,9 @@ def tokens_of(results):
 
 def test_one_object_has_results_and_stats(titan, hf, place, whole):
     _, out, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--json")
-    told = json.loads(out)
-    assert told["results"] == read_lines(whole.decode()) and talk == ""
-    assert told["stats"]["tokens_per_sec"] > 0
+    output = json.loads(out)
+    assert output["results"] == read_lines(whole.decode()) and talk == ""
+    assert output["stats"]["tokens_per_sec"] > 0
 
 
 def test_a_rerun_goes_on_wherever_the_file_ends(titan, hf, place, whole):
@@ -133,9 +133,9 @@ def test_a_rerun_goes_on_wherever_the_file_ends(titan, hf, place, whole):
     cuts = {0, ends[1], ends[1] - 1, ends[2] + 1, random.Random(0).randrange(len(whole)), len(whole) - 1}
     for cut in cuts:
         out.write_bytes(whole[:cut])
-        code, told, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
+        code, output, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
         num_whole = sum(end <= cut for end in ends[1:])
-        assert (code, told, out.read_bytes()) == (0, "", whole)
+        assert (code, output, out.read_bytes()) == (0, "", whole)
         assert (f"{num_whole} of 5 prompts are in {out} already: skipped" in talk) == (num_whole > 0)
     assert {file.name for file in place.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.settings.json"}
 
@@ -154,9 +154,9 @@ def test_lines_in_another_order_are_put_in_order_and_nothing_is_made_again(titan
     real.chmod(0o640)
     out.symlink_to(real)
     (place / "out.jsonl.settings.json").rename(place / "real.jsonl.settings.json")
-    code, told, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--json")
-    assert code == 0 and json.loads(told)["results"] == read_lines(whole.decode())
-    assert json.loads(told)["stats"]["ttft_ms"] is None and "all results are in" in talk
+    code, output, talk = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--json")
+    assert code == 0 and json.loads(output)["results"] == read_lines(whole.decode())
+    assert json.loads(output)["stats"]["ttft_ms"] is None and "all results are in" in talk
     assert out.is_symlink() and real.read_bytes() == whole and real.stat().st_mode & 0o777 == 0o640
 
 
@@ -165,12 +165,12 @@ def test_where_all_results_are_there_nothing_is_loaded(titan, hf, place, whole, 
     out = place / "out.jsonl"
     out.write_bytes(b"".join(reversed(whole.splitlines(keepends=True))))
     argv = ("infer", hf, "--batch", place / "in.jsonl", "--out", out, "--tp", tp)
-    code, told, talk = titan(*argv)
-    assert (code, told, talk) == (0, "", f"all results are in {out} already: nothing to do\n")
+    code, output, talk = titan(*argv)
+    assert (code, output, talk) == (0, "", f"all results are in {out} already: nothing to do\n")
     assert out.read_bytes() == whole
-    code, told, talk = titan(*argv, "--json")
-    stats = json.loads(told)["stats"]
-    assert code == 0 and json.loads(told)["results"] == read_lines(whole.decode())
+    code, output, talk = titan(*argv, "--json")
+    stats = json.loads(output)["stats"]
+    assert code == 0 and json.loads(output)["results"] == read_lines(whole.decode())
     assert stats["tp"] == tp and stats["tokens_per_sec"] is stats["ttft_ms"] is None
 
 
@@ -231,8 +231,8 @@ OTHER_OUTS = {
 def test_a_file_of_other_results_is_refused_and_stays(titan, hf, place, whole, untouched, content, said):
     out, before = place / "out.jsonl", content(whole)
     out.write_bytes(before)
-    code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
-    assert (code, told, out.read_bytes()) == (2, "", before)
+    code, output, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
+    assert (code, output, out.read_bytes()) == (2, "", before)
     assert f"error: {out} holds something else than results of this batch:\n  " in err and said in err
     assert "try: --out ANOTHER_FILE" in err
 
@@ -252,8 +252,8 @@ def test_places_that_cannot_take_results_are_refused(titan, hf, place, untouched
         Path("/proc/out.jsonl"): "cannot be written",
     }
     for out, said in refused.items():
-        code, told, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
-        assert (code, told) == (2, "") and said in err, err
+        code, output, err = titan("infer", hf, "--batch", place / "in.jsonl", "--out", out)
+        assert (code, output) == (2, "") and said in err, err
     assert {file.name for file in place.iterdir()} == before
 
 

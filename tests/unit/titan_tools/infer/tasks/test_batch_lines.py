@@ -67,7 +67,7 @@ SAID = [
 ]
 
 
-def test_everything_that_is_wrong_in_a_batch_is_told_at_once(titan, hf, tmp_path, untouched):
+def test_everything_that_is_wrong_in_a_batch_is_reported_at_once(titan, hf, tmp_path, untouched):
     file = tmp_path / "in.jsonl"
     file.write_bytes(b"\n".join(WRONG))
     code, out, err = titan("infer", hf, "--batch", file, "--out", tmp_path / "out.jsonl")

@@ -167,7 +167,7 @@ def test_the_oldest_messages_give_way(talk, folder, prefills):
 
 
 @pytest.mark.parametrize(
-    ("lines", "told"),
+    ("lines", "message"),
     [
         ([], "standard input holds no message"),
         (["", " "], "standard input holds no message"),
@@ -179,13 +179,13 @@ def test_the_oldest_messages_give_way(talk, folder, prefills):
         (["/system " + "x" * 300], "the system message takes 310 of the context's 256 tokens"),
     ],
 )
-def test_a_script_ends_where_something_is_wrong(talk, folder, lines, told):
+def test_a_script_ends_where_something_is_wrong(talk, folder, lines, message):
     code, _, err = talk(folder, lines, "--max-new-tokens", "2")
-    assert code == 2 and told in err
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--context", "300"), "--context 300 is more than the model's 256 tokens"),
         (("--context", "20", "--max-new-tokens", "20"), "leaves no room for messages in a context of 20"),
@@ -193,10 +193,10 @@ def test_a_script_ends_where_something_is_wrong(talk, folder, lines, told):
         (("--context", "4"), "a question takes 7 of the context's 4 tokens"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_read(talk, folder, monkeypatch, options, told):
+def test_what_cannot_be_is_reported_before_anything_is_read(talk, folder, monkeypatch, options, message):
     monkeypatch.setattr("titan_tools.infer.loading.load_model", None)
     code, _, err = talk(folder, ["Hello"], *options)
-    assert code == 2 and told in err
+    assert code == 2 and message in err
 
 
 @pytest.mark.parametrize(("last", "helps"), [("a", True), ("a" * 250, False)])
@@ -266,8 +266,8 @@ def test_a_person_may_try_again(talk, folder):
     lines = b"b\xffd\n/system " + b"x" * 300 + b"\n" + b"y" * 300 + b"\n/exit \n"
     code, out, err = talk(folder, lines, terminal=True)
     assert code == 0 and out == "" and "tokens/s" not in err
-    for told in ("line 1 of standard input is not UTF-8", "the system message takes", "no room would be left"):
-        assert told in err
+    for message in ("line 1 of standard input is not UTF-8", "the system message takes", "no room would be left"):
+        assert message in err
 
 
 def test_ctrl_c_ends_a_script(talk, folder, monkeypatch):

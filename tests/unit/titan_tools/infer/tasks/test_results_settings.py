@@ -147,7 +147,7 @@ def _template(folder, template="{{ messages[0].content }}{# a remark #}"):
     "change, named",
     [(_more_words, ["tokenizer"]), (_other_ends, ["stop tokens", "stop strings"]), (_template, ["chat template"])],
 )
-def test_what_lies_beside_the_weights_is_a_setting(titan, hf, place, change, named):
+def test_what_is_next_to_the_weights_is_a_setting(titan, hf, place, change, named):
     """Also where no prompt's tokens show it."""
     checkpoint = shutil.copytree(hf, place / "hf")
     _template(checkpoint, "{{ messages[0].content }}")
@@ -156,8 +156,8 @@ def test_what_lies_beside_the_weights_is_a_setting(titan, hf, place, change, nam
     assert titan(*batch(checkpoint, place, asked=asked))[0] == 0
     change(checkpoint)
     code, _, err = titan(*batch(checkpoint, place, asked=asked))
-    told = [line.strip().partition(": ")[0] for line in err.splitlines() if line.startswith("  ")]
-    assert code == 2 and told == named
+    output = [line.strip().partition(": ")[0] for line in err.splitlines() if line.startswith("  ")]
+    assert code == 2 and output == named
 
 
 def tokens_in(out):
@@ -271,8 +271,8 @@ def test_an_empty_file_takes_the_settings_of_whoever_comes(titan, hf, place):
     for content in (b"", b'{"id": 0, "pro'):
         out.write_bytes(content)
         assert titan(*batch(hf, place, "--seed", str(len(content))))[0] == 0
-        told = json.loads((place / "out.jsonl.settings.json").read_text())["settings"]
-        assert told["--seed"] == len(content) and len(read_lines(out.read_text())) == 3
+        output = json.loads((place / "out.jsonl.settings.json").read_text())["settings"]
+        assert output["--seed"] == len(content) and len(read_lines(out.read_text())) == 3
 
 
 def test_a_batch_in_the_place_of_the_settings_stays(titan, hf, tmp_path, untouched):
@@ -301,6 +301,6 @@ def test_scores_are_of_a_context_and_no_completions(titan, hf, place):
 
 
 def test_the_file_is_for_people_too(hf, made):
-    told = json.loads(Path(made / "out.jsonl.settings.json").read_text())
-    assert list(told) == ["version", "checkpoint", "settings"] and told["checkpoint"] == str(hf)
-    assert told["settings"]["--temperature"] == 1.0 and told["settings"]["stop tokens"] == [257]
+    output = json.loads(Path(made / "out.jsonl.settings.json").read_text())
+    assert list(output) == ["version", "checkpoint", "settings"] and output["checkpoint"] == str(hf)
+    assert output["settings"]["--temperature"] == 1.0 and output["settings"]["stop tokens"] == [257]

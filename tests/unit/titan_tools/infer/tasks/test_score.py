@@ -40,9 +40,9 @@ def expected_logprobs(model, tokens):
 def one(titan, *arguments):
     code, out, err = titan("infer", *arguments, "--score", "--json")
     assert code == 0, err
-    told = json.loads(out)
-    (result,) = told["results"]
-    return result, told["stats"]
+    output = json.loads(out)
+    (result,) = output["results"]
+    return result, output["stats"]
 
 
 def test_a_text_has_the_loss_that_transformers_gives_it(titan, hf, reference):
@@ -60,13 +60,13 @@ def test_a_text_has_the_loss_that_transformers_gives_it(titan, hf, reference):
     assert stats["tokens_per_sec"] > 0 and stats["ttft_ms"] is stats["tpot_ms"] is stats["bandwidth_share"] is None
 
 
-def test_each_token_can_be_told_with_likelier_ones(titan, hf, reference):
+def test_each_token_can_be_reported_with_likelier_ones(titan, hf, reference):
     result, _ = one(titan, hf, "--prompt", TEXT, "--logprobs", "3")
     tokens = result["prompt_tokens"]
     expected = expected_logprobs(reference[1], tokens)
-    assert [told["token"] for told in result["logprobs"]] == tokens[1:]
-    assert torch.allclose(torch.tensor([told["logprob"] for told in result["logprobs"]]), expected, atol=1e-5)
-    assert all(len(told["top"]) == 3 for told in result["logprobs"])
+    assert [output["token"] for output in result["logprobs"]] == tokens[1:]
+    assert torch.allclose(torch.tensor([output["logprob"] for output in result["logprobs"]]), expected, atol=1e-5)
+    assert all(len(output["top"]) == 3 for output in result["logprobs"])
     assert result["logprob"] == pytest.approx(one(titan, hf, "--prompt", TEXT)[0]["logprob"], rel=1e-6)
 
 
@@ -82,8 +82,8 @@ def test_a_file_longer_than_the_context_goes_through_in_windows(titan, hf, refer
     num_left = len(tokens) - 1 - sum(map(len, expected))
     expected.append(expected_logprobs(reference[1], tokens[-CONTEXT - 1 :])[-num_left:])  # as early as it can
     result, _ = one(titan, hf, "--prompt-file", tmp_path / "text", "--logprobs", "0")
-    told = torch.tensor([told["logprob"] for told in result["logprobs"]])
-    assert torch.allclose(told, torch.cat(expected), atol=1e-4)
+    output = torch.tensor([output["logprob"] for output in result["logprobs"]])
+    assert torch.allclose(output, torch.cat(expected), atol=1e-4)
     assert result["num_tokens"] == len(tokens) - 1
     assert result["logprob"] == pytest.approx(torch.cat(expected).double().sum().item(), rel=1e-6)
 
@@ -101,7 +101,7 @@ def test_logits_are_made_a_few_at_a_time(titan, hf, monkeypatch):
     pieces, _ = one(titan, hf, "--prompt", TEXT, "--logprobs", "2")
     assert set(heads[:-1]) == {7} and sum(heads) == whole["num_tokens"]
     assert pieces["logprob"] == pytest.approx(whole["logprob"], rel=1e-6)
-    assert [told["token"] for told in pieces["logprobs"]] == [told["token"] for told in whole["logprobs"]]
+    assert [output["token"] for output in pieces["logprobs"]] == [output["token"] for output in whole["logprobs"]]
 
 
 PAIRS = [
@@ -121,9 +121,9 @@ def batch(titan, hf, path, *arguments):
 
 def test_a_batch_scores_completions_as_transformers_does(titan, hf, reference, tmp_path):
     out, _ = batch(titan, hf, write_lines(tmp_path / "pairs", PAIRS), "--json", "--logprobs", "0")
-    told = json.loads(out)
-    assert [result["id"] for result in told["results"]] == [pair["id"] for pair in PAIRS]
-    for pair, result in zip(PAIRS, told["results"], strict=True):
+    output = json.loads(out)
+    assert [result["id"] for result in output["results"]] == [pair["id"] for pair in PAIRS]
+    for pair, result in zip(PAIRS, output["results"], strict=True):
         completion = pair.get("completion", "")
         tokens = [BOS, *ids_of(pair["prompt"] + completion)]
         context, blanks = pair["prompt"].rstrip(), len(pair["prompt"]) - len(pair["prompt"].rstrip())
@@ -141,9 +141,9 @@ def test_a_batch_scores_completions_as_transformers_does(titan, hf, reference, t
         assert result["prompt"] == pair["prompt"] and result.get("completion") == pair.get("completion")
         assert result["prompt_tokens"] + result.get("tokens", []) == tokens
         assert ("tokens" in result) == bool(completion)
-    total, num = (sum(result[name] for result in told["results"]) for name in ("logprob", "num_tokens"))
-    assert told["stats"]["num_tokens"] == num and told["stats"]["logprob"] == pytest.approx(total)
-    assert told["stats"]["perplexity"] == pytest.approx(math.exp(-total / num))
+    total, num = (sum(result[name] for result in output["results"]) for name in ("logprob", "num_tokens"))
+    assert output["stats"]["num_tokens"] == num and output["stats"]["logprob"] == pytest.approx(total)
+    assert output["stats"]["perplexity"] == pytest.approx(math.exp(-total / num))
 
 
 def test_a_rerun_scores_what_is_missing_and_sums_up_all(titan, hf, tmp_path):
@@ -218,7 +218,7 @@ def test_without_a_begin_of_text_token_the_first_token_has_no_score(titan, hf, r
     assert code == 2 and "one token is too short" in err and "no begin-of-text token" in err
 
 
-def test_logits_that_are_no_numbers_are_told(titan, hf, tmp_path):
+def test_logits_that_are_no_numbers_are_reported(titan, hf, tmp_path):
     """Finite weights may overflow on the way."""
     from safetensors.torch import load_file, save_file
 

@@ -57,7 +57,7 @@ def test_what_a_template_refuses(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "output"),
     [
         ("fine\n{% for m in messages %}", "t.jinja, line 2 is not a valid Jinja template: Unexpected end"),
         ("\n{{ messages[9].content }}", "t.jinja, line 2 fails on these messages: list object has no element 9"),
@@ -72,19 +72,19 @@ def test_what_a_template_refuses(tmp_path):
         ("{% include '/etc/passwd' %}", "TypeError"),
     ],
 )
-def test_broken_and_hostile_templates(source, told):
+def test_broken_and_hostile_templates(source, output):
     with pytest.raises(CheckpointError) as caught:
         ChatTemplate(source, {}, "t.jinja").render(said(("user", "a")))
-    assert told in caught.value.message and "--prompt without --chat" in caught.value.hint
+    assert output in caught.value.message and "--prompt without --chat" in caught.value.hint
 
 
-def test_a_template_is_told_the_requests_time():
+def test_a_template_is_reported_the_requests_time():
     moment = datetime(1999, 12, 31, 23, 59)
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, moment=moment)
     assert template.render(said(("user", "a"))) == "31 Dec 1999" and template.depends_on_current_time
 
 
-def test_a_template_that_writes_too_much_is_told(monkeypatch):
+def test_a_template_that_writes_too_much_is_reported(monkeypatch):
     monkeypatch.setattr(template_sandbox, "MOST_CHARACTERS", 5000)
     with pytest.raises(CheckpointError, match="makes 10,000 characters"):
         ChatTemplate("{{ 'ab' * 5000 }}", {}).render(said(("user", "a")))
@@ -158,7 +158,7 @@ def test_special_tokens_are_those_of_transformers(tmp_path):
     assert read_template(folder).special_tokens["eos_token"] == "<|im_end|>"
 
 
-def test_no_template_is_told(tmp_path):
+def test_no_template_is_reported(tmp_path):
     folder = write_tokenizer(tmp_path / "checkpoint", CHATML)
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="has no chat template: neither a chat_template.jinja nor") as caught:

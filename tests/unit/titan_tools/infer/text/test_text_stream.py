@@ -39,8 +39,8 @@ def write_sentencepiece(prefix: Path, **changes) -> None:
 
     text = prefix.with_suffix(".txt")
     text.write_text("\n".join([WORDS.replace("\n", " ")] * 20 + [Path(__file__).read_text("utf-8")]), encoding="utf-8")
-    told = {"input": str(text), "model_prefix": str(prefix), "minloglevel": 2, "num_threads": 1}
-    SentencePieceTrainer.train(**told, model_type="bpe", byte_fallback=True, vocab_size=600, **changes)
+    output = {"input": str(text), "model_prefix": str(prefix), "minloglevel": 2, "num_threads": 1}
+    SentencePieceTrainer.train(**output, model_type="bpe", byte_fallback=True, vocab_size=600, **changes)
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ def test_what_generation_begins_with_where_there_is_no_text(hf):
 
 
 @pytest.mark.parametrize("said", ["<|end_of_text|>", [EOS, "x"], [True], 1.5, [[EOS]]])
-def test_ends_that_are_no_ids_are_told(hf, said):
+def test_ends_that_are_no_ids_are_reported(hf, said):
     change(hf / GENERATION, eos_token_id=said)
     with pytest.raises(CheckpointError, match="stop tokens .* must be token ids"):
         read(hf)
@@ -105,7 +105,7 @@ def test_stop_strings_of_the_generation_config(hf, said, strings):
 
 
 @pytest.mark.parametrize("said", [3, "", [""], ["a", 3], ["a", None], {"a": "b"}, True])
-def test_stop_strings_that_are_no_text_are_told(hf, said):
+def test_stop_strings_that_are_no_text_are_reported(hf, said):
     change(hf / GENERATION, stop_strings=said)
     with pytest.raises(CheckpointError, match=r"generation_config.json: stop_strings is .* text or a list of texts"):
         read(hf)
@@ -163,7 +163,7 @@ def test_a_llama_2_of_meta_ends_with_its_own_token(meta):
     assert (vocabulary.stop_ids, vocabulary.prefix, vocabulary.decode([2])) == ({2}, (1,), "</s>")
 
 
-def test_a_missing_tokenizer_is_told(hf):
+def test_a_missing_tokenizer_is_reported(hf):
     """I3."""
     (hf / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="there is no tokenizer in") as caught:
@@ -174,7 +174,7 @@ def test_a_missing_tokenizer_is_told(hf):
         read(hf)
 
 
-def test_a_tokenizer_of_another_model_is_told_with_both_sizes(tmp_path):
+def test_a_tokenizer_of_another_model_is_reported_with_both_sizes(tmp_path):
     """I3: the vocabulary goes beyond the embedding's rows."""
     write_llama(tmp_path, vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=1, eos_token_id=2)
     with pytest.raises(CheckpointError, match=r"258 tokens, the model's embedding 256 rows"):
@@ -182,7 +182,7 @@ def test_a_tokenizer_of_another_model_is_told_with_both_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"eos_token_id": [EOS, 301]}, {"bos_token_id": 301}, {"eos_token_id": -1}])
-def test_special_ids_beyond_the_embedding_are_told(hf, wrong):
+def test_special_ids_beyond_the_embedding_are_reported(hf, wrong):
     """I3."""
     change(hf / GENERATION, **wrong)
     with pytest.raises(CheckpointError, match=r"special token ids \[(301|-1)\] .* 301 rows"):
