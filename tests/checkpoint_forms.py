@@ -118,7 +118,7 @@ def native(hf: Path) -> dict[str, torch.Tensor]:
 
 
 def _torchtitan(hf: Path, place: Path, *, layout: str = "flat") -> Path:
-    """What torchtitan saves: no word on the model, the optimizer beside it."""
+    """What torchtitan saves: no word on the model, the optimizer next to it."""
     weights = native(hf)
     if layout == "model. prefix":
         weights = {f"model.{n}": t for n, t in weights.items()} | {"model.freqs_cis": torch.zeros(3)}
@@ -134,7 +134,7 @@ def _torchtitan(hf: Path, place: Path, *, layout: str = "flat") -> Path:
 
 
 def _nested(hf: Path, place: Path) -> Path:
-    """A torch file of a training loop: the weights as transformers names them under "model", an optimizer beside."""
+    """A torch file of a training loop: the weights as transformers names them under "model", an optimizer too."""
     torch.save({"model": load_file(hf / "model.safetensors"), "epoch": 3}, place / "checkpoint.pt")
     return place / "checkpoint.pt"
 

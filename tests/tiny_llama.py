@@ -1,4 +1,4 @@
-"""A tiny random Llama as transformers itself writes it, with a byte tokenizer beside it: what inference tests read."""
+"""A tiny random Llama as transformers itself writes it, with a byte tokenizer next to it: what inference tests read."""
 
 import json
 from pathlib import Path

@@ -329,7 +329,7 @@ def first_losses(config: Config, paths: dict[str, Path]) -> dict[str, float]:
 
 
 def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
-    """A case of a run that saves beside the training, where the disk is as tests/dist/slow_saver.py has it."""
+    """A case of a run that saves in the background, where the disk is as tests/dist/slow_saver.py has it."""
     kept = checkpoint_io.CheckpointWriter.write_data, checkpoint_io._SyncedFile.write, checkpoint_async.PROGRAM
     if how and config.checkpoint.async_mode == "async":
         getattr(slow_saver.Slow, how)()
@@ -342,7 +342,7 @@ def _on_such_a_disk(how: str, case: Callable[[Config], T], config: Config) -> T:
 
 
 def run_beside(config: Config, how: str = "") -> tuple[str, str]:
-    """Case: a run that saves beside the training; its error and its talk."""
+    """Case: a run that saves in the background; its error and its talk."""
     return _on_such_a_disk(how, run_and_hear, config)
 
 

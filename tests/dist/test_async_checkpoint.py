@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: the same bytes, one at a time, and what a slow or a failing disk does."""
+"""Checkpoints written in the background: the same bytes, one at a time, and what a slow or a failing disk does."""
 
 import filecmp
 import re

@@ -1,4 +1,4 @@
-"""A rank of `titan infer` holds its shard, and beside it no more than its largest slice: peaks that the kernel tells.
+"""A rank of `titan infer` holds its shard, and next to it no more than its largest slice: peaks that the kernel tells.
 
 Each rank is a fresh process that has imported everything and run a tiny model before: what it holds then is the
 interpreter. Ranks load without speaking to each other, so the last of them is measured alone; of the command all are.
@@ -42,7 +42,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 # 596 M parameters, of whose eighth (142 MiB in bf16) the largest slice is 37 MiB: what is read ahead of its use, and
-# many small pieces that come and go, would show beside it
+# many small pieces that come and go, would show next to it
 QWEN3_0_6B = {**QWEN3_1B, "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072}
 # Here w1 and w3, which are one product elsewhere, would together be twice the largest
 WIDE = {**CONFIG, "vocab_size": 8000, "intermediate_size": 32768}

@@ -178,7 +178,7 @@ def test_ranks_say_what_transformers_says(pools, known, tp, by, tell):
 
 
 def test_a_run_that_trained_on_two_ranks_says_what_its_export_says(whole, titan, tmp_path):
-    """Its folder as it lies there: weights in shards, the optimizer beside them, the tokenizer that it trained with."""
+    """Its folder as saved: weights in shards, the optimizer next to them, the tokenizer that it trained with."""
     code, out, err = titan(
         "infer", whole, "--prompt", "word1 word2", "--max-new-tokens", "12", "--ignore-eos", "--json"
     )

@@ -17,7 +17,7 @@ from titan_tools.run_folder import summarize_run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart.sh"
-MOST_SECS = 1800  # two to four minutes on two idle cores; its 8 ranks take many times that beside other work
+MOST_SECS = 1800  # two to four minutes on two idle cores; its 8 ranks take many times that under other load
 
 
 def slow(test):

@@ -1,4 +1,4 @@
-"""A rank that is killed while its checkpoint is written beside the training: T12 and T13, in a thread and a process."""
+"""A rank that is killed while its checkpoint is written in the background: T12 and T13, in a thread and a process."""
 
 import time
 from functools import partial

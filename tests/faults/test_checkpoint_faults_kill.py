@@ -1,6 +1,6 @@
 """One of two ranks is killed in any phase of a save, or cannot write: nothing committed is lost, the rest is bit-equal.
 
-Faults T6–T11, T13 and T43. Saves beside the training (T12) are in test_async_checkpoint_faults.py.
+Faults T6–T11, T13 and T43. Saves in the background (T12) are in test_async_checkpoint_faults.py.
 """
 
 import signal

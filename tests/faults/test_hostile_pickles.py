@@ -23,7 +23,7 @@ from tests.unit.converters.evil import pickles, torch_zip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-# Where the pickle must be refused, and where it lies beside what is read and is not looked at
+# Where the pickle must be refused, and where it is next to what is read and is not opened
 REFUSED, IGNORED = "refused", "ignored"
 
 

@@ -61,9 +61,9 @@ def test_losses_are_those_of_the_plain_run(job, tmp_path, options, tolerance):
 def test_what_is_saved_in_the_background_is_what_is_saved_in_between(job, tmp_path, mode):
     deterministic = ("--debug.deterministic",)
     _losses(job, tmp_path / "between", *deterministic)
-    _losses(job, tmp_path / "beside", *deterministic, "--checkpoint.async_mode", mode)
+    _losses(job, tmp_path / "background", *deterministic, "--checkpoint.async_mode", mode)
     for step in (1, 2, 3):
-        titan("diff", *(tmp_path / name / f"checkpoint/step-{step}" for name in ("between", "beside")))  # 0: equal
+        titan("diff", *(tmp_path / name / f"checkpoint/step-{step}" for name in ("between", "background")))  # 0: equal
 
 
 def test_traces_and_memory_snapshots_are_written(job, tmp_path):

@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "titan_tools": {"titan_tools", "trainer", "converters"},
 }
 OURS = set(MAY_IMPORT)
-# Which of the others each package in converters may import; the modules beside them are what several packages need,
+# Which of the others each package in converters may import; the modules next to them are what several packages need,
 # or, such as convert.py, what puts them together
 BELOW = {
     "families": set(),
@@ -27,7 +27,7 @@ BELOW = {
     "training": {"families", "containers", "engine"},
     "formats": {"families", "containers", "torchtune"},
 }
-# What each package of inference may import of the others and of the modules beside them
+# What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
     "text": set(),
     "model": {"ranks", "process_group"},

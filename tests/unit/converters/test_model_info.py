@@ -86,7 +86,7 @@ def test_a_family_that_is_not_known_here_is_to_be_imported(tmp_path):
 
 
 def test_two_files_that_describe_other_models(tmp_path):
-    """titan_model.json is what titan reads, so an edited params.json or config.json beside it may not say otherwise."""
+    """titan_model.json is what titan reads, so an edited params.json or config.json there may not say otherwise."""
     write_tiny(tmp_path / "hf", "llama2")
     convert(tmp_path / "hf", tmp_path / "meta", to="meta")
     folder = shutil.copytree(tmp_path / "meta", tmp_path / "copy", ignore=shutil.ignore_patterns("titan_manifest.json"))

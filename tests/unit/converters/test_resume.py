@@ -241,7 +241,7 @@ def test_two_conversions_into_one_place_are_refused(tmp_path, src, same_plan, re
             run(src, tmp_path / "out", resume=resume, casts=None if same_plan else {"t3": "float32"})
         assert tree(root) == before
         assert left_of(tmp_path) == [root.name]
-        run(src, tmp_path / "beside")  # another destination does not mind
+        run(src, tmp_path / "other")  # another destination does not mind
     finally:
         alive.close()
     run(src, tmp_path / "out")

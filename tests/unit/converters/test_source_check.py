@@ -134,7 +134,7 @@ def test_small_files_that_changed_are_not_copied(sound, name, old, new, tmp_path
 
 
 def training(sound, folder, *, manifest):
-    """A training checkpoint by stock torch, with or without a manifest of digests beside it."""
+    """A training checkpoint by stock torch, with or without a manifest of digests next to it."""
     src = open_checkpoint(sound / "dcp")
     state = {name: torch.zeros(entry.shape) for name, entry in src.tensors.items()}
     dcp.load(state, checkpoint_id=str(sound / "dcp"), no_dist=True)

@@ -120,7 +120,7 @@ WRAPPED = {
 
 
 def put(folder, state, container: str):
-    """`state` as one of the files that trainers write; beside it what says the model."""
+    """`state` as one of the files that trainers write; next to it what says the model."""
     CONFIG.architectures = ["LlamaForCausalLM"]
     folder.mkdir(exist_ok=True)
     match container:

@@ -89,7 +89,7 @@ def test_into_a_plain_folder(hub, tmp_path):
     assert held == {"config.json", WEIGHTS, "tokenizer.json", "original/consolidated.00.pth"}
     assert all((tmp_path / "model" / name).read_bytes() == hub.files[name] for name in held)
     assert report.num_fetched_bytes == sum(len(hub.files[name]) for name in held)
-    assert os.listdir(tmp_path) == ["model"], "nothing is left beside it"
+    assert os.listdir(tmp_path) == ["model"], "nothing is left next to it"
     assert "exists already" in refused(NAME, tmp_path / "model").message
 
 

@@ -11,7 +11,7 @@ from converters.families.base import ModelArgs
 from trainer.models.llama3.model import CausalAttention, Transformer
 
 
-class Attention(nn.Module):
+class QKNormAttention(nn.Module):
     """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
     The norms are over the head dim, before the rotation; all heads of a layer share one weight.
@@ -48,4 +48,4 @@ def rotate_halves(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
 
 
 def build_model(args: ModelArgs) -> Transformer:
-    return Transformer(args, Attention, rotations_stacked_on=0)
+    return Transformer(args, QKNormAttention, rotations_stacked_on=0)

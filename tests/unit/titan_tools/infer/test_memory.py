@@ -42,7 +42,7 @@ def gpu_of(monkeypatch):
 
 
 def needed(model, args, rows):
-    """Bytes that `rows` sequences take, beside all else."""
+    """Bytes that `rows` sequences take, without the rest."""
     return rows * (ROOM * model.bytes_per_cached_token + args.vocab_size * memory._BYTES_PER_LOGIT)
 
 

@@ -53,7 +53,7 @@ def flash_attention(q_BNH, keys, values, first_query, first_key, most_q, most_k,
 
 @pytest.fixture
 def split_keys(monkeypatch):
-    """Attention as on a GPU, over a cache that lies as there. The list tells for each call whether keys were copied."""
+    """Attention as on a GPU, over a cache of the same layout. The list tells for each call whether keys were copied."""
     memory, copied = set(), []
 
     def attend(q_BNH, keys, values, *others, **named):

@@ -1,4 +1,4 @@
-"""Generation from an HF folder equals transformers' own; no sequence knows what runs beside it."""
+"""Generation from an HF folder equals transformers' own; no sequence knows what runs next to it."""
 
 import pytest
 import torch
