@@ -16,7 +16,7 @@ from converters.errors import TitanError
 from tests.tiny_llama import BOS, EOS, ids_of, write_llama
 from tests.tiny_sentencepiece import write_sentencepiece
 from titan_tools.infer.tasks.batch_lines import read_batch
-from titan_tools.infer.tasks.results_file import ExpectedResults, open_results
+from titan_tools.infer.tasks.results import ExpectedResults, open_results
 from titan_tools.infer.tasks.results_settings import ResultsSettings, write_results_settings
 from trainer.data import tokenizer as tokenizers
 
@@ -295,7 +295,7 @@ def test_i4_any_bytes_are_a_batch_or_reported(tmp_path, content, lead):
         for line in read_batch(file, lambda line: line, keys=("prompt",)):
             assert isinstance(line.id, str | int)
             json.dumps([line.id, line.values], ensure_ascii=False).encode()
-    expected = ExpectedResults([(0, 0)], lambda key, result: "", ResultsSettings("model"))
+    expected = ExpectedResults([0], lambda position: {}, settings=ResultsSettings("model"))
     write_results_settings(file, expected.settings)
     with suppress(TitanError), open_results(file, expected) as results:
-        assert file.read_bytes() == (lead if (0, 0) in results else b"")
+        assert file.read_bytes() == (lead if (0, 0) in results.stored else b"")

@@ -7,7 +7,6 @@ and as prompts are packed behind each other, equal lengths would save nothing.
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,8 +19,7 @@ from titan_tools.infer.report import describe, progress_bar, result_of, stats_of
 from titan_tools.infer.task import Work, generation_settings, num_rows
 from titan_tools.infer.tasks.batch_lines import BatchLine, read_lines, shown
 from titan_tools.infer.tasks.one_prompt import DEFAULT_NEW_TOKENS, make_conversation, make_prompt, new_tokens_that_fit
-from titan_tools.infer.tasks.results import ResultSink, open_sink, opened_by_first
-from titan_tools.infer.tasks.results_file import MORE_SAMPLES, ExpectedResults, ResultKey, is_complete, nothing_to_do
+from titan_tools.infer.tasks.results import ExpectedResults, is_complete, note_on_stored, open_sink
 from titan_tools.infer.tasks.results_settings import results_settings
 from titan_tools.infer.text.prompts import Prompt
 
@@ -54,17 +52,18 @@ class BatchTask:
 
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         request, samples = self.work.request, self.settings.samples
-        with opened_by_first(ranks, open_sink(request, self.expected), self._missing) as (sink, missing):
+        with open_sink(request, self.expected, ranks) as (sink, missing):
             if sink is not None:
-                self._print_notes(missing)
+                self._note_on_truncated()
+                note_on_stored(request.out, num_missing=len(missing), num=len(self.prompts), what="prompt")
             timings, started = Timings(), perf_counter()
             with progress_bar(request, ranks, len(missing) * samples, "generating") as advance:
                 if missing:
                     assert engine is not None
                     waiting = (self.prompts[i].unpack() for i in missing)
                     for completion in generate(engine, waiting, self.settings, self.work.vocabulary, timings=timings):
-                        key = (completion.prompt.id, completion.sample)
-                        if sink is not None and key not in sink:
+                        if sink is not None:
+                            key = (completion.prompt.id, completion.sample)
                             sink.append(key, result_of(completion, samples=samples))
                         advance()
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
@@ -73,20 +72,10 @@ class BatchTask:
                 if missing and not request.as_json:
                     note(describe(stats, num=len(missing) * samples))
 
-    def _missing(self, sink: ResultSink | None) -> list[int]:
-        assert sink is not None  # the first rank's
-        samples = range(self.settings.samples)
-        return [i for i, one in enumerate(self.prompts) if not all((one.id, sample) in sink for sample in samples)]
-
-    def _print_notes(self, missing: list[int]) -> None:
-        out = self.work.request.out
+    def _note_on_truncated(self) -> None:
         if lost := [one for one in self.prompts if one.lost]:
             first = f"(id {lost[0].id!r}: {lost[0].lost})"
             note(f"--truncate left: the beginning of {count(len(lost), 'prompt')} is left out {first}")
-        if not missing:
-            note(nothing_to_do(out))
-        elif num_done := len(self.prompts) - len(missing):
-            note(f"{num_done:,} of {count(len(self.prompts), 'prompt')} are in {out} already: skipped")
 
 
 def prepare_batch(work: Work) -> BatchTask:
@@ -108,10 +97,13 @@ def prepare_batch(work: Work) -> BatchTask:
     settings = generation_settings(
         work, max_new_tokens=request.max_new_tokens or request.max_length or DEFAULT_NEW_TOKENS
     )
-    keys = [(one.id, sample) for one in prompts for sample in range(settings.samples)]
-    difference = partial(_difference, {one.id: one for one in prompts}, settings.samples)
-    expected = ExpectedResults(keys, difference, results_settings(work) if request.out else None)
-    rows = 0 if is_complete(request.out, expected) else num_rows(request, len(keys))
+
+    def inputs(position: int) -> dict[str, Any]:
+        return {"prompt": prompts[position].text, "prompt_tokens": prompts[position].tokens.tolist()}
+
+    ids = [one.id for one in prompts]
+    expected = ExpectedResults(ids, inputs, settings.samples, results_settings(work) if request.out else None)
+    rows = 0 if is_complete(request.out, expected) else num_rows(request, len(prompts) * settings.samples)
     return BatchTask(work, prompts, expected, settings, rows, longest)
 
 
@@ -139,15 +131,3 @@ def _messages(value: Any) -> Sequence[Mapping[str, str]]:
     if value[-1]["role"] in ("system", "assistant"):
         raise ConfigError(f"the last message is the {value[-1]['role']}'s: there is nothing to answer")
     return value
-
-
-def _difference(by_id: Mapping[str | int, _CompactPrompt], samples: int, key: ResultKey, result: dict[str, Any]) -> str:
-    """Why this run would not give a stored result; "" where it would."""
-    one = by_id[key[0]]
-    if not isinstance(result.get("tokens"), list) or "text" not in result:
-        return "not a completion"
-    if result.get("prompt") != one.text:
-        return "another prompt"
-    if result.get("prompt_tokens") != one.tokens.tolist():
-        return "other tokens of the same prompt"
-    return MORE_SAMPLES if "sample" in result and samples == 1 else ""

@@ -12,7 +12,7 @@ from converters.errors import ConfigError, DataError, TitanError, in_words, list
 from converters.json_file import load_with_repeated_keys
 from titan_tools.console import count
 from titan_tools.infer.task import Work
-from titan_tools.infer.tasks.results_file import check_results_path
+from titan_tools.infer.tasks.results import check_results_path
 
 # Escapes of JSON; a surrogate that is not part of a pair and NUL are in the group `bad`
 _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<bad>u[dD][89a-fA-F]..|u0000)|.)", re.DOTALL)

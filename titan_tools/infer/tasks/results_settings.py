@@ -4,6 +4,7 @@ It is written before the first result, while the results file is locked and empt
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -48,13 +49,9 @@ def results_settings(work: Work) -> ResultsSettings:
         "--tp": work.tp if request.quantize else None,  # each rank quantizes its own slices
         "--logprobs": request.logprobs,
         "--special-tokens": request.special_tokens,
-        **(_scoring_settings(work) if request.score else _generation_settings(work)),
+        **({"--context": request.context or work.args.max_seq_len} if request.score else _generation_settings(work)),
     }
     return ResultsSettings(str(origin.checkpoint), json.loads(json.dumps(settings)))
-
-
-def _scoring_settings(work: Work) -> dict[str, Any]:
-    return {"--context": work.request.context or work.args.max_seq_len}
 
 
 def _generation_settings(work: Work) -> dict[str, Any]:
@@ -83,27 +80,28 @@ def _generation_settings(work: Work) -> dict[str, Any]:
 
 def settings_path(out: Path) -> Path:
     """The settings file: next to the results file itself where `out` is a link."""
-    real = out.resolve()
-    return real.with_name(real.name + _SUFFIX)
+    return Path(os.path.realpath(out) + _SUFFIX)
 
 
 def read_results_settings(out: Path) -> ResultsSettings | None:
     """The settings of the results in `out`; None without a settings file. Raises ConfigError for any other content."""
     path = settings_path(out)
-    if not path.exists() and not path.is_symlink():
+    if not path.is_file():
         return None
     try:
-        content = read_json(path) if path.is_file() else {}
-        found, version = ResultsSettings(content["checkpoint"], content["settings"]), content["version"]
-        if version != _VERSION:
-            raise CheckpointError(f"its version is {version!r:.20}, and this titan reads version {_VERSION}")
-        if not isinstance(found.checkpoint, str) or not isinstance(found.settings, dict):
-            raise KeyError
+        content = read_json(path)
+        if content["version"] == _VERSION:
+            return ResultsSettings(content["checkpoint"], content["settings"])
+        problem = f"its version is {content['version']!r:.20}, and this titan reads version {_VERSION}"
     except CheckpointError as error:
-        raise _invalid_settings(out, f": {error.message}") from None
-    except KeyError:
-        raise _invalid_settings(out) from None
-    return found
+        problem = error.message
+    except KeyError as key:
+        problem = f"it has no {key}"
+    raise ConfigError(
+        f"{path} is not a settings file of titan infer: {problem}",
+        hint=f"it must record the weights and options of the results in {out}; nothing was written",
+        tries=[OTHER_OUT],
+    )
 
 
 def write_results_settings(out: Path, settings: ResultsSettings) -> None:
@@ -117,23 +115,32 @@ def write_results_settings(out: Path, settings: ResultsSettings) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
 
 
-def require_same_settings(before: ResultsSettings, now: ResultsSettings, *, out: Path) -> None:
-    """Raise ConfigError with every setting in which this run differs from the run that wrote the results in `out`."""
+def require_same_settings(before: ResultsSettings | None, now: ResultsSettings, *, out: Path) -> None:
+    """Raise ConfigError with every setting in which this run differs from the run that wrote the results in `out`.
+
+    `before`: None where the settings file is missing.
+    """
+    path = settings_path(out)
+    if before is None:
+        raise ConfigError(
+            f"{out} holds results, but {path} is missing",
+            hint="--out writes that file to record the weights and options of the results: move it back. Without it, "
+            "as with results that were printed to standard output, they cannot be continued; nothing was written",
+            tries=[OTHER_OUT],
+        )
     old, new = before.settings, now.settings
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if not new.get("--temperature") and "--seed" in names:  # greedy decoding uses no seed
         names.remove("--seed")
     if "--score" in names:  # most other settings exist for one kind of result only
         names = [name for name in names if name in old and name in new]
-    if not names:
-        return
-    differences = [f"{name}: {_show(name, before)} there, {_show(name, now)} here" for name in names]
-    older = "weights" in names and before.checkpoint != now.checkpoint and Path(before.checkpoint).exists()
-    raise ConfigError(
-        f"{out} holds results of other settings:" + list_offenders(differences, most=100),
-        hint=f"a rerun needs the settings of the first run, recorded in {settings_path(out)}; nothing was written",
-        tries=[*([f"titan infer {before.checkpoint} …, the checkpoint of the first run"] if older else []), OTHER_OUT],
-    )
+    if names:
+        differences = [f"{name}: {_show(name, before)} there, {_show(name, now)} here" for name in names]
+        raise ConfigError(
+            f"{out} holds results of other settings:" + list_offenders(differences, most=100),
+            hint=f"a rerun needs the settings of the first run, recorded in {path}; nothing was written",
+            tries=[OTHER_OUT],
+        )
 
 
 def _show(name: str, settings: ResultsSettings) -> str:
@@ -146,31 +153,10 @@ def _show(name: str, settings: ResultsSettings) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def missing_settings(out: Path) -> ConfigError:
-    """The error for results without a settings file."""
-    return ConfigError(
-        f"{out} holds results, but {settings_path(out)} is missing",
-        hint="--out writes that file to record the weights and options of the results: move it back. Without it, as "
-        "with results that were printed to standard output, they cannot be continued; nothing was written",
-        tries=[OTHER_OUT],
-    )
-
-
-def _invalid_settings(out: Path, why: str = "") -> ConfigError:
-    return ConfigError(
-        f"{settings_path(out)} is not a settings file of titan infer{why}",
-        hint=f"it must record the weights and options of the results in {out}; nothing was written",
-        tries=[OTHER_OUT],
-    )
-
-
 def recorded_moment(out: Path | None) -> datetime | None:
     """The time that the chat template used for the results in `out`; None where there are none."""
     if out is None or not out.is_file() or not out.stat().st_size:
         return None
     before = read_results_settings(out)
     moment = before.settings.get(_MOMENT) if before else None
-    try:
-        return datetime.fromisoformat(moment) if moment else None
-    except (TypeError, ValueError):
-        raise _invalid_settings(out, f": {moment!r:.60} is not a time") from None
+    return datetime.fromisoformat(moment) if moment else None

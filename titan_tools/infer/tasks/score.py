@@ -6,8 +6,8 @@ the context are scored in windows, see decoding/likelihood.py.
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -25,8 +25,7 @@ from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.report import describe, progress_bar, stats_of
 from titan_tools.infer.task import Work
 from titan_tools.infer.tasks.batch_lines import BatchLine, read_lines
-from titan_tools.infer.tasks.results import ResultSink, open_sink, opened_by_first
-from titan_tools.infer.tasks.results_file import ExpectedResults, ResultKey, is_complete, nothing_to_do
+from titan_tools.infer.tasks.results import ExpectedResults, ResultSink, is_complete, note_on_stored, open_sink
 from titan_tools.infer.tasks.results_settings import results_settings
 
 
@@ -133,19 +132,19 @@ def score_texts(
                 total, by_token = LogprobSum(), []
 
 
+def _inputs_of(text: ScoredText) -> dict[str, Any]:
+    """What a result has from its line of the batch."""
+    tokens = text.tokens.tolist()
+    if text.completion is None:
+        return {"prompt": text.prompt, "prompt_tokens": tokens}
+    parts = {"prompt_tokens": tokens[: text.first], "tokens": tokens[text.first :]}
+    return {"prompt": text.prompt, "completion": text.completion, **parts}
+
+
 def _result_of(score: TextScore) -> dict[str, Any]:
     """One element of `results`, the same in a JSON object and in a line of a batch."""
-    text, has_completion = score.text, score.text.completion is not None
-    tokens = text.tokens.tolist()
-    return {
-        "id": text.id,
-        "prompt": text.prompt,
-        **({"completion": text.completion} if has_completion else {}),
-        "prompt_tokens": tokens[: text.first] if has_completion else tokens,
-        **({"tokens": tokens[text.first :]} if has_completion else {}),
-        **score.sum.metrics(),
-        "logprobs": None if score.logprobs is None else [asdict(one) for one in score.logprobs],
-    }
+    logprobs = None if score.logprobs is None else [asdict(one) for one in score.logprobs]
+    return {"id": score.text.id, **_inputs_of(score.text), **score.sum.metrics(), "logprobs": logprobs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +153,19 @@ class ScoreTask:
 
     work: Work
     texts: list[ScoredText]
+    expected: ExpectedResults
     context: int
     rows: int
     room: int
 
     def run(self, engine: Engine | None, ranks: TPRanks) -> None:
         request = self.work.request
-        stored = _StoredScores(self.texts)
-        with opened_by_first(ranks, self._open_sink(stored), stored.missing) as (sink, missing):
-            if ranks.is_first and not missing:
-                note(nothing_to_do(request.out))
-            elif ranks.is_first and stored.sums:
-                note(f"{len(stored.sums):,} of {count(len(self.texts), 'text')} are in {request.out} already: skipped")
-            new, started = LogprobSum(), perf_counter()
+        prints_results = request.batch is not None or request.as_json
+        opened = open_sink(request, self.expected, ranks) if prints_results else nullcontext((None, [0]))
+        with opened as (sink, missing):
+            if ranks.is_first:
+                note_on_stored(request.out, num_missing=len(missing), num=len(self.texts), what="text")
+            stored, new, started = self._stored_sums(sink), LogprobSum(), perf_counter()
             num_tokens = sum(len(self.texts[i].tokens) - self.texts[i].first for i in missing)
             with progress_bar(request, ranks, num_tokens, "scoring tokens") as advance:
                 for score in self._scores(engine, missing, advance):
@@ -177,24 +176,24 @@ class ScoreTask:
             stats = stats_of(timings, engine, ranks, self.work, secs=perf_counter() - started)
             if not ranks.is_first:  # only the first rank knows the stored scores
                 return
-            total = sum(stored.sums.values(), new).metrics()
+            total = sum(stored, new).metrics()
             if sink is not None:
                 sink.finish(stats | total)
         self._print_total(total)
         if missing and not request.as_json:
             note(describe(stats))
 
+    def _stored_sums(self, sink: ResultSink | None) -> list[LogprobSum]:
+        """The scores that an earlier run has left in the results file."""
+        num_bytes = {text.id: text.num_bytes for text in self.texts}
+        found = sink.stored_results() if sink is not None else ()
+        return [LogprobSum(one["logprob"], one["num_tokens"], num_bytes[one["id"]]) for one in found]
+
     def _scores(self, engine: Engine | None, missing: list[int], advance: Callable[[int], None]) -> Iterator[TextScore]:
         if engine is not None:
             likelihood = Likelihood(engine, context=self.context, vocab_size=self.work.args.vocab_size)
             texts = (self.texts[i] for i in missing)
             yield from score_texts(likelihood, texts, num_top=self.work.request.logprobs, advance=advance)
-
-    def _open_sink(self, stored: "_StoredScores") -> AbstractContextManager[ResultSink | None]:
-        request = self.work.request
-        if request.batch is None and not request.as_json:
-            return nullcontext()
-        return open_sink(request, _expected(self.work, self.texts, stored))
 
     def _print_total(self, total: dict[str, Any]) -> None:
         """The total of all texts: to stderr where stdout has the results; with --json it is in the stats."""
@@ -213,36 +212,6 @@ class ScoreTask:
             table(["tokens", "log-likelihood", "perplexity", "bits per byte"], [row])
 
 
-class _StoredScores:
-    """The scores that the results file holds from an earlier run."""
-
-    def __init__(self, texts: Sequence[ScoredText]):
-        self._texts = {text.id: text for text in texts}
-        self.sums: dict[ResultKey, LogprobSum] = {}
-
-    def missing(self, sink: ResultSink | None) -> list[int]:
-        """The indices of the texts without a score, once the results file was read."""
-        return [i for i, id in enumerate(self._texts) if (id, 0) not in self.sums]
-
-    def difference(self, key: ResultKey, result: dict[str, Any]) -> str:
-        """Why this run would not give a stored result; "" where it would, and its sum is kept."""
-        text, logprob = self._texts[key[0]], result.get("logprob")
-        parts = [result.get(name, []) for name in ("prompt_tokens", "tokens")]
-        if not isinstance(logprob, float) or not all(isinstance(tokens, list) for tokens in parts):
-            return "not a score"
-        if (result.get("prompt"), result.get("completion")) != (text.prompt, text.completion):
-            return "another text"
-        if parts[0] + parts[1] != text.tokens.tolist():
-            return "other tokens of the same text"
-        self.sums[key] = LogprobSum(logprob, len(text.tokens) - text.first, text.num_bytes)
-        return ""
-
-
-def _expected(work: Work, texts: Sequence[ScoredText], stored: _StoredScores) -> ExpectedResults:
-    keys = [(text.id, 0) for text in texts]
-    return ExpectedResults(keys, stored.difference, results_settings(work) if work.request.out else None)
-
-
 def prepare_score(work: Work) -> ScoreTask:
     """The texts to score, of any length; nothing is written.
 
@@ -256,8 +225,11 @@ def prepare_score(work: Work) -> ScoreTask:
         texts = [tokenize_text(work, id="0", prompt=request.text)]
     else:
         texts = read_lines(work, lambda line: _text_of(work, line), keys=("prompt", "completion"))
-    rows = 0 if is_complete(request.out, _expected(work, texts, _StoredScores(texts))) else 1
-    return ScoreTask(work, texts, context, rows, room=min(context, max(len(text.tokens) for text in texts) - 1))
+    settings = results_settings(work) if request.out else None
+    expected = ExpectedResults([text.id for text in texts], lambda i: _inputs_of(texts[i]), settings=settings)
+    rows = 0 if is_complete(request.out, expected) else 1
+    room = min(context, max(len(text.tokens) for text in texts) - 1)
+    return ScoreTask(work, texts, expected, context, rows, room)
 
 
 def _text_of(work: Work, line: BatchLine) -> ScoredText:

@@ -112,10 +112,7 @@ def test_other_weights_of_the_same_shapes_are_noticed_and_a_moved_folder_is_not(
     assert code == 0 and "nothing to do" in talk
     code, _, err = titan(*batch(tuned, place))
     assert code == 2 and f"\n  weights: those of {hf} (sampled " in err and f" there, those of {tuned} (sampled " in err
-    assert (
-        err.count(" here") == 1
-        and f"\ntry: titan infer {hf} …, the checkpoint of the first run\ntry: --out ANOTHER_FILE" in err
-    )
+    assert err.count(" here") == 1 and "\ntry: --out ANOTHER_FILE" in err
 
 
 def test_numbers_of_the_model_are_settings(titan, hf, place, untouched):
@@ -177,7 +174,7 @@ def test_samples_may_become_more(titan, hf, place):
         out.write_bytes(content)
     for num in ("1", "2"):
         code, _, err = titan(*batch(hf, place, "--samples", num))
-        assert code == 2 and ": from a run with more --samples" in err and "\ntry: --samples 3\n" in err
+        assert code == 2 and ": from a run with more --samples" in err and "at least as many --samples" in err
         assert out.read_bytes() == content
 
 
@@ -235,9 +232,9 @@ BROKEN = {
         written(NEWER),
         "{} is not a settings file of titan infer: its version is 2, and this",
     ),
-    "a folder": (a_folder, "{} is not a settings file of titan infer"),
-    "a pipe": (a_pipe, "{} is not a settings file of titan infer"),
-    "a loop": (a_loop, "{} is not a settings file of titan infer"),
+    "a folder": (a_folder, "holds results, but {} is missing"),
+    "a pipe": (a_pipe, "holds results, but {} is missing"),
+    "a loop": (a_loop, "holds results, but {} is missing"),
 }
 
 
@@ -249,7 +246,7 @@ def test_without_its_settings_a_file_is_not_gone_on_with(titan, hf, place, untou
     code, out, err = titan(*batch(hf, place))
     assert (code, out, content_of(place)) == (2, "", before)
     assert said.format(path, path) in err and "nothing was written" in err and "try: --out ANOTHER_FILE" in err
-    if path.exists():  # nor is anything of new results written over it
+    if path.is_file():  # nor is anything of new results written over it
         (place / "out.jsonl").unlink()
         assert titan(*batch(hf, place))[0] == 2 and "out.jsonl" not in content_of(place)
 

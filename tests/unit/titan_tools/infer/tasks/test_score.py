@@ -162,7 +162,7 @@ def test_a_rerun_scores_what_is_missing_and_sums_up_all(titan, hf, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"completion": " Rome"}, "line 1 (id 'a'): another text"),
+        ({"completion": " Rome"}, "line 1 (id 'a'): another completion"),
         ({"id": "b"}, "line 1 (id 'a'): no such id in the batch"),
     ],
 )
