@@ -45,7 +45,7 @@ def test_the_rows_that_are_said_to_fit_do(folder, dtype):
 
 def test_more_than_there_is_is_reported(folder):
     with open_native(folder) as weights:
-        work = Work(Request(folder, Sampling()), weights.info.args, NO_TEXT, None, tp=1, dtype="bfloat16")
+        work = Work(Request(folder, Sampling()), weights.info.args, NO_TEXT, None, 1, "bfloat16", folder)
     model, rows = load(folder, dtype=torch.bfloat16, device=GPU), 100_000
     said = "the cache of 100,000 sequences of 1,048,576 tokens takes"
     with pytest.raises(OutOfMemory, match=said) as caught, memory_for_sequences(work, model, rows=rows, room=ROOM):

@@ -13,7 +13,7 @@ from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
 from titan_tools.infer.decoding.likelihood import Likelihood
 from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, check_sampling
-from titan_tools.infer.find import find_checkpoints, find_tokenizer
+from titan_tools.infer.find import find_checkpoints
 from titan_tools.infer.loading import is_damaged, load_weights, open_weights, prepare_work
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.ranks import TPRanks, own_device
@@ -33,8 +33,8 @@ class Generator:
     The cache keeps the last sequence, so that a prompt with the same beginning is not computed again.
     """
 
-    def __init__(self, work: Work, model: SlicedModel, *, tokenizer: Path, context: int):
-        self._work, self._tokenizer, self.context = work, tokenizer, context
+    def __init__(self, work: Work, model: SlicedModel, *, context: int):
+        self._work, self.context = work, context
         self._engine = Engine(model, rows=1, room=context, compile=work.request.compile)
 
     def encode(self, text: str) -> list[int]:
@@ -85,7 +85,7 @@ class Generator:
         if isinstance(prompt, str):
             tokenized = make_prompt(work, "0", prompt)
         elif prompt and isinstance(prompt[0], Mapping):
-            work = replace(work, template=read_template(self._tokenizer))
+            work = replace(work, template=read_template(work.tokenizer_folder))
             tokenized = make_conversation(work, "0", cast(Sequence[Mapping[str, str]], prompt))
         else:
             tokenized = Prompt("0", "", self._checked(prompt))
@@ -154,9 +154,8 @@ def load_for_inference(
                 raise ConfigError(f"context is {context}; it must be from 2 to the model's {longest} tokens")
             if is_damaged(found, weights, ranks):
                 continue
-            tokenizer = find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets)
             model = load_weights(work, weights, ranks, rows=1)
         room = context or min(longest, DEFAULT_CONTEXT)
         work = replace(work, args=replace(work.args, max_seq_len=room))
-        return Generator(work, model, tokenizer=tokenizer, context=room)
+        return Generator(work, model, context=room)
     raise AssertionError("find_checkpoints raises where no step is left")

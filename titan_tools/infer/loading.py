@@ -10,7 +10,7 @@ from converters.weights import NativeWeights, open_native
 from titan_tools.console import note
 from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
 from titan_tools.infer.find import FoundCheckpoint, find_tokenizer
-from titan_tools.infer.generation_config import follow, note_on, read_generation_config
+from titan_tools.infer.generation_config import follow, read_generation_config
 from titan_tools.infer.identity import origin_of
 from titan_tools.infer.memory import memory_for_weights
 from titan_tools.infer.model.compiling import check_compiler
@@ -22,7 +22,6 @@ from titan_tools.infer.request import Request, check_options
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
-from trainer.data.tokenizer import tokenizer_note
 
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,18 +52,7 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
     # 8-bit kernels take bfloat16 only, and what quantization loses exceeds what fp32 sums would gain
     default = "bfloat16" if request.quantize else stored if stored in _COMPUTE_DTYPES else "float32"
     origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
-    return Work(request, args, vocabulary, template, tp, request.dtype or default, origin)
-
-
-def tokenizer_notes(request: Request, weights: NativeWeights) -> str:
-    """The note on a folder whose two tokenizers differ; "" without one."""
-    return tokenizer_note(find_tokenizer(weights.catalog.root, request.model_from, weights.info.assets))
-
-
-def generation_config_note(work: Work, weights: NativeWeights) -> str:
-    """The note on fields of generation_config.json that are (not) followed; "" without one."""
-    folder = find_tokenizer(weights.catalog.root, work.request.model_from, weights.info.assets)
-    return note_on(read_generation_config(folder, weights.info), work.request)
+    return Work(request, args, vocabulary, template, tp, request.dtype or default, folder, origin)
 
 
 def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -> bool:

@@ -111,15 +111,10 @@ def open_pidfds(processes: Mapping[int, int]) -> dict[int, int] | None:
 
     None where the system has no process descriptors.
     """
-    descriptors: dict[int, int] = {}
     try:
-        for pid, rank in processes.items():
-            descriptors[os.pidfd_open(pid)] = rank
+        return {os.pidfd_open(pid): rank for pid, rank in processes.items()}
     except (AttributeError, OSError):
-        for descriptor in descriptors:
-            os.close(descriptor)
         return None
-    return descriptors
 
 
 def _ranks_by_machine(group: dist.ProcessGroup) -> list[list[int]]:
@@ -138,8 +133,8 @@ def _other_processes(group: dist.ProcessGroup) -> dict[int, int]:
 def _machine_group(machines: list[list[int]], control_group: dist.ProcessGroup) -> dist.ProcessGroup:
     if len(machines) == 1:
         return control_group
-    own = control_group
-    for ranks in machines:
-        group = dist.new_group(ranks, timeout=_NO_TIMEOUT, backend="gloo")  # every rank must create all groups
-        own = group if dist.get_rank() in ranks else own
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        machines, timeout=_NO_TIMEOUT, backend="gloo"
+    )
     return own

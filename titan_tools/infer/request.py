@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 from converters.errors import ConfigError, list_offenders
 from titan_tools.infer.decoding.sampling import Sampling, check_sampling
@@ -79,11 +78,6 @@ def load_request(path: Path) -> Request:
     return Request(**values | parsed | {name: tuple(values[name]) for name in ("stop", "explicit")})
 
 
-class _Problem(NamedTuple):
-    message: str
-    tries: tuple[str, ...] = ()
-
-
 def check_options(request: Request, *, is_settled: bool = True) -> None:
     """Raise ConfigError with all options that do not go together, before anything is read.
 
@@ -94,35 +88,33 @@ def check_options(request: Request, *, is_settled: bool = True) -> None:
         if is_settled:
             check_sampling(request.sampling)
     except ConfigError as error:
-        problems.append(_Problem(error.message, tuple(error.tries)))
-    if not problems:
-        return
-    message = problems[0].message
-    if len(problems) > 1:
-        message = f"{len(problems)} problems with these options:" + list_offenders(
-            [problem.message for problem in problems]
-        )
-    raise ConfigError(message, tries=list(dict.fromkeys(line for problem in problems for line in problem.tries)))
+        problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        message = f"{len(problems)} problems with these options:" + list_offenders([one.message for one in problems])
+        raise ConfigError(message, tries=list(dict.fromkeys(line for one in problems for line in one.tries)))
 
 
-def _problems(request: Request, *, is_settled: bool) -> Iterator[_Problem]:
+def _problems(request: Request, *, is_settled: bool) -> Iterator[ConfigError]:
     yield from _prompt_problems(request)
     for name, text in (("--system", request.system), *(("--stop", stop) for stop in request.stop)):
         if where := _not_utf8(text or ""):
-            yield _Problem(f"{name} is not UTF-8: {where}")
+            yield ConfigError(f"{name} is not UTF-8: {where}")
     if "" in request.stop:
-        yield _Problem("--stop is empty, and every text ends with nothing", ('--stop "###"',))
+        yield ConfigError("--stop is empty, and every text ends with nothing", tries=['--stop "###"'])
     if is_settled and request.samples > 1 and request.sampling.temperature == 0 and not request.score:
-        yield _Problem(
-            f"--samples {request.samples} at temperature 0 would all be equal: give --temperature", ("--temperature 1",)
+        yield ConfigError(
+            f"--samples {request.samples} at temperature 0 would all be equal: give --temperature",
+            tries=["--temperature 1"],
         )
     is_text = request.batch is None and not request.as_json
     if request.logprobs is not None and is_text and not is_conversation(request):
-        yield _Problem("--logprobs cannot be shown in plain text", ("--json",))
+        yield ConfigError("--logprobs cannot be shown in plain text", tries=["--json"])
     if request.quantize and request.dtype == "float16":
-        yield _Problem(
+        yield ConfigError(
             "--quantize with --dtype float16: sums over 8-bit weights exceed 65504, float16's largest number",
-            ("--dtype bfloat16",),
+            tries=["--dtype bfloat16"],
         )
     if request.score:
         yield from _no_effect(_GENERATION_OPTIONS, request, "with --score, which generates no tokens")
@@ -130,30 +122,30 @@ def _problems(request: Request, *, is_settled: bool) -> Iterator[_Problem]:
     if is_conversation(request):
         yield from _no_effect(_RESULT_OPTIONS, request, "in a conversation; give a prompt")
     elif request.context is not None and not request.score:
-        yield _Problem("--context is for a conversation (--chat without a prompt), or for --score")
+        yield ConfigError("--context is for a conversation (--chat without a prompt), or for --score")
     if request.chat:
         yield from _no_effect(_PLAIN_TEXT_OPTIONS, request, "in a chat, where the template adds the special tokens")
     elif request.system is not None:
-        yield _Problem("--system is a message of a --chat", ("--chat",))
+        yield ConfigError("--system is a message of a --chat", tries=["--chat"])
 
 
-def _prompt_problems(request: Request) -> Iterator[_Problem]:
+def _prompt_problems(request: Request) -> Iterator[ConfigError]:
     if request.text is None and request.batch is None and not is_conversation(request):
         or_chat = "" if request.score else "; or --chat"
-        yield _Problem(
+        yield ConfigError(
             f"give a prompt: --prompt TEXT, --prompt-file FILE, - for standard input, or --batch FILE{or_chat}",
-            ('--prompt "" --from-bos',) if request.from_bos else (),
+            tries=['--prompt "" --from-bos'] if request.from_bos else [],
         )
     if request.text is not None and request.batch is not None:
-        yield _Problem("--batch has prompts of its own: leave the other prompt out")
+        yield ConfigError("--batch has prompts of its own: leave the other prompt out")
     elif request.text is not None and (problem := why_empty(request.text, from_bos=request.from_bos)):
         can_be_empty = not (request.chat or request.score)
-        yield _Problem(f"the prompt {problem}", (FROM_BOS,) if can_be_empty else ('--prompt "Once upon a time"',))
+        yield ConfigError(f"the prompt {problem}", tries=[FROM_BOS if can_be_empty else '--prompt "Once upon a time"'])
     if request.batch is None:
         if request.out is not None:
-            yield _Problem("--out is the results file of a --batch", ("--batch FILE",))
+            yield ConfigError("--out is the results file of a --batch", tries=["--batch FILE"])
         if request.batch_size is not None and request.samples == 1 and request.text is not None and not request.score:
-            yield _Problem("--batch-size is for a --batch, or for --samples: there is one sequence here")
+            yield ConfigError("--batch-size is for a --batch, or for --samples: there is one sequence here")
 
 
 def is_conversation(request: Request) -> bool:
@@ -169,9 +161,9 @@ _RESULT_OPTIONS = ("--json", "--samples", "--logprobs", "--truncate", "--batch-s
 _PLAIN_TEXT_OPTIONS = ("--from-bos", "--special-tokens")
 
 
-def _no_effect(names: tuple[str, ...], request: Request, where: str) -> Iterator[_Problem]:
+def _no_effect(names: tuple[str, ...], request: Request, where: str) -> Iterator[ConfigError]:
     given = _given(request)
-    yield from (_Problem(f"{name} has no effect {where}") for name in names if given[name])
+    yield from (ConfigError(f"{name} has no effect {where}") for name in names if given[name])
 
 
 def _given(request: Request) -> dict[str, bool]:

@@ -14,15 +14,9 @@ import typer
 from titan_tools.console import note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.find import find_checkpoints
+from titan_tools.infer.generation_config import note_on, read_generation_config
 from titan_tools.infer.identity import check_same_inputs
-from titan_tools.infer.loading import (
-    generation_config_note,
-    is_damaged,
-    load_weights,
-    open_weights,
-    prepare_work,
-    tokenizer_notes,
-)
+from titan_tools.infer.loading import is_damaged, load_weights, open_weights, prepare_work
 from titan_tools.infer.memory import keep_freed_memory, memory_for_sequences, rows_that_fit
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
@@ -37,6 +31,7 @@ from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
+from trainer.data.tokenizer import tokenizer_note
 
 
 def infer(request: Request) -> None:
@@ -59,7 +54,7 @@ def _infer(request: Request, ranks: TPRanks) -> None:
         found = ranks.done_by_first(lambda: next(checkpoints))
         with ranks.done_by_each(open_weights, request, found) as weights:
             work = ranks.done_by_each(prepare_work, request, weights)
-            if ranks.is_first and (text := tokenizer_notes(request, weights)):
+            if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
                 note(text)
             # A batch from a pipe can be read only once, so the step must be known to be whole before
             is_once = found.is_step and request.batch is not None and is_read_once(request.batch)
@@ -72,7 +67,8 @@ def _infer(request: Request, ranks: TPRanks) -> None:
             _check_same_inputs(work, ranks)
             if not is_once and is_damaged(found, weights, ranks):
                 continue
-            if ranks.is_first and (text := generation_config_note(work, weights)):
+            config = read_generation_config(work.tokenizer_folder, weights.info)
+            if ranks.is_first and (text := note_on(config, work.request)):
                 note(text)
             model = ranks.done_by_each(load_weights, work, weights, ranks, rows=task.rows)
         _run(task, work, model, ranks)

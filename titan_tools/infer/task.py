@@ -1,6 +1,7 @@
 """The tasks of `titan infer` (one prompt, a batch, a conversation, scoring): their interface and their input."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ class Work:
     template: ChatTemplate | None  # with --chat
     tp: int
     dtype: str
+    tokenizer_folder: Path
     origin: Origin | None = None  # with --out, and with several ranks
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,9 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A line of a batch. `number` counts from 1; `values` are its keys without the id, of any type."""
+    """A line of a batch; `values` are its keys without the id, of any type."""
 
-    number: int
     id: str | int
     values: dict[str, Any]
 
@@ -70,15 +69,14 @@ def read_batch(path: Path, parse: Callable[[BatchLine], T], *, keys: tuple[str, 
     problems: list[str] = []
     parsed: list[T] = []
     tries: list[tuple[str, ...]] = []
-    first_line: dict[Hashable, int] = {}  # number of the first line with an id
-    for number, offset, raw in _raw_lines(path):
+    first_line: dict[str | int, int] = {}  # number of the first line with an id
+    for position, (number, offset, raw) in enumerate(_raw_lines(path)):
         try:
-            line = _read_line(raw, number=number, offset=offset, position=len(first_line), keys=keys)
+            line = _read_line(raw, offset=offset, position=position, keys=keys)
             before = first_line.setdefault(line.id, number)
             if before != number:
                 raise ConfigError(f"the id {line.id!r} is used in line {before} already")
         except TitanError as error:
-            first_line[number, offset] = number  # an invalid line also takes a position
             problems.append(f"line {number}: {error.message}")
             continue
         try:
@@ -115,7 +113,7 @@ def _open(path: Path) -> BinaryIO:
         raise ConfigError(f"cannot read the batch {path}: {error.strerror}", tries=tries) from None
 
 
-def _read_line(raw: bytes, *, number: int, offset: int, position: int, keys: tuple[str, ...]) -> BatchLine:
+def _read_line(raw: bytes, *, offset: int, position: int, keys: tuple[str, ...]) -> BatchLine:
     """Raises ConfigError; byte offsets in it count from the beginning of the file."""
     try:
         text = raw.decode("utf-8")
@@ -145,7 +143,7 @@ def _read_line(raw: bytes, *, number: int, offset: int, position: int, keys: tup
     id = values.pop("id", position)
     if not isinstance(id, str | int) or isinstance(id, bool):
         raise ConfigError(f"'id' must be a string or an integer, not {shown(id)}")
-    return BatchLine(number, id, values)
+    return BatchLine(id, values)
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.assets import CHAT_TEMPLATES, find_assets
-from converters.errors import CheckpointError, ConfigError, TitanError
+from converters.errors import CheckpointError, ConfigError
 from converters.json_file import read_json
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_CONFIG
 from converters.tokenizers.tiktoken_model import BEGIN, END, looks_like_tiktoken
@@ -59,15 +59,6 @@ class ChatTemplate:
 
         Raises ConfigError where the template rejects the messages, CheckpointError where it is broken.
         """
-        try:
-            return self._render(messages, answer)
-        except TemplateRejection as rejection:
-            raise ConfigError(
-                f"the checkpoint's chat template rejects these messages: {rejection}",
-                hint=self._hint(messages, answer),
-            ) from None
-
-    def _render(self, messages: Sequence[Message], answer: bool) -> str:
         names = {
             **self.special_tokens,
             _NOW: self.moment.strftime,
@@ -76,15 +67,10 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": answer,
         }
-        return render_template(self.source, names, where=self.where)
-
-    def _hint(self, messages: Sequence[Message], answer: bool) -> str:
-        others = [message for message in messages if message["role"] != "system"]
         try:
-            accepts_others = len(others) < len(messages) and bool(self._render(others, answer))
-        except (TemplateRejection, TitanError):
-            return ""
-        return "it accepts them without the system message" if accepts_others else ""
+            return render_template(self.source, names, where=self.where)
+        except TemplateRejection as rejection:
+            raise ConfigError(f"the checkpoint's chat template rejects these messages: {rejection}") from None
 
 
 def read_template(folder: Path) -> ChatTemplate:

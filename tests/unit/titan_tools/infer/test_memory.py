@@ -175,7 +175,7 @@ def test_what_is_to_try_is_an_option_that_does_something_there(titan, folder, mo
 @pytest.mark.parametrize(("num_gpus", "tried"), [(0, []), (1, []), (2, ["--tp 2"])])
 def test_more_ranks_are_to_try_where_there_are_gpus_for_them(hf, monkeypatch, num_gpus, tried):
     with open_native(hf) as weights:
-        work = Work(Request(hf, Sampling()), weights.info.args, NO_TEXT, None, tp=1, dtype="bfloat16")
+        work = Work(Request(hf, Sampling()), weights.info.args, NO_TEXT, None, 1, "bfloat16", hf)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert [*memory._weight_tries(work)] == [*tried, "--quantize int8"]

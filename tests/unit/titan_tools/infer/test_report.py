@@ -50,7 +50,7 @@ def model(request, tmp_path_factory):
 
 def work(**asked):
     request = Request(Path("model"), Sampling(seed=9), **asked)
-    return Work(request, None, NO_TEXT, None, tp=1, dtype="float32")
+    return Work(request, None, NO_TEXT, None, 1, "float32", request.checkpoint)
 
 
 def test_a_result_has_the_fields_of_the_help_in_their_order():

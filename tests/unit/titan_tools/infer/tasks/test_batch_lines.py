@@ -113,10 +113,10 @@ def test_what_editors_leave_behind_is_passed_over(tmp_path):
     content = '\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"id": "x", "prompt": "\\ud83d\\ude00\\\\ud800"}\n{"prompt": "c"}'
     (tmp_path / "in.jsonl").write_bytes(content.encode())
     lines = read_batch(tmp_path / "in.jsonl", lambda line: line, keys=("prompt",))
-    assert [(line.number, line.id, line.text("prompt")) for line in lines] == [
-        (1, 0, "a\u2028b"),
-        (3, "x", "\U0001f600\\ud800"),
-        (4, 2, "c"),
+    assert [(line.id, line.text("prompt")) for line in lines] == [
+        (0, "a\u2028b"),
+        ("x", "\U0001f600\\ud800"),
+        (2, "c"),
     ]
 
 

@@ -47,13 +47,11 @@ def test_renders_and_encodes_as_transformers_does(folder, name, answer):
 
 def test_what_a_template_refuses(tmp_path):
     template = ChatTemplate(MISTRAL, {"bos_token": "<s>", "eos_token": "</s>"})
-    with pytest.raises(ConfigError, match="rejects these messages: conversation roles must alternate") as caught:
+    with pytest.raises(ConfigError, match="rejects these messages: conversation roles must alternate"):
         template.render(said(("user", "a"), ("user", "b")))
-    assert caught.value.hint == ""
     template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x", {})
-    with pytest.raises(ConfigError, match="rejects these messages: no system") as caught:
+    with pytest.raises(ConfigError, match="rejects these messages: no system"):
         template.render(said(("system", "s"), ("user", "a")))
-    assert caught.value.hint == "it accepts them without the system message"
 
 
 @pytest.mark.parametrize(
