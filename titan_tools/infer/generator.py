@@ -9,12 +9,13 @@ from typing import Any, Literal, cast
 import torch
 
 from converters.errors import ConfigError
+from converters.weights import open_native
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, generate
 from titan_tools.infer.decoding.likelihood import Likelihood
 from titan_tools.infer.decoding.sampling import Sampling, check_logprobs, check_sampling
 from titan_tools.infer.find import find_checkpoints
-from titan_tools.infer.loading import is_damaged, load_weights, open_weights, prepare_work
+from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.ranks import TPRanks, own_device
 from titan_tools.infer.request import Request
@@ -147,7 +148,7 @@ def load_for_inference(
     )
     ranks = TPRanks(1, 0, own_device(1) if device is None else torch.device(device))
     for found in find_checkpoints(request.checkpoint):
-        with open_weights(request, found) as weights:
+        with open_native(found.folder, model_from=request.model_from) as weights:
             work = prepare_work(request, weights)
             longest = work.args.max_seq_len
             if context is not None and not 2 <= context <= longest:

@@ -6,7 +6,7 @@ import torch
 
 from converters.errors import CheckpointError
 from converters.source_check import check_read_files
-from converters.weights import NativeWeights, open_native
+from converters.weights import NativeWeights
 from titan_tools.console import note
 from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
 from titan_tools.infer.find import FoundCheckpoint, find_tokenizer
@@ -24,11 +24,6 @@ from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
 
 _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
-
-
-def open_weights(request: Request, found: FoundCheckpoint) -> NativeWeights:
-    """The weights of a checkpoint, opened without reading them."""
-    return open_native(found.folder, model_from=request.model_from)
 
 
 def prepare_work(request: Request, weights: NativeWeights) -> Work:

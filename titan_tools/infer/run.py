@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 import typer
 
+from converters.weights import open_native
 from titan_tools.console import note
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.find import find_checkpoints
 from titan_tools.infer.generation_config import note_on, read_generation_config
 from titan_tools.infer.identity import check_same_inputs
-from titan_tools.infer.loading import is_damaged, load_weights, open_weights, prepare_work
+from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
 from titan_tools.infer.memory import keep_freed_memory, memory_for_sequences, rows_that_fit
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
@@ -52,7 +53,7 @@ def _infer(request: Request, ranks: TPRanks) -> None:
     checkpoints = find_checkpoints(request.checkpoint)
     while True:
         found = ranks.done_by_first(lambda: next(checkpoints))
-        with ranks.done_by_each(open_weights, request, found) as weights:
+        with ranks.done_by_each(open_native, found.folder, model_from=request.model_from) as weights:
             work = ranks.done_by_each(prepare_work, request, weights)
             if ranks.is_first and (text := tokenizer_note(work.tokenizer_folder)):
                 note(text)
@@ -78,7 +79,7 @@ def _infer(request: Request, ranks: TPRanks) -> None:
 def _needs_ranks(request: Request) -> bool:
     """Whether there is work for ranks. Problems with the request are raised here, before ranks start."""
     found = next(find_checkpoints(request.checkpoint))
-    with open_weights(request, found) as weights:
+    with open_native(found.folder, model_from=request.model_from) as weights:
         task = _prepare_task(prepare_work(request, weights))
     if task.rows == 0:
         task.run(None, TPRanks(1, 0, torch.device("cpu")))

@@ -47,7 +47,7 @@ def render_template(source: str, names: Mapping[str, Any], *, where: str) -> str
     `where`: the template's path, for messages. Time is limited in the main thread only, memory on Linux only.
     """
     try:
-        with _limited():
+        with _limited_memory(), _limited_time():
             text = _compiled(source).render(**names)
     except TemplateRejection:
         raise
@@ -151,12 +151,6 @@ def _line(error: BaseException) -> int | None:
         return error.lineno
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     return lines[-1] if lines else None
-
-
-@contextmanager
-def _limited() -> Iterator[None]:
-    with _limited_memory(), _limited_time():
-        yield
 
 
 @contextmanager

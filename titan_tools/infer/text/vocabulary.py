@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,8 @@ class Vocabulary:
         try:
             return self.tokenizer.decode(tokens)
         except DataError:
-            known = {token: self._is_known(token) for token in set(tokens)}
-        parts: list[str] = []
-        run: list[int] = []
-        for token in tokens:
-            if known[token]:
-                run.append(token)
-            else:
-                parts += [self.tokenizer.decode(run), "\ufffd"]
-                run = []
-        return "".join([*parts, self.tokenizer.decode(run)])
+            runs = [(is_known, list(run)) for is_known, run in groupby(tokens, key=self._is_known)]
+        return "".join(self.tokenizer.decode(run) if is_known else "\ufffd" * len(run) for is_known, run in runs)
 
     def _is_known(self, token: int) -> bool:
         try:
