@@ -20,12 +20,11 @@ from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.ranks import TPRanks, own_device
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work, generation_settings
+from titan_tools.infer.tasks.chat import DEFAULT_CONTEXT
 from titan_tools.infer.tasks.one_prompt import make_conversation, make_prompt, new_tokens_that_fit
 from titan_tools.infer.tasks.score import TextScore, score_texts, tokenize_text
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.prompts import Prompt
-
-DEFAULT_CONTEXT = 8192  # tokens, if the model has more: a cache for all of them may not fit
 
 
 class Generator:

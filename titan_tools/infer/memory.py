@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from math import prod
 
 import torch
-import torch.distributed as dist
 
 from converters.errors import TitanError
 from converters.families.base import ModelArgs
@@ -37,7 +36,7 @@ def rows_that_fit(model: SlicedModel, args: ModelArgs, ranks: TPRanks, *, rows: 
         return rows
     bytes_per_row = room * model.bytes_per_cached_token + args.vocab_size * _BYTES_PER_LOGIT
     fitting = (free - _pass_bytes(model, args, tp=ranks.tp, room=room) - _OTHER_BYTES) // bytes_per_row
-    fitting = max(1, min(rows, _least(fitting, ranks)))
+    fitting = max(1, min(rows, -ranks.largest(-fitting)))
     if fitting < rows and ranks.is_first:
         need = f"each needs up to {bytes_per_row / GIB:.2f} GiB of the GPU's {free / GIB:.2f} GiB of free memory"
         note(f"{count(fitting, 'sequence')} at a time instead of {rows}: {need}")
@@ -58,14 +57,6 @@ def _pass_bytes(model: SlicedModel, args: ModelArgs, *, tp: int, room: int) -> i
     if copies_heads(model.device.type, model.dtype):
         numbers += 2 * room * args.head_dim * args.num_heads // tp
     return numbers * model.dtype.itemsize
-
-
-def _least(number: int, ranks: TPRanks) -> int:
-    if ranks.tp == 1:
-        return number
-    least = torch.tensor(number, device=ranks.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least)
 
 
 class OutOfMemory(TitanError):

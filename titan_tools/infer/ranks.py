@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from converters.errors import ConfigError, TitanError
 from converters.manifest import in_threads
@@ -76,6 +77,14 @@ class TPRanks:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    def largest(self, number: int) -> int:
+        """The largest of the ranks' numbers. Every rank must call this."""
+        if self.tp == 1:
+            return number
+        largest = torch.tensor(number, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     def done_by_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank only; all ranks return its result or raise its error."""

@@ -11,7 +11,6 @@ from statistics import mean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from converters.sizes import GIB
 from titan_tools.console import count, tally
@@ -98,11 +97,7 @@ def peak_gb_per_sec(device: torch.device) -> float | None:
 def _peak_bytes(ranks: TPRanks) -> int:
     """The most memory that any rank held: allocated on its GPU, else resident in the process."""
     peak = torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else _peak_resident_bytes()
-    if ranks.tp > 1:
-        largest = torch.tensor(peak, device=ranks.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        peak = int(largest)
-    return peak
+    return ranks.largest(peak)
 
 
 def _peak_resident_bytes() -> int:

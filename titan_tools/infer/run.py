@@ -5,10 +5,8 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import typer
 
 from converters.weights import open_native
@@ -32,6 +30,7 @@ from titan_tools.infer.tasks.one_prompt import prepare_one
 from titan_tools.infer.tasks.results_settings import recorded_moment
 from titan_tools.infer.tasks.score import prepare_score
 from titan_tools.launch import inside_launch, rank_errors, run_ranks
+from trainer.agree import on_each
 from trainer.data.tokenizer import tokenizer_note
 
 
@@ -98,9 +97,7 @@ def _with_recorded_moment(request: Request) -> Request:
 def _check_same_inputs(work: Work, ranks: TPRanks) -> None:
     """Raise ConfigError on all ranks where one reads other files than the first, as on machines of their own."""
     if ranks.tp > 1:
-        inputs: list[Any] = [None] * ranks.tp
-        dist.all_gather_object(inputs, _inputs_of(work), group=ranks.control_group)
-        check_same_inputs(inputs)
+        check_same_inputs(on_each(ranks.control_group, lambda: _inputs_of(work)))
 
 
 def _inputs_of(work: Work) -> dict[str, tuple[str, str]]:

@@ -105,14 +105,10 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
 
 
 def write_results_settings(out: Path, settings: ResultsSettings) -> None:
-    """Write the settings file of `out` atomically. Raises ConfigError where it cannot be written."""
-    path = settings_path(out)
+    """Write the settings file of `out` atomically."""
     content = {"version": _VERSION, "checkpoint": settings.checkpoint, "settings": dict(settings.settings)}
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
+    with replacing(settings_path(out)) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def require_same_settings(before: ResultsSettings | None, now: ResultsSettings, *, out: Path) -> None:

@@ -215,7 +215,7 @@ def test_to_cut_a_chat_is_suggested_where_less_of_it_would_fit(titan, folder, tm
 def test_templates_that_refuse_or_are_not_there(talk, tmp_path):
     write_checkpoint(tmp_path, "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
     code, _, err = talk(tmp_path, ["a"], "--system", "b")
-    assert code == 2 and "rejects these messages: no system" in err and "without the system message" in err
+    assert code == 2 and "rejects these messages: no system" in err
     (tmp_path / "tokenizer_config.json").write_text("{}")
     code, _, err = talk(tmp_path, ["a"])
     assert code == 2 and "has no chat template" in err
