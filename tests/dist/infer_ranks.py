@@ -60,12 +60,12 @@ def _be_rank(rank, num, port, arguments, streams, patience):
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
     import torch
 
-    from titan_tools.infer import process_group
+    from titan_tools.infer import ranks
     from titan_tools.infer.model import shared_memory
 
     torch.set_num_threads(1)
     if patience:
-        process_group.COLLECTIVE_TIMEOUT, process_group.machine_identity = patience, lambda: (f"machine {rank}", "")
+        ranks.COLLECTIVE_TIMEOUT, ranks.machine_identity = patience, lambda: (f"machine {rank}", "")
         shared_memory._open = lambda *_, **__: None
     cli.main()
 

@@ -20,8 +20,7 @@ from tests.tiny_llama import write_llama
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.decoding.sampling import Sampling
 from titan_tools.infer.identity import check_same_inputs
-from titan_tools.infer.process_group import _machine_group
-from titan_tools.infer.ranks import TPRanks, machine_identity
+from titan_tools.infer.ranks import TPRanks, _machine_group, machine_identity
 from titan_tools.infer.request import Request
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from converters.open import open_checkpoint
 from scripts.bench.models import LLAMA_1B, QWEN3_1B, write_model
 from tests.big_shapes import write_sparse_dcp
 from tests.tiny_llama import write_llama, write_tokenizer
-from titan_tools.infer.model.slices import slice_for_rank
+from titan_tools.infer.model.tensor_parallel import slice_for_rank
 
 # 219 M parameters, 438 MB in bf16, a third of them in the largest
 CONFIG = {

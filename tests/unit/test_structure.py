@@ -30,7 +30,7 @@ BELOW = {
 # What each package of inference may import of the others and of the modules next to them
 INFER_BELOW = {
     "text": set(),
-    "model": {"ranks", "process_group"},
+    "model": {"ranks"},
     "decoding": {"text", "model"},
     "tasks": {"text", "decoding", "ranks", "report", "request", "task"},
 }

@@ -16,7 +16,7 @@ from titan_tools.infer.memory import memory_for_weights
 from titan_tools.infer.model.compiling import check_compiler
 from titan_tools.infer.model.load import SlicedModel, load_model
 from titan_tools.infer.model.quantize import why_slow
-from titan_tools.infer.model.slices import check_tp
+from titan_tools.infer.model.tensor_parallel import check_tp
 from titan_tools.infer.ranks import TPRanks, check_devices, tp_degree
 from titan_tools.infer.request import Request, check_options
 from titan_tools.infer.task import Work

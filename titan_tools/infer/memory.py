@@ -16,7 +16,7 @@ from titan_tools.console import count, note
 from titan_tools.infer.decoding.cache import copies_heads
 from titan_tools.infer.decoding.engine import PREFILL_TOKENS
 from titan_tools.infer.model.load import SlicedModel
-from titan_tools.infer.model.slices import valid_tp
+from titan_tools.infer.model.tensor_parallel import valid_tp
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import is_conversation
 from titan_tools.infer.task import Work

@@ -19,8 +19,7 @@ from titan_tools.infer.loading import is_damaged, load_weights, prepare_work
 from titan_tools.infer.memory import keep_freed_memory, memory_for_sequences, rows_that_fit
 from titan_tools.infer.model.load import SlicedModel
 from titan_tools.infer.model.shared_memory import sum_in_shared_memory
-from titan_tools.infer.process_group import tensor_parallel_group
-from titan_tools.infer.ranks import TPRanks, machine_identity, tp_degree
+from titan_tools.infer.ranks import TPRanks, machine_identity, tensor_parallel_group, tp_degree
 from titan_tools.infer.request import Request, check_options, save_request
 from titan_tools.infer.task import Task, Work
 from titan_tools.infer.tasks.batch import prepare_batch

@@ -28,8 +28,14 @@ from titan_tools.infer.model.linear import (
 )
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
-from titan_tools.infer.model.slices import same_input, slice_for_rank, summed_inputs
-from titan_tools.infer.model.tensor_parallel import GatheredOutput, SlicedEmbedding, SummedLinear
+from titan_tools.infer.model.tensor_parallel import (
+    GatheredOutput,
+    SlicedEmbedding,
+    SummedLinear,
+    same_input,
+    slice_for_rank,
+    summed_inputs,
+)
 from trainer.models.registry import check_parameters, get_trainer_family
 
 _FEW = 4 << 20  # elements of a fused weight that are always allowed, however small the other weights are

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from converters.errors import ConfigError
-from titan_tools.infer import loading, process_group
+from titan_tools.infer import loading, ranks
 from titan_tools.infer import run as infer_run
 from titan_tools.infer.ranks import check_devices, own_device
 
@@ -73,5 +73,5 @@ def test_ranks_of_one_machine_are_neighbours(monkeypatch):
         def size(self):
             return len(gathered)
 
-    monkeypatch.setattr(process_group.dist, "all_gather_object", gather)
-    assert process_group._ranks_by_machine(Group()) == [[0, 2], [1], [3]]
+    monkeypatch.setattr(ranks.dist, "all_gather_object", gather)
+    assert ranks._ranks_by_machine(Group()) == [[0, 2], [1], [3]]

@@ -8,7 +8,7 @@ import pytest
 from converters.catalog import Box
 from converters.errors import ConfigError
 from converters.families.llama3 import FLAVORS, parameters
-from titan_tools.infer.model.slices import check_tp, same_input, slice_for_rank, summed_inputs, valid_tp
+from titan_tools.infer.model.tensor_parallel import check_tp, same_input, slice_for_rank, summed_inputs, valid_tp
 
 ODD = replace(FLAVORS["debug_gqa"], vocab_size=301, ffn_hidden=90)  # 8 heads, 4 KV heads
 

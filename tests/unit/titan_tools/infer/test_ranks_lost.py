@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from titan_tools.infer import process_group
-from titan_tools.infer.process_group import exit_with_lost_ranks
+from titan_tools.infer import ranks
+from titan_tools.infer.ranks import exit_with_lost_ranks
 
 
 def in_a_fork(work) -> int:
@@ -27,9 +27,9 @@ def in_a_fork(work) -> int:
 def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
     """The other one is ended; this one leaves with `code`."""
     other = in_a_fork(lambda: time.sleep(100))
-    monkeypatch.setattr(process_group, "_POLL_MS", 20)
+    monkeypatch.setattr(ranks, "_POLL_MS", 20)
     monkeypatch.delenv("TITAN_LAUNCH", raising=False)
-    monkeypatch.setattr(process_group, "_GRACE_SECS", 60 if how == "about to end" else 0.1)
+    monkeypatch.setattr(ranks, "_GRACE_SECS", 60 if how == "about to end" else 0.1)
     if how == "not watched":
         monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nowhere", os.O_RDONLY))
 
