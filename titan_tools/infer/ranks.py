@@ -157,7 +157,7 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
         set_timeout(_NO_TIMEOUT if len(machines) == 1 else COLLECTIVE_TIMEOUT)
         machine_group = _machine_group(machines, control_group)
         others = _other_processes(machine_group) if on_gpu else {}  # gloo notices ended ranks itself
-        with exit_with_lost_ranks(others, rank=rank, exit_code=LostRank.exit_code):
+        with exit_with_lost_ranks(others, rank=rank):
             yield TPRanks(tp, rank, device, control_group, machine_group)
         dist.barrier(control_group)  # no rank ends before the others are done
         if on_gpu:
@@ -179,7 +179,7 @@ def tensor_parallel_group(tp: int) -> Iterator[TPRanks]:
 
 
 @contextmanager
-def exit_with_lost_ranks(others: Mapping[int, int], *, rank: int, exit_code: int) -> Iterator[None]:
+def exit_with_lost_ranks(others: Mapping[int, int], *, rank: int) -> Iterator[None]:
     """Inside the block, end this process within two seconds after one of `others` (process id → rank) has ended.
 
     NCCL waits for an ended rank as for a slow one, so a thread polls the processes of this machine. Does nothing where
@@ -187,14 +187,14 @@ def exit_with_lost_ranks(others: Mapping[int, int], *, rank: int, exit_code: int
     """
     descriptors, is_done = open_pidfds(others), threading.Event()
     if descriptors:
-        threading.Thread(target=_poll, args=(descriptors, is_done, rank, exit_code), daemon=True).start()
+        threading.Thread(target=_poll, args=(descriptors, is_done, rank), daemon=True).start()
     try:
         yield
     finally:
         is_done.set()
 
 
-def _poll(descriptors: Mapping[int, int], is_done: threading.Event, rank: int, exit_code: int) -> None:
+def _poll(descriptors: Mapping[int, int], is_done: threading.Event, rank: int) -> None:
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -207,7 +207,7 @@ def _poll(descriptors: Mapping[int, int], is_done: threading.Event, rank: int, e
         other = descriptors[ended[0][0]]
         print(f"error: rank {rank} has lost rank {other}, which ended\nhint: see its output", file=sys.stderr)
         sys.stderr.flush()
-    os._exit(exit_code)  # the main thread is inside NCCL, where no exception reaches it
+    os._exit(LostRank.exit_code)  # the main thread is inside NCCL, where no exception reaches it
 
 
 def open_pidfds(processes: Mapping[int, int]) -> dict[int, int] | None:

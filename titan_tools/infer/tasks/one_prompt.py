@@ -14,7 +14,6 @@ from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.report import describe, result_of, stats_of
 from titan_tools.infer.task import Work, generation_settings, num_rows
 from titan_tools.infer.tasks.results import InOrder
-from titan_tools.infer.text.chat_template import ChatTemplate
 from titan_tools.infer.text.chat_tokens import encode_chat, is_only_special
 from titan_tools.infer.text.prompts import FROM_BOS, Prompt, why_empty
 from trainer.data.tokenizer import Tokenizer
@@ -34,17 +33,8 @@ def make_prompt(work: Work, id: str | int, text: str) -> Prompt:
     if problem := why_empty(text, from_bos=work.request.from_bos):
         raise ConfigError(f"the prompt {problem}", tries=[FROM_BOS] if work.template is None else [])
     if work.template is not None:
-        return _chat_prompt(work, work.template, id, [{"role": "user", "content": text}], text)
+        return make_conversation(work, id, [{"role": "user", "content": text}], text=text)
     return _plain_prompt(work, id, text)
-
-
-def make_conversation(work: Work, id: str | int, messages: Sequence[Mapping[str, str]]) -> Prompt:
-    """Messages (role, content) in the chat template; the prompt's text is the rendered template.
-
-    `--system` is added to messages without a system message. Raises ConfigError where they do not fit the context.
-    """
-    assert work.template is not None
-    return _chat_prompt(work, work.template, id, messages, None)
 
 
 def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
@@ -70,11 +60,16 @@ def _plain_prompt(work: Work, id: str | int, text: str) -> Prompt:
     return prompt
 
 
-def _chat_prompt(
-    work: Work, template: ChatTemplate, id: str | int, messages: Sequence[Mapping[str, str]], text: str | None
+def make_conversation(
+    work: Work, id: str | int, messages: Sequence[Mapping[str, str]], *, text: str | None = None
 ) -> Prompt:
-    """--truncate left drops whole messages, oldest first, so that the rest still begins with a user's."""
-    request, context = work.request, work.args.max_seq_len
+    """Messages (role, content) in the chat template; `text`: the prompt's, by default the rendered template.
+
+    --system is added to messages without a system message; --truncate left drops whole messages, oldest first, so that
+    the rest still begins with a user's. Raises ConfigError where they do not fit the context.
+    """
+    request, template, context = work.request, work.template, work.args.max_seq_len
+    assert template is not None
     if request.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": request.system}, *messages]
     for message in messages:

@@ -34,7 +34,7 @@ def test_a_process_ends_with_another(monkeypatch, capfd, how, code):
         monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nowhere", os.O_RDONLY))
 
     def watch():
-        with exit_with_lost_ranks({other: 4}, rank=6, exit_code=3):
+        with exit_with_lost_ranks({other: 4}, rank=6):
             if how != "behind it":
                 os.kill(other, signal.SIGKILL)
                 time.sleep(100 if how == "in a block" else 0.3)  # which a watched process does not see the end of
