@@ -105,10 +105,14 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
 
 
 def write_results_settings(out: Path, settings: ResultsSettings) -> None:
-    """Write the settings file of `out` atomically."""
+    """Write the settings file of `out` atomically. Raises ConfigError where it cannot be written."""
+    path = settings_path(out)
     content = {"version": _VERSION, "checkpoint": settings.checkpoint, "settings": dict(settings.settings)}
-    with replacing(settings_path(out)) as temporary:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    try:
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=f"no result is in {out} yet") from None
 
 
 def require_same_settings(before: ResultsSettings | None, now: ResultsSettings, *, out: Path) -> None:
