@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from converters.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trainer.config.sections import Comm
     from trainer.mesh import Meshes
 
 # Messages of gloo, NCCL and the store when a peer has ended, and when it did not answer in time
@@ -55,11 +56,39 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
     return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
 
 
-def set_train_timeout(meshes: "Meshes", secs: int) -> None:
-    """Set the timeout of the steps after the first, which includes compilation and the first connections."""
-    axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
-    for group in (None, *(meshes[axis].get_group() for axis in axes)):
-        set_timeout(timedelta(seconds=secs), group)
+class Timeouts:
+    """How long a collective may take: `init_timeout_seconds` in the first step and the first validation, which compile
+    and connect, else `train_timeout_seconds`. Every change comes after a barrier, so that no rank waits with the short
+    timeout for one that still compiles.
+    """
+
+    def __init__(self, meshes: "Meshes", comm: "Comm"):
+        axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
+        self._groups = [None, *(meshes[axis].get_group() for axis in axes)]
+        self._comm = comm
+        self._is_validated = False
+        self._set(comm.init_timeout_seconds)  # torch gives groups of meshes its own default
+
+    def end_first_step(self) -> None:
+        dist.barrier()
+        self._set(self._comm.train_timeout_seconds)
+
+    @contextmanager
+    def of_validation(self) -> Iterator[None]:
+        if self._is_validated:
+            yield
+            return
+        before = self._secs
+        self._set(self._comm.init_timeout_seconds)
+        yield
+        dist.barrier()
+        self._set(before)
+        self._is_validated = True
+
+    def _set(self, secs: int) -> None:
+        self._secs = secs
+        for group in self._groups:
+            set_timeout(timedelta(seconds=secs), group)
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
