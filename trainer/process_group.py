@@ -104,7 +104,10 @@ def leave_ranks() -> None:
 
 
 def own_gpu() -> torch.device:
-    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or srun's SLURM_LOCALID."""
+    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or srun's SLURM_LOCALID.
+
+    A task of `srun --gpus-per-task=1` sees its own GPU only, as number 0.
+    """
     number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
     if not number.isdecimal():
         raise ConfigError(
@@ -112,11 +115,13 @@ def own_gpu() -> torch.device:
             hint="torchrun and `titan train` set it; another launcher must set it to 0, 1, … on each machine",
         )
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 1 and os.environ.get("SLURM_LOCALID") == number:
+        return torch.device("cuda", 0)
     if int(number) >= num_gpus:
         raise ConfigError(
             f"rank {number} of this machine has no GPU: torch sees {num_gpus}",
-            hint="start at most one rank per GPU; srun --gpus-per-task hides all GPUs but the rank's own",
-            tries=["srun --gpus-per-node", "CUDA_VISIBLE_DEVICES=, to run on the CPU"],
+            hint="start at most one rank per GPU",
+            tries=["CUDA_VISIBLE_DEVICES=, to run on the CPU"],
         )
     return torch.device("cuda", int(number))
 

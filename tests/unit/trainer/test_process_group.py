@@ -29,6 +29,16 @@ def test_torchruns_number_comes_before_slurms(monkeypatch):
     assert own_gpu() == torch.device("cuda", 1)
 
 
+def test_a_slurm_task_that_sees_one_gpu_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")  # as scripts/multinode_trainer.slurm sets it
+    assert own_gpu() == torch.device("cuda", 0)
+    monkeypatch.setenv("SLURM_LOCALID", "0")  # torchrun in one task: LOCAL_RANK is its own
+    with pytest.raises(ConfigError, match="rank 3 .* no GPU: torch sees 1"):
+        own_gpu()
+
+
 @pytest.mark.parametrize(
     ("number", "message"),
     [(None, "not the number of this"), ("-1", "not the number of this"), ("2", "rank 2 .* no GPU: torch sees 2")],
