@@ -1,7 +1,10 @@
 """Process-group setup and teardown: device, groups, timeouts; and a fake group for dry runs and estimates."""
 
 import functools
+import ipaddress
 import os
+import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ PEER_ENDED = (
 TIMED_OUT = ("Timed out", "timed out", "Timeout", "timeout")
 # Writing a large checkpoint takes longer than any training step.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
+_MAX_DESCRIPTORS = 65536
+_MAX_CONNECTED = 32  # ranks of a gloo group that all connect to each other at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
     `has_cpu_tensors` adds gloo to NCCL, for gradients that CPU offload keeps in host memory.
     """
     use_one_worker()
+    raise_descriptor_limit()
     timeout = timedelta(seconds=init_timeout_secs)
     if torch.cuda.is_available():
         device = own_gpu()
@@ -54,6 +60,14 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=timeout)
     return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and sockets as it may, within reason; the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Timeouts:
@@ -150,7 +164,7 @@ def _with_one_worker(construct: Any) -> Any:
         if not isinstance(options, options_type):
             timeout = options or timeout
             options = options_type()
-            options._devices = list(_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
+            options._devices = _devices(size)
             if timeout is not None:
                 options._timeout = timeout
         options._threads = 1
@@ -159,17 +173,66 @@ def _with_one_worker(construct: Any) -> Any:
     return __init__
 
 
+def _devices(size: int) -> list[Any]:
+    """The devices of a gloo group of `size` ranks.
+
+    Large groups connect two ranks when they first exchange data: a connection to each of 511 others, in every group,
+    would need more file descriptors than a process usually may open. Such a device serves one group only: with two,
+    gloo (torch 2.13) takes a rank's connection of one group for that of the other.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return [*(_shared_devices(os.getpid(), interfaces) if size <= _MAX_CONNECTED else _create(interfaces, lazy=True))]
+
+
 @functools.cache
-def _devices(pid: int, interfaces: str) -> tuple[Any, ...]:
-    """The devices that torch uses by default, made once per process instead of once per group.
+def _shared_devices(pid: int, interfaces: str) -> tuple[Any, ...]:
+    """Devices of all small groups, made once per process instead of once per group.
 
     Each has a thread that wakes up a hundred times a second and outlives its group. A fork, with another `pid`, has
     none.
     """
-    gloo = dist.ProcessGroupGloo
+    return _create(interfaces, lazy=False)
+
+
+def _create(interfaces: str, *, lazy: bool) -> tuple[Any, ...]:
+    create = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=lazy)
     if len(interfaces) > 1:  # the same condition as torch's
-        return tuple(gloo.create_device(interface=name) for name in interfaces.split(","))
-    return (gloo.create_default_device(),)
+        return tuple(create(interface=name) for name in interfaces.split(","))
+    if address := own_address():
+        return (create(hostname=address),)
+    return (dist.ProcessGroupGloo.create_default_device(lazy_init=lazy),)
+
+
+def own_address() -> str | None:
+    """The address of this machine that other ranks reach: the one that routes to MASTER_ADDR. None without it.
+
+    torch takes the host name's address, which is 127.0.1.1 on many machines. On the machine of MASTER_ADDR itself that
+    route may be loopback, too; then it is the address of the default route.
+    """
+    master = os.environ.get("MASTER_ADDR")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    addresses = [_source_address(host) for host in (master, *_ELSEWHERE) if host] if master else []
+    found = [address for address in addresses if address]
+    if is_one_machine:
+        return found[0] if found else None
+    return next((a for a in found if not ipaddress.ip_address(a).is_loopback), found[0] if found else None)
+
+
+_ELSEWHERE = (
+    "192.0.2.1",
+    "2001:db8::1",
+)  # addresses for documentation (RFC 5737, RFC 3849): only the route is asked for
+
+
+def _source_address(host: str) -> str | None:
+    """The local address of a datagram to `host`. Nothing is sent."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:  # no such host, or no route
+        return None
 
 
 @contextmanager
