@@ -90,9 +90,15 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
         return None
     try:
         content = read_json(path)
-        if content["version"] == _VERSION:
-            return ResultsSettings(content["checkpoint"], content["settings"])
-        problem = f"its version is {content['version']!r:.20}, and this titan reads version {_VERSION}"
+        found = ResultsSettings(content["checkpoint"], content["settings"])
+        if content["version"] != _VERSION:
+            problem = f"its version is {content['version']!r:.20}, and this titan reads version {_VERSION}"
+        elif not (isinstance(found.checkpoint, str) and isinstance(found.settings, dict)):
+            problem = "its checkpoint is no text, or its settings are no object"
+        elif not _is_time(moment := found.settings.get(_MOMENT)):
+            problem = f"{_MOMENT} is {moment!r:.60}, no time"
+        else:
+            return found
     except CheckpointError as error:
         problem = error.message
     except KeyError as key:
@@ -102,6 +108,13 @@ def read_results_settings(out: Path) -> ResultsSettings | None:
         hint=f"it must record the weights and options of the results in {out}; nothing was written",
         tries=[OTHER_OUT],
     )
+
+
+def _is_time(moment: object) -> bool:
+    try:
+        return moment is None or bool(datetime.fromisoformat(str(moment)))
+    except ValueError:
+        return False
 
 
 def write_results_settings(out: Path, settings: ResultsSettings) -> None:

@@ -232,6 +232,14 @@ BROKEN = {
         written(NEWER),
         "{} is not a settings file of titan infer: its version is 2, and this",
     ),
+    "settings that are none": (
+        written(b'{"version": 1, "checkpoint": "x", "settings": []}'),
+        "{} is not a settings file of titan infer: its checkpoint is no text, or its settings are no object",
+    ),
+    "a time that is none": (
+        written(b'{"version": 1, "checkpoint": "x", "settings": {"time in the prompts": [3]}}'),
+        "{} is not a settings file of titan infer: time in the prompts is [3], no time",
+    ),
     "a folder": (a_folder, "holds results, but {} is missing"),
     "a pipe": (a_pipe, "holds results, but {} is missing"),
     "a loop": (a_loop, "holds results, but {} is missing"),
