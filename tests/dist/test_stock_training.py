@@ -1,4 +1,4 @@
-"""Training checkpoints that stock torch wrote: `titan reshard` translates them, and the trainer continues as torch does.
+"""Training checkpoints that stock torch wrote: `titan reshard` translates them, and training continues as in torch.
 
 transformers and torch's own AdamW make the source; what must come out is computed with the formula that Meta's
 converter is known by, and the next step is compared with torch's own.
