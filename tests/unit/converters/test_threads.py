@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from converters.deferred_signals import deferred_signals
+from converters.threads import deferred_signals
 
 
 class Ended(BaseException):
