@@ -50,7 +50,7 @@ def first_differing_block(a: TensorSource, name_a: str, b: TensorSource, name_b:
 def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[int], None]) -> Deviation | None:
     """How far two tensors of one shape differ; None where dtype and all bits agree. NaN equals NaN here."""
     x, y = a.tensors[name], b.tensors[name]
-    sums = _Sums()
+    sums = _ErrorSums()
     equal_boxes: list[Box] = []  # their norm is needed only if a later block differs
     same = x.dtype == y.dtype
     rounded = {} if same else {"A": True, "B": True}
@@ -76,7 +76,7 @@ def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[
     return Deviation(sums.num_different, sums.first, sums.max_abs, relative, narrower)
 
 
-class _Sums:
+class _ErrorSums:
     """Sums over the blocks that differ."""
 
     def __init__(self) -> None:

@@ -47,6 +47,9 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
     noted: list[int] = []
     handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
 
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+
     def deliver() -> None:
         while noted:
             number = noted.pop(0)
@@ -57,9 +60,10 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
             for number in (int(signal.SIGINT), int(signal.SIGTERM)):
                 if callable(handler := signal.getsignal(number)):
                     handlers[number] = handler
-                    signal.signal(number, lambda number, frame: noted.append(number))
+                    signal.signal(number, note)
         yield deliver
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is note:  # a handler that has run may have replaced itself
+                signal.signal(number, handler)
         deliver()

@@ -1,4 +1,4 @@
-"""torchtitan v0.2.2: what its users start from, made anew in its form, and modules of the package itself."""
+"""torchtitan v0.2.2: files in the form that its users start from, and modules of the package itself."""
 
 import importlib
 import json

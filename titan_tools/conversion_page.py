@@ -52,7 +52,7 @@ def print_conversion(report: ConvertReport) -> None:
 def print_resharding(report: ReshardReport) -> None:
     """Print what `titan reshard` did."""
     took = "" if report.dry_run else f", {report.secs:.1f} s"
-    print(f"{report.source} to {report.destination}, cut for {report.cut}")
+    print(f"{report.source} to {report.destination}, sharded for {report.cut}")
     _line(
         "to write" if report.dry_run else "wrote",
         f"{count(report.num_tensors, 'tensor')} and {count(report.num_blobs, 'value')}, "

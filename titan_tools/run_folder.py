@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from converters.errors import CheckpointError
 from converters.names import METRICS_FILE, RESUMED_FROM
+from converters.replace_file import replacing
 from trainer.checkpoints.step_folders import list_steps, size_problem, step_folder
 
 
@@ -102,11 +102,8 @@ def draw_loss_curve(run: RunSummary, picture: Path) -> None:
         axes.axhline(run.unigram_entropy, label="unigram entropy", color="grey", linestyle="--")
     axes.grid(alpha=0.3)
     axes.legend()
-    unfinished = picture.with_name(f".{picture.name}.tmp")  # a full disk must not destroy an existing picture
     try:
-        figure.savefig(unfinished, dpi=120, format="png")
-        unfinished.replace(picture)
+        with replacing(picture) as unfinished:  # a full disk must not destroy an existing picture
+            figure.savefig(unfinished, dpi=120, format="png")
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise CheckpointError(f"{picture}: cannot be written ({error.strerror})") from error

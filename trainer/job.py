@@ -97,7 +97,7 @@ def resolve_job(
         problems = layout_problems(config, args, dims)
     if problems:
         raise ConfigError(
-            f"this layout cannot run {config.model.flavor!r}:" + list_offenders(problems, most=50), tries=tries
+            f"this config cannot run {config.model.flavor!r}:" + list_offenders(problems, most=50), tries=tries
         )
     return Job.of(config, args, dims)
 

@@ -190,13 +190,11 @@ def skip_update(
     progress: Progress, result: StepResult, checkpoints: Checkpoints, *, on_nonfinite: Literal["stop", "skip"]
 ) -> None:
     """Count the step as skipped, with a warning; or with `stop` raise NumericalFault."""
-    what = (
-        f"step {progress.step + 1}: loss is {result.loss}, gradient norm is {result.grad_norm}; the update was skipped"
-    )
+    what = f"step {progress.step + 1}: loss is {result.loss}, gradient norm is {result.grad_norm}"
     if on_nonfinite == "stop":
-        raise _numerical_fault(what, checkpoints)
+        raise _numerical_fault(f"{what}; training stopped before the update", checkpoints)
     progress.skipped_steps += 1
-    note(f"WARNING: {what}")
+    note(f"WARNING: {what}; the update was skipped")
 
 
 def _numerical_fault(what: str, checkpoints: Checkpoints) -> NumericalFault:

@@ -14,7 +14,7 @@ from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import local_box
 from converters.model_info import ModelInfo
-from converters.threads import in_parallel
+from converters.threads import deferred_signals, in_parallel
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes, local_part
 from trainer.models.initial_weights import InitialWeights
@@ -140,8 +140,10 @@ class TrainModel:
         def draw(block: tuple[Tensor, Callable[[], np.ndarray]]) -> tuple[Tensor, np.ndarray]:
             return block[0], block[1]()
 
-        with closing(in_parallel(draw, blocks(), cores_per_rank())) as drawn:
+        drawn = in_parallel(draw, blocks(), cores_per_rank())
+        with deferred_signals() as deliver_signals, closing(drawn):
             for held, values in drawn:
+                deliver_signals()
                 held.copy_(torch.from_numpy(values))
 
 

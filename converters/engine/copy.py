@@ -45,7 +45,7 @@ class CopyResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _WrittenRun:
     """A contiguous run of bytes in a slot that was written."""
 
     slot: int
@@ -61,7 +61,7 @@ class _Unit:
     number: int
     fqn: str
     boxes: list[Box]
-    pieces: list[_Piece] = field(default_factory=list)  # one for each slot that it touches
+    pieces: list[_WrittenRun] = field(default_factory=list)  # one for each slot that it touches
     digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
     source_digest: int | None = None  # of the values before a cast
     non_finite: int = 0
@@ -77,7 +77,7 @@ class _Unit:
 
     def recall(self, record: Mapping[str, Any]) -> None:
         """Restore the results from a record of the journal."""
-        self.pieces = [_Piece(*piece) for piece in record["pieces"]]
+        self.pieces = [_WrittenRun(*piece) for piece in record["pieces"]]
         for name in _RECORDED:
             setattr(self, name, record[name])
         self.resumed = True
@@ -126,7 +126,7 @@ def copy_tensors(
         if check_source and fqn in changed:
             source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
 
-        written: dict[int, _Piece] = {}
+        written: dict[int, _WrittenRun] = {}
 
         def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
             rows = digest.row_numbers(box)
@@ -259,8 +259,8 @@ def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
 
 
 def _write(
-    files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _Piece | None
-) -> _Piece:
+    files: OpenFiles, slot: Slot, number: int, box: Box, common: Box, array: np.ndarray, *, after: _WrittenRun | None
+) -> _WrittenRun:
     """Write the `common` part of a box to a slot; returns its piece, joined with the preceding one, `after`."""
     part = np.ascontiguousarray(array[common.slices_within(box)] if box.sizes else array)
     data = part.reshape(-1).view(np.uint8).data
@@ -271,12 +271,12 @@ def _write(
     with files.use(slot.file) as descriptor:
         write_all(descriptor, data, slot.byte_offset + offset, what=slot.file)
     if after is None:
-        return _Piece(number, offset, len(data), crc32(data))
+        return _WrittenRun(number, offset, len(data), crc32(data))
     assert offset == after.offset + after.length, f"{slot.fqn}: a gap in a slot"
-    return _Piece(number, after.offset, after.length + len(data), crc32(data, after.crc32))
+    return _WrittenRun(number, after.offset, after.length + len(data), crc32(data, after.crc32))
 
 
-def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> bool:
+def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_WrittenRun]) -> bool:
     """Whether the pieces still have the bytes that were written."""
     for piece in pieces:
         slot, found = target.slots[piece.slot], 0

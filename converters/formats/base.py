@@ -71,17 +71,17 @@ class OutputOptions:
     # the mesh whose ranks will read the output: each chunk is one rank's
     mesh: MeshShape | None = _option(
         "--for-mesh",
-        "Cut as this mesh reads it, e.g. dp_shard=64,tp=8,pp=4. Default: row blocks that suit any.",
+        "Shard for this mesh, e.g. dp_shard=64,tp=8,pp=4. Default: row blocks for any mesh.",
         metavar="MESH",
         parse=_parse_mesh,
-        refusal="it cuts a DCP output as a mesh reads it; other formats have no layout",
+        refusal="it shards a DCP output for a mesh; other formats are not sharded",
     )
     shard_bytes: int | None = _option(
         "--shard-size",
-        "Most bytes in a file, such as 5GB or 500MB. Default: 5GB.",
+        "Largest size of a file, such as 5GB or 500MB. Default: 5GB.",
         metavar="SIZE",
         parse=_parse_bytes,
-        refusal="it cuts an output that may be any number of files; this one may not",
+        refusal="it splits an output into files; the number of files of this format is fixed",
     )
     # model-parallel shards of an original Meta release
     num_shards: int | None = _option(
@@ -155,7 +155,7 @@ class Format:
     from_dcp: CommandHelp | None = None  # of `dcp-to-NAME`; None for DCP itself
     to_dcp: CommandHelp | None = None  # of `NAME-to-dcp`
     file_suffixes: tuple[str, ...] = ()  # of a DST that is a single file
-    destination_help: str = "The folder to make."
+    destination_help: str = "The folder to create."
 
     def check_options(self, options: OutputOptions) -> None:
         """Raise ConfigError, in the words of the command line, for an option that this format does not take."""

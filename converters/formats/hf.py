@@ -42,7 +42,7 @@ HF = Format(
     write_small_files=_write_small_files,
     to_dcp=CommandHelp(
         "Hugging Face to DCP.",
-        "Hugging Face safetensors to DCP, ready for `titan train` and torchtitan.",
+        "Convert Hugging Face safetensors to DCP, for `titan train` and torchtitan.",
         (
             "hf-to-dcp Llama-3.2-1B llama-1b-dcp",
             "hf-to-dcp Llama-3.1-70B llama-70b-dcp --for-mesh dp_shard=8,tp=8 --dtype bfloat16",
@@ -51,7 +51,7 @@ HF = Format(
     ),
     from_dcp=CommandHelp(
         "DCP to Hugging Face.",
-        "DCP to a folder that transformers opens. Of a training checkpoint, the weights.",
+        "Convert DCP to a folder that transformers opens. Of a training checkpoint, only the weights.",
         (
             "dcp-to-hf outputs/checkpoint/step-1000 my-model",
             "dcp-to-hf torchtitan/step-1000 my-model --model-from Llama-3.1-8B --dtype bfloat16",

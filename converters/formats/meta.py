@@ -82,7 +82,7 @@ META = Format(
     write_small_files=_write_small_files,
     to_dcp=CommandHelp(
         "Meta's original release to DCP.",
-        "Meta's original release (consolidated.NN.pth, params.json, tokenizer.model) to DCP.",
+        "Convert Meta's original release (consolidated.NN.pth, params.json, tokenizer.model) to DCP.",
         (
             "meta-to-dcp Llama3.2-1B/original llama-1b-dcp",
             "meta-to-dcp Llama3.1-70B llama-70b-dcp --for-mesh dp_shard=8 --dry-run",
@@ -90,7 +90,7 @@ META = Format(
     ),
     from_dcp=CommandHelp(
         "DCP to Meta's original format.",
-        "DCP to Meta's original format (consolidated.NN.pth, params.json); torchtune opens one of a single shard.",
+        "Convert DCP to Meta's original format (consolidated.NN.pth, params.json); torchtune opens a single shard.",
         (
             "dcp-to-meta outputs/checkpoint/step-1000 my-model",
             "dcp-to-meta llama-70b-dcp my-model --num-shards 8 --dtype bfloat16",

@@ -43,7 +43,7 @@ TORCH = Format(
     destination_help="The .pt, .pth or .bin file to make; else a folder with model.pt.",
     to_dcp=CommandHelp(
         "A torch.save file to DCP.",
-        "A torch.save file (.pt, .pth, .bin) to DCP; of a training checkpoint in one, the model part.\n\n"
+        "Convert a torch.save file (.pt, .pth, .bin) to DCP; of a training checkpoint, only the model.\n\n"
         "Native, Hugging Face, Meta and torchtune names are recognized.",
         (
             "torch-to-dcp checkpoint.pt llama-dcp --model-from Llama-3.1-8B",
@@ -52,7 +52,7 @@ TORCH = Format(
     ),
     from_dcp=CommandHelp(
         "DCP to a torch.save file.",
-        "DCP to one torch.save file with the weights under their native names, for torch.load.\n\n"
+        "Convert DCP to one torch.save file with the weights under their native names, for torch.load.\n\n"
         "A DST that ends in .pt, .pth or .bin is that file. Any other is a folder: model.pt, titan_model.json, "
         "tokenizer, manifest.",
         (

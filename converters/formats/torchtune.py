@@ -142,7 +142,7 @@ TORCHTUNE = Format(
     write_small_files=_write_small_files,
     to_dcp=CommandHelp(
         "A torchtune checkpoint to DCP.",
-        "What torchtune has fine-tuned to DCP, whichever of its checkpointers wrote it.",
+        "Convert a checkpoint that torchtune has fine-tuned to DCP, whichever of its checkpointers wrote it.",
         (
             "torchtune-to-dcp my-model-finetuned/epoch_0 tuned-dcp",
             "torchtune-to-dcp epoch_0/model.pt tuned-dcp --model-from Llama-3.1-8B",
@@ -150,7 +150,7 @@ TORCHTUNE = Format(
     ),
     from_dcp=CommandHelp(
         "DCP to a folder that torchtune fine-tunes.",
-        "DCP to a folder that torchtune's recipes start from: weights, tokenizer and a ready recipe, torchtune.yaml.",
+        "Convert DCP to a folder that torchtune's recipes start from: weights, tokenizer and a recipe, torchtune.yaml.",
         (
             "dcp-to-torchtune outputs/checkpoint/step-1000 my-model",
             "dcp-to-torchtune llama-1b-dcp my-model --style torchtune --device cpu --dataset chats.jsonl",

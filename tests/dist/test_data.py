@@ -42,7 +42,7 @@ def config_of(data, dump, kind, *, ranks=1, **sections):
 
 
 @pytest.mark.parametrize("name", ["c4", pytest.param("jsonl", marks=pytest.mark.slow), "mix"])
-def test_a_run_goes_on_with_the_same_batches_on_another_number_of_ranks(pools, data, kinds, tmp_path, name):
+def test_a_run_continues_with_the_same_batches_on_another_number_of_ranks(pools, data, kinds, tmp_path, name):
     one, two, resumed = (tmp_path / folder for folder in ("one", "two", "resumed"))
     assert pools[1].run(runs.run, config_of(data, one, kinds[name])) == [""]
     assert pools[2].run(runs.run, config_of(data, two, kinds[name], ranks=2)) == ["", ""]
@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_same_batches_on_another_number_of_ranks(pools, d
     assert losses.keys() == {3, 4} and all(abs(losses[step] - expected[step]) <= 5e-6 for step in losses)
 
 
-def test_a_stream_goes_on_bit_equal_in_the_same_layout(pools, data, kinds, tmp_path):
+def test_a_stream_resumes_bit_equal_in_the_same_layout(pools, data, kinds, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert pools[2].run(runs.run, config_of(data, whole, kinds["c4"], ranks=2)) == ["", ""]
     runs.begin_from(resumed, whole, 2)
@@ -69,7 +69,7 @@ def test_a_stream_goes_on_bit_equal_in_the_same_layout(pools, data, kinds, tmp_p
     assert runs.differences(resumed / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
 
-def test_text_changed_between_two_runs_is_refused_and_may_be_begun_anew(pools, data, tmp_path):
+def test_text_changed_between_two_runs_is_refused_and_may_be_restarted(pools, data, tmp_path):
     text = write_lines(tmp_path / "a.jsonl", seed=1)
     kind = {"dataset": "jsonl", "dataset_path": str(text)}
     assert pools[1].run(runs.run, config_of(data, tmp_path / "dump", kind, steps=2)) == [""]

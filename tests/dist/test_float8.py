@@ -137,7 +137,7 @@ def run_config(data, dump, **sections) -> Config:
     return runs.make_config(data, dump, training=training, **sections)
 
 
-def test_a_checkpoint_holds_plain_weights_and_goes_on_with_or_without_float8(pools, whole, tmp_path):
+def test_a_checkpoint_has_plain_weights_and_resumes_with_or_without_float8(pools, whole, tmp_path):
     data, dump = whole
     last = "checkpoint/step-4"
     plain = run_config(data, dump)

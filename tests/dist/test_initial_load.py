@@ -1,4 +1,4 @@
-"""Runs that start from somebody else's weights, in any format: the first loss is that of the native ones."""
+"""Runs that start from other tools' weights, in any format: the first loss is that of the native ones."""
 
 import io
 import pickle
@@ -153,7 +153,7 @@ def test_torchtitans_data_position_is_refused_with_the_way_out(pools, data, torc
 
 
 @pytest.mark.parametrize(("age", "ntokens"), [("late", 99), pytest.param("early", 0, marks=pytest.mark.slow)])
-def test_the_rest_of_torchtitans_state_goes_on(pools, data, torchtitan, tmp_path, age, ntokens):
+def test_the_rest_of_torchtitans_state_is_resumed(pools, data, torchtitan, tmp_path, age, ntokens):
     path = torchtitan[age]
     config = _resume(data, tmp_path, path)
     progress = pools[2].run(runs.copy_step, config, path, tmp_path / "copy")

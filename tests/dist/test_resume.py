@@ -1,4 +1,4 @@
-"""Runs that stop and go on: bit-equal in one layout, the same numbers in another, and never from damaged weights."""
+"""Runs that stop and resume: bit-equal in one layout, the same numbers in another, and never from damaged weights."""
 
 import re
 import shutil
@@ -90,7 +90,7 @@ def test_stock_dcp_reads_what_ranks_have_written(pools, data, whole_runs, flavor
 @pytest.mark.parametrize(
     "name", ["v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "cp2"))]
 )
-def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs, tmp_path, name):
+def test_another_layout_loads_the_same_bits_and_continues(pools, data, whole_runs, tmp_path, name):
     whole = whole_runs("debug_tied", "fsdp2")
     config = runs.make_config(data, tmp_path, flavor="debug_tied", **LAYOUTS[name])
     source = whole / "checkpoint" / "step-2"
@@ -106,7 +106,7 @@ def test_another_layout_loads_the_same_bits_and_goes_on(pools, data, whole_runs,
 
 
 @pytest.mark.slow  # from text in test_data.py
-def test_another_number_of_ranks_goes_on_with_the_same_batches(pools, data, whole_runs, tmp_path):
+def test_another_number_of_ranks_continues_with_the_same_batches(pools, data, whole_runs, tmp_path):
     whole = whole_runs("debug_gqa", "fsdp2")
     runs.begin_from(tmp_path, whole, 2)
     assert pools[1].run(runs.run, runs.make_config(data, tmp_path)) == [""]

@@ -1,4 +1,4 @@
-"""Runs on meshes of several axes that stop and go on: bit-equal. Eight ranks are slow on a laptop: in the slow set."""
+"""Runs on meshes of several axes that stop and resume: bit-equal. Eight ranks are slow on a laptop: in the slow set."""
 
 import pytest
 

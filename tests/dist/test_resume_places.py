@@ -76,7 +76,7 @@ def test_a_manifest_spares_reading_every_item(pools, data, tmp_path):
     assert pools[1].run(runs.run_by_the_manifest_alone, config) == [""]
 
 
-def test_random_numbers_go_on_on_as_many_ranks_and_begin_anew_on_others(pools, data, tmp_path):
+def test_random_numbers_continue_on_as_many_ranks_and_restart_on_others(pools, data, tmp_path):
     config = runs.make_config(data, tmp_path, parallelism={"data_parallel_replicate_degree": 2})
     drawn = pools[2].run(runs.save_and_draw, config)
     assert drawn[0] != drawn[1]

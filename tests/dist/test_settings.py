@@ -128,7 +128,7 @@ def test_gradients_are_clipped_to_the_norm_that_is_asked_for(looked):
     assert found["moments"][0] == pytest.approx((1 - 0.9) * 0.01, rel=1e-3)  # of the first step's gradients
 
 
-def test_the_loop_goes_on_under_what_is_set_around_it(looked):
+def test_the_loop_runs_with_the_settings_around_it(looked):
     _, found, _ = looked
     assert found["inside"] == {True}  # the order of attention's kernels
     assert found["timeouts"] == [300, 77, 300, 77]  # the first step, then the first validation

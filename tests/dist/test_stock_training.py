@@ -1,4 +1,4 @@
-"""Training checkpoints that stock torch wrote: `titan reshard` makes them ours, and the trainer goes on as torch does.
+"""Training checkpoints that stock torch wrote: `titan reshard` translates them, and training continues as in torch.
 
 transformers and torch's own AdamW make the source; what must come out is computed with the formula that Meta's
 converter is known by, and the next step is compared with torch's own.
@@ -28,7 +28,7 @@ EPS, LR = 1e-3, 1e-2
 
 @dataclass(frozen=True)
 class Source:
-    """How a checkpoint spells things: whose names, which style of optimizer, and under which keys they lie."""
+    """The form of a checkpoint: names, style of the optimizer, and keys of both."""
 
     naming: str  # hf, titan
     flat: bool  # torch's flatten_optimizer_state_dict
@@ -177,7 +177,7 @@ def go_on(source: Source, config, folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_the_trainer_goes_on_as_torch_does(source, data, pools, tmp_path):
+def test_the_trainer_continues_as_torch_does(source, data, pools, tmp_path):
     config = runs.make_config(
         data,
         tmp_path,

@@ -36,7 +36,7 @@ def _wait_for(condition, what):
 
 
 def _writers_of(process_ids):
-    """Processes that write checkpoints for these ranks: they are reported their rank's process id."""
+    """The processes that write checkpoints for these ranks: their arguments begin with their rank's process id."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

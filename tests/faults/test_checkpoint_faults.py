@@ -119,7 +119,7 @@ def test_a_damaged_newest_step_is_found_before_a_weight_is_read(group, whole, tm
     assert output in failure.value.message
 
 
-def test_among_junk_only_steps_are_seen_and_the_run_goes_on_bit_equal(group, data, whole, tmp_path):
+def test_among_other_files_only_steps_are_read_and_the_run_resumes_bit_equal(group, data, whole, tmp_path):
     runs.begin_from(tmp_path, whole, 1, 2)
     folder = tmp_path / "checkpoint"
     _hole(folder / "step-2" / DATA)
@@ -173,7 +173,7 @@ def _full_in(saves):
 
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("at_most", "saves"), [(1, (1, 3)), (2, (2, 3))])
-def test_a_disk_that_is_full_for_a_while_is_reported_and_the_training_goes_on(
+def test_a_disk_that_is_full_for_a_while_is_reported_and_training_continues(
     group, data, whole, tmp_path, mode, at_most, saves
 ):
     with _full_in(saves):
@@ -207,7 +207,7 @@ def test_one_failure_too_many_ends_the_run_and_what_was_saved_stays(
 
 
 @pytest.mark.parametrize("when", ["before a save", "in a save"])
-def test_a_folder_that_vanishes_is_made_anew_and_locked(group, data, whole, tmp_path, monkeypatch, when):
+def test_a_folder_that_disappears_is_created_again_and_locked(group, data, whole, tmp_path, monkeypatch, when):
     """The state in memory is the only one then. Where nothing can be made there, it is a save that failed."""
     folder, commit, room = tmp_path / "checkpoint", checkpoint_write.commit, Checkpoints.require_room
     num_calls, locked = 0, []

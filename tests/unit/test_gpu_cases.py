@@ -1,4 +1,4 @@
-"""What tests/gpu and the benchmark ask for is no config error: without a GPU nobody would see it."""
+"""The configs of tests/gpu and of the benchmark are valid, which only a machine with a GPU would show otherwise."""
 
 import pytest
 

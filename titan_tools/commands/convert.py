@@ -43,8 +43,9 @@ _SINGLE_FILES = ", ".join(
     if f.file_suffixes
 )
 _AUTO = CommandHelp(
-    "Whatever it is, to any format.",
-    "Whatever SRC is, to any format. Also reads torchtitan's other layouts and torch files with unknown names.",
+    "Any format to any format.",
+    "Convert a checkpoint of any format to any format. Also reads torchtitan's other layouts and torch files with "
+    "unknown names.",
     (
         "auto Llama3.2-1B/original my-model --to hf",
         "auto checkpoint.pt llama-dcp --to dcp --model-from Llama-3.1-8B",
@@ -140,4 +141,6 @@ for _format in FORMATS.values():
             takes=_format.takes,
             destination=_format.destination_help,
         )
-_register("auto", _AUTO, source=None, to=None, takes=list(OPTIONS), destination=f"The folder to make; {_SINGLE_FILES}.")
+_register(
+    "auto", _AUTO, source=None, to=None, takes=list(OPTIONS), destination=f"The folder to create; {_SINGLE_FILES}."
+)

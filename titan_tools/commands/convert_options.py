@@ -17,7 +17,7 @@ def format_option(field: str) -> Any:
 Source = Annotated[
     Path, typer.Argument(metavar="SRC", help="A checkpoint folder or file; it is never changed.", show_default=False)
 ]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to make.", show_default=False)]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="The folder to create.", show_default=False)]
 Checkpoint = Annotated[
     Path,
     typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder or file of any format.", show_default=False),
@@ -27,7 +27,7 @@ DType = Annotated[
     typer.Option(
         metavar="DTYPE",
         help="Cast to bfloat16, float16, float32, … Default: the source's own. "
-        "Tensors that are float32 among weights of 16 bits stay so.",
+        "Tensors that are float32 in a checkpoint of 16-bit weights are not cast.",
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ from titan_tools.commands.convert_options import ModelFrom
 from titan_tools.interrupts import exit_on_interrupt
 
 
-class _DType(StrEnum):
+class _ComputeDType(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -181,7 +181,7 @@ def infer(
         ),
     ] = None,
     dtype: Annotated[
-        _DType | None,
+        _ComputeDType | None,
         typer.Option(
             help="Dtype of the computation. Default: the checkpoint's own, if it is one of these, else float32; "
             "with --quantize bfloat16.",

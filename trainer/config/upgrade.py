@@ -11,6 +11,7 @@ from typing import Any
 
 from converters.errors import ConfigError
 from converters.families.registry import all_families
+from converters.replace_file import replacing
 from trainer.config.load import is_known, is_older, problem_of
 from trainer.config.refused import REFUSED_EXTENSIONS
 from trainer.config.renamed import CHANGED_DEFAULTS, GONE, RENAMED, RENAMED_VALUES
@@ -257,9 +258,8 @@ def write_upgraded(found: Upgrade, out: Path, *, replace: bool) -> None:
     """Write the new text; an existing file is replaced only with `replace`."""
     try:
         if replace:
-            temporary = out.with_name(f".{out.name}.tmp")
-            temporary.write_bytes(found.data)
-            temporary.replace(out)
+            with replacing(out) as temporary:
+                temporary.write_bytes(found.data)
         else:
             with out.open("xb") as file:
                 file.write(found.data)

@@ -1,4 +1,4 @@
-"""converters/hf_fields.py: what config.json says beyond the model's numbers comes back from DCP, or is reported."""
+"""Fields of config.json that are not numbers of the model come back from DCP, or are reported."""
 
 import json
 import shutil

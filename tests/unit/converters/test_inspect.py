@@ -1,4 +1,4 @@
-"""converters/inspect.py: what transformers and torch wrote, reported from headers; layers folded; nothing unpickled."""
+"""Inspect checkpoints that transformers and torch wrote: from headers, with layers folded, without unpickling."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""converters/carry_remarks.py and the documents of assets.py: what goes along with the weights, and what does not."""
+"""Remarks on files and fields that are not weights: which are copied along with the weights, and which are not."""
 
 import json
 import shutil

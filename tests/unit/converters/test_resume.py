@@ -1,4 +1,4 @@
-"""Resume: an output goes on from what its journal recorded and what still matches it, and from nothing else."""
+"""Resume: an output continues from what its journal recorded if the bytes still match, and from nothing else."""
 
 import json
 import os

@@ -56,7 +56,7 @@ def test_there_and_back(titan, tmp_path):
     assert (code, err) == (0, "")
     assert "wrote     21 tensors" in out and "tokenizer.json" in out
     code, out, _ = titan("reshard", tmp_path / "dcp", tmp_path / "pp", "--for-mesh", "pp=2")
-    assert code == 0 and "cut for mesh pp=2" in out
+    assert code == 0 and "sharded for mesh pp=2" in out
     code, out, _ = titan("convert", "dcp-to-hf", tmp_path / "pp", tmp_path / "hf", "--shard-size", "30KB")
     assert code == 0 and "(hf)" in out
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
@@ -166,7 +166,7 @@ def test_training_checkpoint_says_what_it_leaves_out(titan, tmp_path):
         (["convert", "hf-to-dcp", "hf", "out", "--for-mesh", "tp=999999999999", "--dry-run"], "131,072 ranks"),
         (["convert", "hf-to-dcp", "hf", "out", "--dtype", "int8"], "int8"),
         (["convert", "hf-to-dcp", "hf", "out", "--shard-size", "big"], "invalid size for --shard-size"),
-        (["convert", "auto", "hf", "out", "--to", "hf", "--for-mesh", "tp=2"], "no layout"),
+        (["convert", "auto", "hf", "out", "--to", "hf", "--for-mesh", "tp=2"], "other formats are not sharded"),
         (["convert", "auto", "hf", "out", "--to", "gguf"], "gguf"),
         (
             ["convert", "auto", "plain", "out", "--to", "meta", "--shard-size", "1GB"],

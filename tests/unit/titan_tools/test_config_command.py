@@ -155,9 +155,10 @@ def test_upgrade_reports_every_change_and_writes_the_target(titan, tmp_path):
     for again in (("old.toml", "new.toml"), ("old.toml", "old.toml")):
         done = titan("config", "upgrade", *again)
         assert done.returncode == 2 and "exists already" in done.stderr
+    old.chmod(0o640)
     report = json.loads(titan("config", "upgrade", "old.toml", "--in-place", "--json").stdout)
     assert report["written"] == "old.toml" and len(report["changes"]) == 1
-    assert old.read_text() == NEW
+    assert old.read_text() == NEW and old.stat().st_mode & 0o777 == 0o640
     assert titan("config", "upgrade", "old.toml", "--check").returncode == 0
 
 

@@ -64,7 +64,7 @@ FOLLOWED = {
         "quantize.linear.float8.filter_fqns",
         "quantize.linear.float8.emulate",
     ),
-    "trainer/optim.py and trainer/moments.py make the states and run the step by it": (
+    "trainer/optim makes the states and run the step by it": (
         "optimizer.name",
         "optimizer.implementation",
         "optimizer.state_dtype",

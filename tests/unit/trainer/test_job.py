@@ -151,7 +151,7 @@ def test_all_problems_at_once():
     assert all(key in raised.value.message for key in ("tensor_parallel_degree", "seq_len", "microbatch_size"))
 
 
-def test_a_kind_of_data_that_nobody_knows_is_reported_with_those_that_are_known():
+def test_an_unknown_kind_of_data_is_reported_with_the_known_ones():
     config = Config(training=Training(dataset="wikipedia"))
     (problem,) = layout_problems(config, GQA, MeshShape())
     assert "'wikipedia' is unknown; there is tokens" in problem

@@ -1,4 +1,4 @@
-"""TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or is reported why not."""
+"""TOML files as torchtitan v0.2.2 ships them, and as users write them: each runs unchanged, or the reason is given."""
 
 import re
 from pathlib import Path

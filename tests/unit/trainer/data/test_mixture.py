@@ -117,7 +117,7 @@ def test_any_degree_reads_the_same_global_batches(degree):
 
 
 @pytest.mark.parametrize("degree", [1, 2, 10])
-def test_a_state_of_four_values_goes_on_at_any_degree(degree):
+def test_a_state_of_four_values_resumes_at_any_degree(degree):
     saved = loader(rank=3, degree=4)
     list(islice(saved, 5))
     state = saved.state_dict()

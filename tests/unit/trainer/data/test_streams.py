@@ -126,7 +126,7 @@ def test_a_batch_that_does_not_divide_the_streams_is_dealt_alike_too(many_files,
 
 @pytest.mark.parametrize("kind", ["many_files", "few_files"])
 @pytest.mark.parametrize("degree", [1, 2, 8])
-def test_a_state_saved_at_degree_4_goes_on_at_any(request, tokenizer, kind, degree):
+def test_a_state_saved_at_degree_4_resumes_at_any(request, tokenizer, kind, degree):
     text = request.getfixturevalue(kind)
     whole, states = read(text, tokenizer, 1, 14)
     state = read(text, tokenizer, 4, 5)[1][-1]

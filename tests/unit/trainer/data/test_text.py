@@ -1,4 +1,4 @@
-"""Text named in a config: an index that is made once, kept, and made anew when text, tokenizer or length change."""
+"""Text named in a config: an index that is made once, kept, and made again when text, tokenizer or length change."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_all_of_a_text_is_read_by_training_and_by_validation(preparation, index,
     assert next(iter(TokenLoader(source, "train", seed=1, **rest))).tokens.shape == (4, 16)
 
 
-def test_an_index_is_made_once_and_anew_when_the_text_or_the_tokenizer_changes(preparation, index, tmp_path):
+def test_an_index_is_made_once_and_again_when_the_text_or_the_tokenizer_changes(preparation, index, tmp_path):
     prepared, said = preparation
     data = write("jsonl", tmp_path / "data")
 

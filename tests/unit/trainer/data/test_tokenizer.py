@@ -142,7 +142,7 @@ def test_training_is_repeatable(folder, tmp_path):
         assert (tmp_path / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_rewritten_file_is_read_anew(folder, tmp_path):
+def test_a_rewritten_file_is_read_again(folder, tmp_path):
     """tiktoken's own loader caches by path and would go on serving the old ranks."""
     shutil.copy(folder / "tokenizer.model", tmp_path)
     assert load_tokenizer(tmp_path).vocab_size == VOCAB

@@ -1,4 +1,4 @@
-"""Which losses a config may name, and what is reported of the others."""
+"""Which losses a config may name, and the errors for others."""
 
 from dataclasses import replace
 

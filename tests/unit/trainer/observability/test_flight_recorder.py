@@ -1,4 +1,4 @@
-"""The Flight Recorder's wiring: what torch is reported, whose record is written, what a failed collective is called."""
+"""The Flight Recorder: its settings of torch, whose record is written, and the message about a failed collective."""
 
 import os
 import pickle
