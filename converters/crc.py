@@ -1,10 +1,16 @@
-"""Combine the CRC32s of two pieces into that of both, so that threads can hash blocks in any order.
+"""CRC32 with vector instructions, and that of two pieces from theirs, so that threads can hash blocks in any order.
+
+`crc32` is zlib's function: the same values, 4 to 20 times as fast (benchmarks: docs/benchmarks.md).
 
 Files are not read again to compute their CRC32: that would double the traffic of a conversion and, coming from the page
 cache, prove nothing about the disk. `titan verify` reads the disk.
 """
 
 from functools import lru_cache
+
+from isal.isal_zlib import crc32
+
+__all__ = ["crc32", "join_crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 

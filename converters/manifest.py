@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
-from zlib import crc32
 
 from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
-from converters.crc import join_crc32
+from converters.crc import crc32, join_crc32
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import EDITABLE, MANIFEST
 from converters.replace_file import replacing

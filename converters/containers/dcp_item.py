@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
-from zlib import crc32
 
 from converters.containers.safe_pickle import PLAIN_STUBS, safe_load
 from converters.containers.stored_zip import ReadAt, ZipRecord, read_zip, zip_shell
 from converters.containers.tensor_pickle import TensorRef, dump_tensor, load_tensors
+from converters.crc import crc32
 from converters.dtypes import itemsize
 from converters.errors import CheckpointError
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from converters.catalog import UNLOCATED, Box, Chunk, TensorEntry, TensorInfo
 from converters.collector import collector_paused
@@ -15,6 +14,7 @@ from converters.containers.dcp_opcodes import StorageLocation
 from converters.containers.paths import checked_file_name
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
 from converters.cover import cover_problem
+from converters.crc import crc32
 from converters.errors import CheckpointError, list_offenders
 from converters.manifest import FileSum
 from converters.names import DCP_METADATA

@@ -5,10 +5,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at, write_file
+from converters.crc import crc32
 from converters.dtypes import DTYPES, itemsize
 from converters.errors import UnsupportedError, list_offenders
 from converters.manifest import FileSum

@@ -7,8 +7,8 @@ Strictly: one central directory at the end, entries that follow each other from 
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
+from converters.crc import crc32
 from converters.errors import CheckpointError
 
 ReadAt = Callable[[int, int], bytes]  # (offset, length) → bytes of the zip

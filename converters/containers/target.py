@@ -5,10 +5,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
-from converters.crc import join_crc32
+from converters.crc import crc32, join_crc32
 from converters.errors import CheckpointError
 from converters.manifest import FileSum
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from zlib import crc32
 
 from converters.catalog import Box, TensorInfo
 from converters.containers.stored_zip import ZipEntry, small_entry, zip_pieces
 from converters.containers.target import ChecksummedRange, Slot, Target, joined, write_at
 from converters.containers.tensor_pickle import dump_tensors
+from converters.crc import crc32
 from converters.dtypes import itemsize
 from converters.manifest import FileSum
 from converters.names import META_SHARD

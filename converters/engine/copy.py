@@ -9,14 +9,13 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from converters.catalog import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
 from converters.cover import BoxIndex
-from converters.crc import join_crc32
+from converters.crc import crc32, join_crc32
 from converters.dtypes import itemsize
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest

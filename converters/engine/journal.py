@@ -10,12 +10,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from xxhash import xxh3_128
 
 from converters.catalog import Catalog, TensorSource
 from converters.containers.target import Target
+from converters.crc import crc32
 from converters.errors import CheckpointError
 from converters.file_lock import is_open_file, lock_file
 from converters.names import DCP_METADATA, MANIFEST

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from converters.catalog import UNLOCATED, Box, Catalog, Chunk, TensorInfo
 from converters.containers.dcp_item import checked_record, read_item
 from converters.containers.stored_zip import read_zip
 from converters.cover import BoxIndex
+from converters.crc import crc32
 from converters.dtypes import itemsize, numpy_dtype
 from converters.engine.open_files import OpenFiles
 from converters.errors import CheckpointError

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -41,6 +40,7 @@ from torch.futures import Future
 from converters.catalog import UNLOCATED, BlobEntry, Box, Catalog, Chunk, TensorEntry, TensorSource
 from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
+from converters.crc import crc32
 from converters.dtypes import itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, TitanError, list_offenders

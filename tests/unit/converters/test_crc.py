@@ -1,12 +1,18 @@
-"""CRC32s joined from parts equal the CRC32 of the whole."""
+"""CRC32s are zlib's, and those joined from parts equal the CRC32 of the whole."""
 
 import random
-from zlib import crc32
+from zlib import crc32 as zlib_crc32
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.crc import join_crc32
+from converters.crc import crc32, join_crc32
+
+
+@given(st.binary(max_size=5000), st.integers(0, 5000), st.integers(0, 2**32 - 1))
+def test_the_values_are_those_of_zlib(data, start, value):
+    part = memoryview(data)[start:]
+    assert crc32(part, value) == zlib_crc32(part, value) and crc32(part) == zlib_crc32(part)
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
