@@ -1,7 +1,8 @@
 """The closed-form engine: allocated bytes of one pipeline rank at every instant of a step that may be the peak.
 
-The peak is the largest instant, not a sum of maxima. rank.py has what a rank holds, forward.py and backward.py how
-FSDP2, autograd and the pipeline change it, activations.py, compiled.py, float8.py and loss.py how large tensors are.
+The peak is the largest instant, not a sum of maxima. rank.py has what a rank holds, passes.py how FSDP2, autograd and
+the pipeline change it, activations.py, compiled.py, float8.py and loss.py how large tensors are.
+
 Compared with the trace in every estimate, and with torch on a CPU in tests; reserved memory has no closed form.
 """
 
@@ -9,10 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from titan_tools.memory.formula import float8
 from titan_tools.memory.formula.activations import Activations, eager_activations
-from titan_tools.memory.formula.backward import backward, backward_of_inputs, backward_of_weights, reduce_stage
 from titan_tools.memory.formula.compiled import compiled_activations
-from titan_tools.memory.formula.forward import forward, gather_stage, gathered_for_output, reshard_stage
 from titan_tools.memory.formula.loss import loss_bytes, validation_loss_bytes
+from titan_tools.memory.formula.passes import (
+    backward,
+    backward_of_inputs,
+    backward_of_weights,
+    forward,
+    gather_stage,
+    gathered_for_output,
+    reduce_stage,
+    reshard_stage,
+)
 from titan_tools.memory.formula.rank import Instant, Rank, groups_of_stage
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 from titan_tools.memory.schedules import Action, Kind, actions_of_rank
