@@ -1,6 +1,6 @@
 """Batches of inference that are interrupted keep what is finished, and the same command resumes to the same file.
 
-They run in a fork of this process, which pays for no start; Ctrl-C also in a process of its own.
+They run in forks of the pools' server, which have imported everything; Ctrl-C also in a process of its own.
 """
 
 import errno
@@ -12,10 +12,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.dist.pool import FORK_SERVER
+from tests.dist.processes import ENOUGH_SECS
 from tests.json_lines import write_lines
 from tests.tiny_llama import write_llama
 from titan_tools import cli
@@ -57,18 +61,26 @@ def command(hf, source, out):
 
 
 def in_a_fork(argv, inject, errors: Path) -> int:
-    """Run a command line after `inject()`; its exit code, negative for a signal. What it says goes to `errors`."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            sys.argv, sys.stderr = argv, errors.open("w")
-            inject()
-            code = cli.run()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run a command line after `inject()`; its exit code, negative for a signal. Its stderr goes to `errors`."""
+    process = FORK_SERVER.Process(target=_run, args=(argv, inject, errors), daemon=True)
+    process.start()
+    process.join(ENOUGH_SECS)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def _run(argv, inject, errors):
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 99
+    try:
+        sys.argv, sys.stderr = argv, errors.open("w")
+        inject()
+        code = cli.run()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def at_line(number, when, act):
@@ -103,21 +115,21 @@ def at_replace(name, when, act):
     os.replace = watched
 
 
-def kill_self():
-    os.kill(os.getpid(), signal.SIGKILL)
+def signal_self(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
 
 
 SETTINGS = "out.jsonl.settings.json"
 POINTS = {
-    "before its settings are there": (lambda: at_replace(SETTINGS, "before", kill_self), 0),
-    "after its settings are there": (lambda: at_replace(SETTINGS, "after", kill_self), 0),
-    "before the first line": (lambda: at_line(1, "before", kill_self), 0),
-    "in the first line": (lambda: at_line(1, "middle", kill_self), 0),
-    "after the second line": (lambda: at_line(2, "after", kill_self), 2),
-    "in the fifth line": (lambda: at_line(5, "middle", kill_self), 4),
-    "before the last line": (lambda: at_line(6, "before", kill_self), 5),
-    "before it is put in order": (lambda: at_replace("out.jsonl", "before", kill_self), 6),
-    "after it is put in order": (lambda: at_replace("out.jsonl", "after", kill_self), 6),
+    "before its settings are there": (partial(at_replace, SETTINGS, "before", signal_self), 0),
+    "after its settings are there": (partial(at_replace, SETTINGS, "after", signal_self), 0),
+    "before the first line": (partial(at_line, 1, "before", signal_self), 0),
+    "in the first line": (partial(at_line, 1, "middle", signal_self), 0),
+    "after the second line": (partial(at_line, 2, "after", signal_self), 2),
+    "in the fifth line": (partial(at_line, 5, "middle", signal_self), 4),
+    "before the last line": (partial(at_line, 6, "before", signal_self), 5),
+    "before it is put in order": (partial(at_replace, "out.jsonl", "before", signal_self), 6),
+    "after it is put in order": (partial(at_replace, "out.jsonl", "after", signal_self), 6),
 }
 
 
@@ -146,9 +158,7 @@ def test_the_order_of_results_is_not_that_in_which_they_end(hf, batch, whole, tm
     "number, code, said", [(signal.SIGTERM, 143, "ended by SIGTERM"), (signal.SIGINT, 130, "interrupted")]
 )
 def test_a_request_to_stop_keeps_the_finished_lines(hf, batch, whole, tmp_path, number, code, said):
-    def inject():
-        at_line(3, "before", lambda: os.kill(os.getpid(), number))
-
+    inject = partial(at_line, 3, "before", partial(signal_self, number))
     assert in_a_fork(command(hf, *batch), inject, tmp_path / "errors") == code
     assert batch[1].read_bytes().count(b"\n") == 2
     hint = f"2 of 6 results are in {batch[1]}; the same command resumes there"
@@ -188,7 +198,7 @@ def test_who_started_the_ranks_says_where_the_finished_lines_are(titan, hf, batc
 def test_a_kill_between_settings_and_results_binds_nobody(titan, hf, batch, tmp_path, when):
     """Where no result is there yet a run with other options may follow, and its settings are those of the file."""
     argv, out = command(hf, *batch), batch[1]
-    in_a_fork(argv, lambda: at_replace(SETTINGS, when, kill_self), tmp_path / "errors")
+    in_a_fork(argv, partial(at_replace, SETTINGS, when, signal_self), tmp_path / "errors")
     assert titan(*argv[1:], "--max-new-tokens", "2")[0] == 0
     assert [len(json.loads(line)["tokens"]) for line in out.read_text().splitlines()] == [2] * 6
     code, _, err = titan(*argv[1:])
