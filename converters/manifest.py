@@ -17,10 +17,10 @@ from zlib import crc32
 from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import join_crc32
-from converters.deferred_signals import deferred_signals
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import EDITABLE, MANIFEST
 from converters.replace_file import replacing
+from converters.threads import deferred_signals
 
 VERSION = 2
 _TEMPORARY = MANIFEST + ".tmp"

@@ -17,10 +17,10 @@ from uuid import uuid4
 from xxhash import xxh3_64_hexdigest
 
 from converters.commit import check_destination, commit, new_staging
-from converters.deferred_signals import deferred_signals
 from converters.engine.journal import Journal
 from converters.errors import CheckpointError
 from converters.names import JOURNAL, TEMPORARY_PREFIX
+from converters.threads import deferred_signals
 
 RESUME_HINT = "what was written is kept: run again with --resume to continue"
 

@@ -1,7 +1,10 @@
 """Process-group setup and teardown: device, groups, timeouts; and a fake group for dry runs and estimates."""
 
 import functools
+import ipaddress
 import os
+import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from torch.distributed import distributed_c10d
 from converters.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trainer.config.sections import Comm
     from trainer.mesh import Meshes
 
 # Messages of gloo, NCCL and the store when a peer has ended, and when it did not answer in time
@@ -25,6 +29,8 @@ PEER_ENDED = (
 TIMED_OUT = ("Timed out", "timed out", "Timeout", "timeout")
 # Writing a large checkpoint takes longer than any training step.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
+_MAX_DESCRIPTORS = 65536
+_MAX_CONNECTED = 32  # ranks of a gloo group that all connect to each other at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
     `has_cpu_tensors` adds gloo to NCCL, for gradients that CPU offload keeps in host memory.
     """
     use_one_worker()
+    raise_descriptor_limit()
     timeout = timedelta(seconds=init_timeout_secs)
     if torch.cuda.is_available():
         device = own_gpu()
@@ -55,11 +62,47 @@ def join_ranks(*, init_timeout_secs: int, has_cpu_tensors: bool = False) -> Rank
     return Ranks(device, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
 
 
-def set_train_timeout(meshes: "Meshes", secs: int) -> None:
-    """Set the timeout of the steps after the first, which includes compilation and the first connections."""
-    axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
-    for group in (None, *(meshes[axis].get_group() for axis in axes)):
-        set_timeout(timedelta(seconds=secs), group)
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files and sockets as it may, within reason; the usual limit is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Timeouts:
+    """How long a collective may take: `init_timeout_seconds` in the first step and the first validation, which compile
+    and connect, else `train_timeout_seconds`. Every change comes after a barrier, so that no rank waits with the short
+    timeout for one that still compiles.
+    """
+
+    def __init__(self, meshes: "Meshes", comm: "Comm"):
+        axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
+        self._groups = [None, *(meshes[axis].get_group() for axis in axes)]
+        self._comm = comm
+        self._is_validated = False
+        self._set(comm.init_timeout_seconds)  # torch gives groups of meshes its own default
+
+    def end_first_step(self) -> None:
+        dist.barrier()
+        self._set(self._comm.train_timeout_seconds)
+
+    @contextmanager
+    def of_validation(self) -> Iterator[None]:
+        if self._is_validated:
+            yield
+            return
+        before = self._secs
+        self._set(self._comm.init_timeout_seconds)
+        yield
+        dist.barrier()
+        self._set(before)
+        self._is_validated = True
+
+    def _set(self, secs: int) -> None:
+        self._secs = secs
+        for group in self._groups:
+            set_timeout(timedelta(seconds=secs), group)
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
@@ -75,7 +118,10 @@ def leave_ranks() -> None:
 
 
 def own_gpu() -> torch.device:
-    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or srun's SLURM_LOCALID."""
+    """This rank's GPU, by its number on this machine: torchrun's LOCAL_RANK, or srun's SLURM_LOCALID.
+
+    A task of `srun --gpus-per-task=1` sees its own GPU only, as number 0.
+    """
     number = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
     if not number.isdecimal():
         raise ConfigError(
@@ -83,11 +129,13 @@ def own_gpu() -> torch.device:
             hint="torchrun and `titan train` set it; another launcher must set it to 0, 1, … on each machine",
         )
     num_gpus = torch.cuda.device_count()
+    if num_gpus == 1 and os.environ.get("SLURM_LOCALID") == number:
+        return torch.device("cuda", 0)
     if int(number) >= num_gpus:
         raise ConfigError(
             f"rank {number} of this machine has no GPU: torch sees {num_gpus}",
-            hint="start at most one rank per GPU; srun --gpus-per-task hides all GPUs but the rank's own",
-            tries=["srun --gpus-per-node", "CUDA_VISIBLE_DEVICES=, to run on the CPU"],
+            hint="start at most one rank per GPU",
+            tries=["CUDA_VISIBLE_DEVICES=, to run on the CPU"],
         )
     return torch.device("cuda", int(number))
 
@@ -116,7 +164,7 @@ def _with_one_worker(construct: Any) -> Any:
         if not isinstance(options, options_type):
             timeout = options or timeout
             options = options_type()
-            options._devices = list(_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", "")))
+            options._devices = _devices(size)
             if timeout is not None:
                 options._timeout = timeout
         options._threads = 1
@@ -125,17 +173,66 @@ def _with_one_worker(construct: Any) -> Any:
     return __init__
 
 
+def _devices(size: int) -> list[Any]:
+    """The devices of a gloo group of `size` ranks.
+
+    Large groups connect two ranks when they first exchange data: a connection to each of 511 others, in every group,
+    would need more file descriptors than a process usually may open. Such a device serves one group only: with two,
+    gloo (torch 2.13) takes a rank's connection of one group for that of the other.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return [*(_shared_devices(os.getpid(), interfaces) if size <= _MAX_CONNECTED else _create(interfaces, lazy=True))]
+
+
 @functools.cache
-def _devices(pid: int, interfaces: str) -> tuple[Any, ...]:
-    """The devices that torch uses by default, made once per process instead of once per group.
+def _shared_devices(pid: int, interfaces: str) -> tuple[Any, ...]:
+    """Devices of all small groups, made once per process instead of once per group.
 
     Each has a thread that wakes up a hundred times a second and outlives its group. A fork, with another `pid`, has
     none.
     """
-    gloo = dist.ProcessGroupGloo
+    return _create(interfaces, lazy=False)
+
+
+def _create(interfaces: str, *, lazy: bool) -> tuple[Any, ...]:
+    create = functools.partial(dist.ProcessGroupGloo.create_device, lazy_init=lazy)
     if len(interfaces) > 1:  # the same condition as torch's
-        return tuple(gloo.create_device(interface=name) for name in interfaces.split(","))
-    return (gloo.create_default_device(),)
+        return tuple(create(interface=name) for name in interfaces.split(","))
+    if address := own_address():
+        return (create(hostname=address),)
+    return (dist.ProcessGroupGloo.create_default_device(lazy_init=lazy),)
+
+
+def own_address() -> str | None:
+    """The address of this machine that other ranks reach: the one that routes to MASTER_ADDR. None without it.
+
+    torch takes the host name's address, which is 127.0.1.1 on many machines. On the machine of MASTER_ADDR itself that
+    route may be loopback, too; then it is the address of the default route.
+    """
+    master = os.environ.get("MASTER_ADDR")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    addresses = [_source_address(host) for host in (master, *_ELSEWHERE) if host] if master else []
+    found = [address for address in addresses if address]
+    if is_one_machine:
+        return found[0] if found else None
+    return next((a for a in found if not ipaddress.ip_address(a).is_loopback), found[0] if found else None)
+
+
+_ELSEWHERE = (
+    "192.0.2.1",
+    "2001:db8::1",
+)  # addresses for documentation (RFC 5737, RFC 3849): only the route is asked for
+
+
+def _source_address(host: str) -> str | None:
+    """The local address of a datagram to `host`. Nothing is sent."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:  # no such host, or no route
+        return None
 
 
 @contextmanager

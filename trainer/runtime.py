@@ -1,4 +1,4 @@
-"""Process-wide settings of a training run: seeding, deterministic mode, and the garbage collector."""
+"""Process-wide settings of a training run: seeding, deterministic mode, threads, and the garbage collector."""
 
 import gc
 import os
@@ -16,6 +16,11 @@ def set_determinism(debug: Debug) -> None:
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses determinism without it
         torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+
+
+def cores_per_rank() -> int:
+    """How many threads of this rank can work at once while the other ranks of this machine do the same."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class GarbageCollection:

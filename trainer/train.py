@@ -30,7 +30,7 @@ from trainer.observability.report import Report
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
-from trainer.process_group import Ranks, join_ranks, leave_ranks, set_train_timeout
+from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
 from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
 from trainer.step import StepResult, TrainStep
@@ -81,6 +81,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     for text in tokenizer_notes(info.assets):
         note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
+    timeouts = Timeouts(meshes, config.comm)
     model = build(job, meshes, ranks.device)
     widen_attention_on_cpu(model.parts, ranks.device)
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
@@ -140,7 +141,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             is_final = is_last or result.stop_requested
             with report.paused():
                 if validator and (is_last or progress.step % config.validation.freq == 0):
-                    report.validation(progress.step, validator.run())
+                    with timeouts.of_validation():
+                        losses = validator.run()
+                    report.validation(progress.step, losses)
                 if is_saved(progress.step, settings, is_final=is_final):
                     model_only = is_last and settings.last_save_model_only
                     checkpoints.save(progress.step, state, model_only=model_only, is_final=is_final)
@@ -149,7 +152,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
             if result.stop_requested and not is_last:
                 raise preempted(progress.step, checkpoints)
             if progress.step == num_done + 1:
-                set_train_timeout(meshes, config.comm.train_timeout_seconds)
+                timeouts.end_first_step()
     checkpoints.finish()
     exports.make(step_folder(checkpoints.folder, progress.step), is_new=progress.step > num_done)
 

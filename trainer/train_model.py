@@ -1,9 +1,10 @@
 """The model as a rank trains it: its parts, their parameters by FQN, and forward and backward."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,11 +14,13 @@ from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import local_box
 from converters.model_info import ModelInfo
+from converters.threads import in_parallel
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes, local_part
 from trainer.models.initial_weights import InitialWeights
 from trainer.parallel.float8 import without_float8
 from trainer.parallel.tied import TiedCopies
+from trainer.runtime import cores_per_rank
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
@@ -118,16 +121,28 @@ class TrainModel:
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set the initial weights: equal in any layout for a seed, and equal to those that `titan seed` writes."""
+        """Set the initial weights: equal in any layout for a seed, and equal to those that `titan seed` writes.
+
+        They are drawn by as many threads as this rank has cores.
+        """
         weights = InitialWeights(ModelInfo(self.family, self.args), seed=seed)
         native = {p.fqn: p for p in get_family(self.family).parameters(self.args)}
-        for fqn, parameter in self._parameters.items():
-            box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
-            held = local_part(without_float8(parameter))
-            assert tuple(held.shape) == (box.sizes if box else (0, *held.shape[1:])), (fqn, held.shape, box)
-            if box is not None:
-                for part, values in weights.blocks(fqn, box):
-                    held[part.slices_within(box)] = torch.from_numpy(values).to(held)
+
+        def blocks() -> Iterator[tuple[Tensor, Callable[[], np.ndarray]]]:
+            for fqn, parameter in self._parameters.items():
+                box = local_box(native[fqn], self.meshes.dims, dist.get_rank())
+                held = local_part(without_float8(parameter))
+                assert tuple(held.shape) == (box.sizes if box else (0, *held.shape[1:])), (fqn, held.shape, box)
+                if box is not None:
+                    for part, draw in weights.blocks(fqn, box):
+                        yield held[part.slices_within(box)], draw
+
+        def draw(block: tuple[Tensor, Callable[[], np.ndarray]]) -> tuple[Tensor, np.ndarray]:
+            return block[0], block[1]()
+
+        with closing(in_parallel(draw, blocks(), cores_per_rank())) as drawn:
+            for held, values in drawn:
+                held.copy_(torch.from_numpy(values))
 
 
 def _native_name(module_name: str, args: ModelArgs) -> str:

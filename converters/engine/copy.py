@@ -2,9 +2,7 @@
 
 import ctypes
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +17,6 @@ from converters.catalog import Box, TensorSource
 from converters.containers.target import Slot, Target, write_all
 from converters.cover import BoxIndex
 from converters.crc import join_crc32
-from converters.deferred_signals import deferred_signals
 from converters.dtypes import itemsize
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest
@@ -27,6 +24,7 @@ from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
+from converters.threads import deferred_signals, in_parallel
 from converters.view import View
 
 DEFAULT_WORKERS = 2
@@ -170,7 +168,7 @@ def copy_tensors(
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order in any case: first the threads stop writing, then the files are closed.
-    units = _in_parallel(run, _units(source, target), workers)
+    units = in_parallel(run, _units(source, target), workers)
     with deferred_signals() as deliver_signals, closing(files), closing(units):
         for unit in units:
             deliver_signals()
@@ -289,25 +287,6 @@ def _still_there(files: OpenFiles, target: Target, pieces: Sequence[_Piece]) -> 
         if found != piece.crc32:
             return False
     return True
-
-
-def _in_parallel(run: Callable[[_Unit], _Unit], units: Iterator[_Unit], workers: int) -> Generator[_Unit, None, None]:
-    """Finished units, in order. Few are in progress at a time, which bounds memory."""
-    if workers <= 1:
-        yield from map(run, units)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[_Unit]] = deque()
-        try:
-            for unit in units:
-                waiting.append(pool.submit(run, unit))
-                if len(waiting) > 2 * workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
 
 
 def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:

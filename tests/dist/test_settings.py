@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import trainer.train
 from tests.dist import runs
+from trainer import process_group
 from trainer.config.sections import Comm, Config, LRScheduler, Training
 from trainer.optim.lr_schedule import Curve, lr_curve
 from trainer.step import TrainStep
@@ -49,10 +50,12 @@ def run_and_look(config: Config) -> dict:
     def count(phase, info):
         found["collected"] += phase == "start" and info["generation"] == 2
 
-    def set_train_timeout(meshes, secs):
-        found["timeouts"].append(secs)
+    def set_timeout(timeout, group=None):
+        if group is None:
+            found["timeouts"].append(timeout.seconds)
 
-    changed = {f.__name__: f for f in (attention_backends, build_optimizer, set_train_timeout)}
+    changed = {f.__name__: f for f in (attention_backends, build_optimizer)}
+    whole_set_timeout, process_group.set_timeout = process_group.set_timeout, set_timeout
     whole = {name: getattr(trainer.train, name) for name in changed}
     whole_step, TrainStep.compute_gradients = TrainStep.compute_gradients, compute_gradients
     whole_follow, TrainModel.follow = TrainModel.follow, follow
@@ -67,6 +70,7 @@ def run_and_look(config: Config) -> dict:
         TrainStep.compute_gradients, TrainModel.follow = whole_step, whole_follow
         for name, function in whole.items():
             setattr(trainer.train, name, function)
+        process_group.set_timeout = whole_set_timeout
         torch.use_deterministic_algorithms(False)
     return found
 
@@ -127,7 +131,7 @@ def test_gradients_are_clipped_to_the_norm_that_is_asked_for(looked):
 def test_the_loop_goes_on_under_what_is_set_around_it(looked):
     _, found, _ = looked
     assert found["inside"] == {True}  # the order of attention's kernels
-    assert found["timeouts"] == [77]
+    assert found["timeouts"] == [300, 77, 300, 77]  # the first step, then the first validation
     assert found["followed"] == 1  # what the build wants done after an update
     assert found["collected"] == 1 + STEPS // 2  # once before the loop
 

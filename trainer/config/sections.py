@@ -287,9 +287,9 @@ class Float8:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comm:
     init_timeout_seconds: Positive = 300
-    """Timeout of collectives until the end of the first step, in seconds."""
+    """Timeout of collectives until the end of the first step, and in the first validation, in seconds."""
     train_timeout_seconds: Positive = 100
-    """Timeout of collectives afterwards, in seconds."""
+    """Timeout of all other collectives, in seconds."""
     trace_buf_size: Count = 20000
     """Collectives that the Flight Recorder keeps per rank, for a dump when one hangs; 0 = off."""
     save_traces_folder: Folder = "comm_traces"

@@ -7,6 +7,7 @@ number. To get a slice, draw the blocks that overlap it: a rank its shard, `tita
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from math import prod
 from threading import Lock
 from typing import Any
@@ -30,10 +31,11 @@ Draw = Callable[[Distribution, Sequence[int], str], np.ndarray]  # (distribution
 
 def initial_blocks(
     parameter: Parameter, distribution: Distribution, *, seed: int, box: Box, draw: Draw | None = None
-) -> Iterator[tuple[Box, np.ndarray]]:
-    """The initial values of `box`, block by block: (part of the box, fp32 values). Holds one block at a time.
+) -> Iterator[tuple[Box, Callable[[], np.ndarray]]]:
+    """The initial values of `box`, block by block: (part of the box, function that draws its fp32 values).
 
-    `draw` replaces the drawing of a block, for a caller with a cache.
+    The functions may be called in any order and from several threads. `draw` replaces the drawing of a block, for a
+    caller with a cache.
     """
     draw = draw or _draw
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))
@@ -44,7 +46,12 @@ def initial_blocks(
         whole = Box((start,) + (0,) * (len(parameter.shape) - 1), (rows, *parameter.shape[1:]))
         part = whole.intersect(box)
         if part is not None:
-            yield part, draw(distribution, whole.sizes, f"{seed}/{parameter.fqn}/{block}")[part.slices_within(whole)]
+            key = f"{seed}/{parameter.fqn}/{block}"
+            yield part, partial(_draw_part, draw, distribution, whole, key, part)
+
+
+def _draw_part(draw: Draw, distribution: Distribution, whole: Box, key: str, part: Box) -> np.ndarray:
+    return draw(distribution, whole.sizes, key)[part.slices_within(whole)]
 
 
 def _draw(distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:
@@ -67,8 +74,8 @@ def initial_values(
 ) -> np.ndarray:
     """The initial values of a box, fp32."""
     values = np.empty(box.sizes, np.float32)
-    for part, block in initial_blocks(parameter, distribution, seed=seed, box=box, draw=draw):
-        values[part.slices_within(box)] = block
+    for part, draw_part in initial_blocks(parameter, distribution, seed=seed, box=box, draw=draw):
+        values[part.slices_within(box)] = draw_part()
     return values
 
 
@@ -93,8 +100,8 @@ class InitialWeights:
         parameter, distribution = self._parameters[fqn], self._distributions[fqn]
         return initial_values(parameter, distribution, seed=self._seed, box=box, draw=self._cached)
 
-    def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, np.ndarray]]:
-        """The values of a box in parts, so that a large box needs the memory of one block."""
+    def blocks(self, fqn: str, box: Box) -> Iterator[tuple[Box, Callable[[], np.ndarray]]]:
+        """The values of a box in parts (see initial_blocks), so that a large box needs the memory of a few blocks."""
         return initial_blocks(self._parameters[fqn], self._distributions[fqn], seed=self._seed, box=box)
 
     def _cached(self, distribution: Distribution, shape: Sequence[int], key: str) -> np.ndarray:

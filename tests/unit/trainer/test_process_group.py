@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from converters.errors import ConfigError
-from trainer.config.sections import Parallelism
+from trainer.config.sections import Comm, Parallelism
 from trainer.job import resolve
 from trainer.mesh import make_meshes
-from trainer.process_group import join_ranks, own_gpu, set_train_timeout
+from trainer.process_group import Timeouts, join_ranks, own_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,16 @@ def test_torchruns_number_comes_before_slurms(monkeypatch):
     assert own_gpu() == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert own_gpu() == torch.device("cuda", 1)
+
+
+def test_a_slurm_task_that_sees_one_gpu_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_LOCALID", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")  # as scripts/multinode_trainer.slurm sets it
+    assert own_gpu() == torch.device("cuda", 0)
+    monkeypatch.setenv("SLURM_LOCALID", "0")  # torchrun in one task: LOCAL_RANK is its own
+    with pytest.raises(ConfigError, match="rank 3 .* no GPU: torch sees 1"):
+        own_gpu()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +66,7 @@ def test_every_group_gets_the_timeout_by_the_call_that_torch_has(monkeypatch, pu
         else:
             monkeypatch.delattr(dist, "set_timeout", raising=False)
             monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", set_timeout)
-        set_train_timeout(meshes, 77)
+        Timeouts(meshes, Comm(init_timeout_seconds=77))
         assert {timeout for timeout, _ in message} == {timedelta(seconds=77)}
         groups = [group for _, group in message]
         assert None in groups and meshes["tp"].get_group() in groups and meshes["fsdp"].get_group() in groups
@@ -69,7 +79,7 @@ def test_setting_the_timeout_warns_of_nothing(tmp_path):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            set_train_timeout(make_meshes(resolve(Parallelism(), 1), "cpu"), 77)
+            Timeouts(make_meshes(resolve(Parallelism(), 1), "cpu"), Comm()).end_first_step()
     finally:
         dist.destroy_process_group()
 

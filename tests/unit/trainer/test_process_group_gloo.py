@@ -1,5 +1,6 @@
-"""Gloo groups have one worker thread: of two, one frees the name that the other writes."""
+"""Gloo groups: one worker thread (of two, one frees the name that the other writes), the address, descriptors."""
 
+import resource
 from datetime import timedelta
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
-from trainer.process_group import use_one_worker
+from trainer import process_group
+from trainer.process_group import _source_address, own_address, raise_descriptor_limit, use_one_worker
 
 
 @pytest.fixture
@@ -50,3 +52,38 @@ def test_collectives_whose_names_are_kept_differently_overlap(one_worker, tmp_pa
         assert funcol.wait_tensor(funcol.all_reduce(out, "sum", dist.group.WORLD)).tolist() == [999, 999]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("is_one_machine", "routes", "expected"),
+    [
+        (True, {"node1": "127.0.0.1"}, "127.0.0.1"),
+        (False, {"node1": "10.0.0.2", "192.0.2.1": "172.16.0.2"}, "10.0.0.2"),
+        (False, {"node1": "127.0.1.1", "192.0.2.1": "10.0.0.1"}, "10.0.0.1"),  # on node1 itself, as Debian names it
+        (False, {"node1": "::1", "2001:db8::1": "fd00::1"}, "fd00::1"),
+        (False, {"node1": "127.0.1.1"}, "127.0.1.1"),  # no network
+        (False, {}, None),
+    ],
+)
+def test_the_address_is_the_one_that_routes_to_the_first_machine(monkeypatch, is_one_machine, routes, expected):
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16" if is_one_machine else "8")
+    monkeypatch.setattr(process_group, "_source_address", routes.get)
+    assert own_address() == expected
+    monkeypatch.delenv("MASTER_ADDR")
+    assert own_address() is None
+
+
+def test_the_route_is_the_systems():
+    assert _source_address("localhost") in ("127.0.0.1", "::1") and _source_address("no such host") is None
+
+
+def test_the_limit_of_descriptors_is_raised_as_far_as_allowed():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        raise_descriptor_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536) if hard > 0 else 65536, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from converters.catalog import Box, TensorSource
-from converters.deferred_signals import deferred_signals
 from converters.dtypes import itemsize
 from converters.layout import row_blocks
 from converters.sizes import MIB
+from converters.threads import deferred_signals
 from trainer.checkpoints.arrays import as_tensor
 
 _BLOCK_BYTES = 2 * MIB  # read at once: it is cast and copied while it is in a core's cache

@@ -47,7 +47,7 @@ def test_memory_is_one_block(small_blocks):
     parameter = Parameter("output.weight", (100, 8), Role.OUTPUT, 0)
     blocks = list(initial_blocks(parameter, Normal(1.0), seed=0, box=Box((3, 0), (50, 8))))
     assert sum(box.num_elements for box, _ in blocks) == 400
-    assert max(values.size for _, values in blocks) <= 64
+    assert max(draw().size for _, draw in blocks) <= 64
 
 
 def test_a_copy_draws_each_block_about_once(tmp_path, monkeypatch):

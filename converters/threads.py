@@ -1,10 +1,38 @@
-"""Delay Ctrl-C and SIGTERM while Python's own locks and threads are in use."""
+"""Work in threads: results in order, few at a time, and safe from Ctrl-C and SIGTERM."""
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_parallel(run: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
+    """The results of `run` for all items, in order. At most 2 × workers + 1 exist at a time, which bounds memory.
+
+    Close it where it may not be exhausted: that waits for the threads. Use it within `deferred_signals`.
+    """
+    if workers <= 1:
+        yield from map(run, items)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(run, item))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 @contextmanager
