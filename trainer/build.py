@@ -40,11 +40,17 @@ from trainer.train_model import Runner, TrainModel, WholeModel
 
 
 def build(
-    job: Job, meshes: Meshes, device: torch.device, *, memory: AbstractContextManager[Any] | None = None
+    job: Job,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    memory: AbstractContextManager[Any] | None = None,
+    collectives_of: str | None = None,
 ) -> TrainModel:
     """The model as this rank trains it, in uninitialized memory on `device`.
 
     A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
+    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'.
     Raises UnsupportedError with everything that this machine cannot run.
     """
     config, dims, split = job.config, job.dims, job.split
@@ -57,7 +63,7 @@ def build(
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(job, stage)
-        parallelize(part, job, meshes)
+        parallelize(part, job, meshes, collectives_of=collectives_of or meshes.device_type)
         with memory or nullcontext():
             if config.training.enable_cpu_offload:
                 keep_on_cpu(part, device)
@@ -129,7 +135,7 @@ def build_part(job: Job, stage: int) -> Transformer:
     return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(part: Transformer, job: Job, meshes: Meshes) -> None:
+def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: str) -> None:
     """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
@@ -148,7 +154,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes) -> None:
             meshes["tp"],
             plan,
             loss_parallel=loss_parallel and training.loss != CHUNKED,  # a chunked output computes the loss itself
-            converted=float8_styles(part, plan, config.float8, device_type=meshes.device_type)
+            converted=float8_styles(part, plan, config.float8, device_type=collectives_of)
             if is_float8(config.model)
             else None,
         )

@@ -10,7 +10,7 @@ from converters.families.llama3 import FLAVORS
 from tests.gpu.running import read_losses, titan, write_job
 from tests.tiny_llama import write_llama
 from trainer.models.llama3.model import Transformer
-from trainer.optim.clip import _square_sums
+from trainer.optim.clip import square_sums_on_cpu, square_sums_on_gpu
 from trainer.parallel.context import attend_to_prefix
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -70,9 +70,9 @@ def test_square_sums_are_those_of_the_cpu():
     torch.manual_seed(0)
     shapes = [(300, 70), (64,), (4096, 1024), (0, 8), (1, 1)]  # empty, too: a shard may be
     tensors = [torch.randn(shape) for shape in shapes]
-    found = _square_sums([tensor.cuda() for tensor in tensors])
+    found = square_sums_on_gpu([tensor.cuda() for tensor in tensors])
     assert found.is_cuda and found.dtype == torch.float64
-    torch.testing.assert_close(found.cpu(), _square_sums(tensors), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.cpu(), square_sums_on_cpu(tensors), rtol=1e-5, atol=0)
 
 
 def test_a_run_saves_loads_and_has_the_losses_of_the_cpu(tmp_path):

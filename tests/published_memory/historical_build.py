@@ -49,7 +49,7 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (nn.RMSNorm, "forward", norm),
             (llama.Attention, "forward", llama_attention),
             (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
-            (qwen.Attention, "forward", qwen_attention),
+            (qwen.QKNormAttention, "forward", qwen_attention),
             (trainer.build, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _separate_groups if not build.has_ends_in_root else _ends_in_root(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),

@@ -26,12 +26,13 @@ class GradientClip:
         shares = [0.0 if id(p) in copied else _num_shards(p) / ranks_per_stage for p in self._parameters]
         # On the gradients' device: a copy from the host would synchronize
         self.shares = torch.tensor(shares, dtype=torch.float64, device=self._parameters[0].device)
+        self.square_sums = square_sums_on_gpu if self.shares.is_cuda else square_sums_on_cpu
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
         """Clip and return the norm before clipping: float64, 0-dim, equal on all ranks."""
         gradients = [local_gradient(p) for p in self._parameters]
-        squares = _square_sums(gradients)
+        squares = self.square_sums(gradients)
         # Replicated gradients are summed several times, each with its share; empty shards add nothing.
         total = (self.shares * squares).sum()
         if dist.is_initialized():
@@ -42,12 +43,12 @@ class GradientClip:
         return norm
 
 
-def _square_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares of each tensor, float64."""
-    if tensors[0].is_cuda:
-        return square_sums_on_gpu(tensors)
-    # On a CPU torch sums a whole tensor sequentially in fp32: 4e-4 too little at 10 M elements, and less in shards, so
-    # that layouts would differ. Row by row it is precise enough, and as fast.
+def square_sums_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares of each tensor, float64, row by row.
+
+    Torch sums a whole tensor sequentially in fp32: 4e-4 too little at 10 M elements, and less in shards, so that
+    layouts would differ. Row by row it is precise enough, and as fast.
+    """
     rows = [torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors]
     return torch.stack([norms.double().square().sum() for norms in rows])
 

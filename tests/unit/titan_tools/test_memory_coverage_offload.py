@@ -1,4 +1,4 @@
-"""CPU offload in a trace: what is in host memory, and what the GPU holds of it."""
+"""CPU offload in a trace: what the GPU holds of parameters that are in host memory."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +9,6 @@ from tests.dist.training import Layout, args_of
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
-from titan_tools.memory.trace.offload import HostBytes
 from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,17 +22,16 @@ TENSORS = (
 NUM_PARAMETERS = 12
 
 
-def captured(*, is_offloaded: bool, device: str = "cuda", host: HostBytes | None = None, **training) -> Trace:
+def captured(*, is_offloaded: bool, device: str = "cuda", **training) -> Trace:
     keys = {"seq_len": 16, "local_batch_size": 2, "enable_cpu_offload": is_offloaded} | training
     config = Layout("FSDP 2", 2, {}, keys).config("debug_gqa")
     dims = resolve(config.parallelism, 2)
-    return capture(Job.of(config, ARGS, dims), rank=0, kernels=Kernels(device=device), host=host)
+    return capture(Job.of(config, ARGS, dims), rank=0, kernels=Kernels(device=device))
 
 
 @pytest.fixture(scope="module")
-def offloaded() -> tuple[Trace, HostBytes]:
-    host = HostBytes()
-    return captured(is_offloaded=True, host=host), host
+def offloaded() -> Trace:
+    return captured(is_offloaded=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +50,20 @@ def made_in(trace: Trace, phase: str) -> Counter:
 
 
 def test_parameters_and_states_lie_in_host_memory_alone(offloaded, at_home):
-    trace, host = offloaded
     shards = sum(TENSORS) // 2
     counts, shares = 4 * NUM_PARAMETERS, 8 * NUM_PARAMETERS  # of steps; of a gradient's norm, fp64
     angles = 4 * ARGS.head_dim // 2
-    assert host.held_bytes == 3 * 4 * shards + counts + shares == left(at_home) - angles
-    assert host.peak_bytes >= 4 * 4 * shards + counts + shares  # with the gradients
-    assert left(trace) == angles
-    assert not [b for b in trace.blocks if b.point.phase in ("states", "optimizer", "zero_grad")]
+    assert left(at_home) == 3 * 4 * shards + counts + shares + angles
+    assert left(offloaded) == angles
+    assert not [b for b in offloaded.blocks if b.point.phase in ("states", "optimizer", "zero_grad")]
 
 
 def test_shards_are_copied_to_the_gpu_before_they_are_gathered(offloaded, at_home):
-    trace, _ = offloaded
-    more = made_in(trace, "forward") - made_in(at_home, "forward")
-    assert not made_in(at_home, "forward") - made_in(trace, "forward")
+    more = made_in(offloaded, "forward") - made_in(at_home, "forward")
+    assert not made_in(at_home, "forward") - made_in(offloaded, "forward")
     assert sum(size * count for size, count in more.items()) == 4 * sum(TENSORS) // 2
     assert more.total() == NUM_PARAMETERS
-    streams = {b.stream for b in trace.blocks if b.point.phase == "forward" and b.num_bytes == 4 * 2048 * 64}
+    streams = {b.stream for b in offloaded.blocks if b.point.phase == "forward" and b.num_bytes == 4 * 2048 * 64}
     assert "all_gather_copy_in" in streams
 
 
@@ -92,7 +87,7 @@ def test_reduced_gradients_leave_the_gpu_at_once(offloaded, at_home):
         return sum(trace.blocks[number].num_bytes for number in held if trace.blocks[number].stream == "reduce_scatter")
 
     assert shards_held(at_home) == 4 * sum(TENSORS) // 2
-    assert shards_held(offloaded[0]) == 0
+    assert shards_held(offloaded) == 0
 
 
 def test_a_cpu_has_one_memory(at_home):

@@ -69,7 +69,7 @@ def table_of(lines):
 )
 def test_attention_computes_what_ours_does(family, attend, cache):
     torch.manual_seed(0)
-    attention = family.Attention(ARGS)
+    attention = (qwen.QKNormAttention if family is qwen else llama.Attention)(ARGS)
     x, positions = torch.randn(2, 6, ARGS.dim), torch.arange(6)
     ours = RotaryAngles(ARGS, stacked_on=0 if family is qwen else -1)
     expected = attention(x, ours(positions))

@@ -1,44 +1,11 @@
 """The order of what a pipeline rank does against torch's own pipeline schedules."""
 
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from converters.errors import UnsupportedError
-from converters.layout import ranks_of_stages
-from titan_tools.memory.schedules import actions_of_rank, with_sharding
-from trainer.parallel.stages import V_SCHEDULES
-
-SHARDING = {"UNSHARD": "gather", "RESHARD": "reshard", "REDUCE_GRAD": "reduce"}
-
-
-def torch_order(name: str, pp: int, num_stages: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
-    """What torch's class does on each rank, without sends."""
-    schedule = get_schedule_class(name)
-    if issubclass(schedule, PipelineScheduleMulti):
-        return planned_orders(name, pp, num_stages, num_microbatches)
-    return [observed_order(schedule, pp_rank, pp, num_microbatches) for pp_rank in range(pp)]
-
-
-def planned_orders(name, pp, num_stages, num_microbatches):
-    """From the plan that a schedule of several stages makes first."""
-    ranks = ranks_of_stages(num_stages, pp, v_shaped=name in V_SCHEDULES)
-    stages = [
-        SimpleNamespace(group_size=pp, group_rank=0, num_stages=num_stages, stage_index=stage, submod=None)
-        for stage in range(num_stages)
-        if ranks[stage] == 0
-    ]
-    planned = get_schedule_class(name)(stages, n_microbatches=num_microbatches).pipeline_order_with_comms
-    return [
-        [
-            (SHARDING.get(kind, kind), action.stage_index, -1 if kind in SHARDING else action.microbatch_index)
-            for action in planned[pp_rank]
-            if not (kind := action.computation_type.value).startswith(("SEND", "RECV"))
-        ]
-        for pp_rank in range(pp)
-    ]
+from titan_tools.memory.schedules import actions_of_rank
 
 
 def observed_order(schedule, pp_rank, pp, num_microbatches):
@@ -57,35 +24,31 @@ def observed_order(schedule, pp_rank, pp, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("name", "pp", "num_stages", "num_microbatches"),
+    ("name", "pp", "num_microbatches"), [("GPipe", 2, 4), ("GPipe", 4, 3), ("1F1B", 2, 2), ("1F1B", 4, 8)]
+)
+def test_order_of_a_loop_is_torchs(name, pp, num_microbatches):
+    for rank in range(pp):
+        ours = actions_of_rank(name, pp_rank=rank, pp=pp, num_stages=pp, num_microbatches=num_microbatches)
+        expected = observed_order(get_schedule_class(name), rank, pp, num_microbatches)
+        assert [(a.kind, a.stage, a.microbatch) for a in ours] == expected, rank
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "stages"),
     [
-        ("GPipe", 2, 2, 4),
-        ("GPipe", 4, 4, 3),
-        ("1F1B", 2, 2, 2),
-        ("1F1B", 4, 4, 8),
-        ("Interleaved1F1B", 2, 4, 2),
-        ("Interleaved1F1B", 4, 8, 12),
-        ("Interleaved1F1B", 4, 12, 4),
-        ("Interleaved1F1B", 4, 8, 3),
-        ("Interleaved1F1B", 2, 10, 4),  # more stages than torch keeps gathered
-        ("LoopedBFS", 2, 4, 4),
-        ("LoopedBFS", 4, 12, 5),
-        ("LoopedBFS", 2, 10, 3),
-        ("InterleavedZeroBubble", 2, 4, 2),
-        ("InterleavedZeroBubble", 4, 8, 12),
-        ("InterleavedZeroBubble", 4, 20, 4),
-        ("InterleavedZeroBubble", 4, 8, 3),
-        ("ZBVZeroBubble", 2, 4, 2),
-        ("ZBVZeroBubble", 4, 8, 12),
-        ("ZBVZeroBubble", 4, 8, 3),
+        ("Interleaved1F1B", "B", (1, 5)),
+        ("LoopedBFS", "B", (1, 5)),
+        ("InterleavedZeroBubble", "W", (1, 5)),
+        ("ZBVZeroBubble", "W", (1, 6)),
     ],
 )
-def test_order_is_torchs(name, pp, num_stages, num_microbatches):
-    for rank, expected in enumerate(torch_order(name, pp, num_stages, num_microbatches)):
-        ours = actions_of_rank(name, pp_rank=rank, pp=pp, num_stages=num_stages, num_microbatches=num_microbatches)
-        assert [(a.kind, a.stage, a.microbatch) for a in with_sharding(ours, name)] == expected, rank
-
-
-def test_an_unknown_schedule_is_not_covered():
-    with pytest.raises(UnsupportedError, match="DualPipeV"):
-        actions_of_rank("DualPipeV", pp_rank=0, pp=2, num_stages=4, num_microbatches=4)
+def test_a_planned_stage_is_gathered_computed_and_reduced(name, backward, stages):
+    actions = actions_of_rank(name, pp_rank=1, pp=4, num_stages=8, num_microbatches=8)
+    assert {action.stage for action in actions} == set(stages)
+    for stage in stages:
+        own = [(action.kind, action.microbatch) for action in actions if action.stage == stage]
+        for kind in ("F", backward):
+            assert sorted(mb for each, mb in own if each == kind) == list(range(8))
+        assert own[0] == ("gather", -1)
+        last = max(at for at, (kind, _) in enumerate(own) if kind == backward)
+        assert [kind for kind, _ in own[last + 1 :]] == ["reduce", "reshard"]

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titan_tools.memory.schedules import actions_of_rank
+from titan_tools.memory.schedules import loop_actions, planned_actions
 from titan_tools.memory.trace.tracking import PHASES
 from trainer.parallel.stages import StageSplit
 
@@ -73,14 +72,9 @@ def orders_of_ranks(
 ) -> dict[int, Order]:
     """What each pipeline rank does in a step, by torch's own schedules."""
     ranks = range(pp)
-    schedule_class = get_schedule_class(schedule)
-    if not issubclass(schedule_class, PipelineScheduleMulti):
+    planned = planned_actions(schedule, pp=pp, num_stages=split.num_stages, num_microbatches=num_microbatches)
+    if planned is None:
         return {rank: _of_loop(schedule, rank, split.num_stages, num_microbatches, reshards) for rank in ranks}
-    stages = [
-        SimpleNamespace(group_size=pp, group_rank=0, num_stages=split.num_stages, stage_index=stage, submod=None)
-        for stage in split.stages_of(0)
-    ]
-    planned = schedule_class(stages, n_microbatches=num_microbatches).pipeline_order_with_comms
     return {rank: _of_plan(planned[rank], split.stages_of(rank), num_microbatches, reshards) for rank in ranks}
 
 
@@ -105,8 +99,8 @@ def of_one_microbatch(order: Order, schedule: str) -> Order:
 
 
 def _of_loop(schedule: str, stage: int, num_stages: int, num_microbatches: int, reshards: bool) -> Order:
-    shape = {"pp_rank": stage, "pp": num_stages, "num_stages": num_stages, "num_microbatches": num_microbatches}
-    actions = [RankAction(PHASES[action.kind], 0, action.microbatch) for action in actions_of_rank(schedule, **shape)]
+    order = loop_actions(schedule, stage=stage, num_stages=num_stages, num_microbatches=num_microbatches)
+    actions = [RankAction(PHASES[action.kind], 0, action.microbatch) for action in order]
     actions += [END, RankAction("reduce", 0, NO_MICROBATCH)]
     return Order(tuple(actions), num_microbatches, reshards, warmup=min(num_microbatches, num_stages - stage))
 

@@ -153,15 +153,12 @@ def _layers(segment: TraceSegment, blocks: Sequence[Block], about: list[int]) ->
     return layers
 
 
-Translate = Callable[[PieceKey, PieceKey, PieceKey], PieceKey]
-
-
 def play(
     sequence: Iterable[tuple[PieceKey, TracePiece]],
-    translate: Translate,
+    translate: Callable[[PieceKey, PieceKey, PieceKey], PieceKey],
     *,
-    layer: Callable[[int, int, int], int] | None = None,
-    resize: Callable[[Block], int] = lambda block: block.num_bytes,
+    layer: Callable[[int, int, int], int],
+    resize: Callable[[Block], int],
 ) -> Trace:
     """The trace of copies of pieces, each under the key given.
 
@@ -196,7 +193,7 @@ def play(
                 block = piece.blocks[number]
                 of, owner = piece.owners[number]
                 if of != NO_LAYER:
-                    owner = owner.replace("*", str(of if layer is None else layer(source.layer, target.layer, of)), 1)
+                    owner = owner.replace("*", str(layer(source.layer, target.layer, of)), 1)
                 new = len(blocks)
                 blocks.append(Block(resize(block), block.stream, block.part, point, owner))
                 is_live.append(True)

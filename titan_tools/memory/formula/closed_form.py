@@ -1,7 +1,8 @@
 """The closed-form engine: allocated bytes of one pipeline rank at every instant of a step that may be the peak.
 
-The peak is the largest instant, not a sum of maxima. rank.py has what a rank holds, forward.py and backward.py how
-FSDP2, autograd and the pipeline change it, activations.py, compiled.py, float8.py and loss.py how large tensors are.
+The peak is the largest instant, not a sum of maxima. rank.py has what a rank holds, passes.py how FSDP2, autograd and
+the pipeline change it, activations.py, compiled.py, float8.py and loss.py how large tensors are.
+
 Compared with the trace in every estimate, and with torch on a CPU in tests; reserved memory has no closed form.
 """
 
@@ -9,13 +10,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from titan_tools.memory.formula import float8
 from titan_tools.memory.formula.activations import Activations, eager_activations
-from titan_tools.memory.formula.backward import backward, backward_of_inputs, backward_of_weights, reduce_stage
 from titan_tools.memory.formula.compiled import compiled_activations
-from titan_tools.memory.formula.forward import forward, gather_stage, gathered_for_output, reshard_stage
 from titan_tools.memory.formula.loss import loss_bytes, validation_loss_bytes
+from titan_tools.memory.formula.passes import (
+    backward,
+    backward_of_inputs,
+    backward_of_weights,
+    forward,
+    gather_stage,
+    gathered_for_output,
+    reduce_stage,
+    reshard_stage,
+)
 from titan_tools.memory.formula.rank import Instant, Rank, groups_of_stage
 from titan_tools.memory.formula.run_shape import FP32, RunShape
-from titan_tools.memory.schedules import Action, Kind, actions_of_rank, with_sharding
+from titan_tools.memory.schedules import Action, Kind, actions_of_rank
 from trainer.gpus import Gpu
 
 _BATCH_ELEMENTS = 1 << 26  # trainer's optimizer with other moments makes fp32 copies of this many elements at once
@@ -28,12 +37,11 @@ def peak_instant(run: RunShape, *, pp_rank: int, gpu: Gpu) -> Instant:
 
 def instants(run: RunShape, *, pp_rank: int, gpu: Gpu) -> Iterator[Instant]:
     """Every instant of a step that may be the peak, in time order."""
-    schedule = run.schedule if run.uses_pipeline else "GPipe"
-    computed = actions_of_rank(
-        schedule, pp_rank=pp_rank, pp=run.mesh.pp, num_stages=len(run.stages), num_microbatches=run.num_microbatches
-    )
-    order = with_sharding(computed, schedule) if run.uses_pipeline else computed
-    groups = {stage: groups_of_stage(run, stage) for stage in sorted({action.stage for action in computed})}
+    order = [Action("F", 0, 0), Action("B", 0, 0)]
+    if run.uses_pipeline:
+        shape = {"pp": run.mesh.pp, "num_stages": len(run.stages), "num_microbatches": run.num_microbatches}
+        order = actions_of_rank(run.schedule, pp_rank=pp_rank, **shape)
+    groups = {stage: groups_of_stage(run, stage) for stage in sorted({action.stage for action in order})}
     rank = Rank(run, groups, activations(run, gpu), loss_bytes(run), gpu)
     for _ in range(run.num_accumulated):
         rank.of_inputs.clear()

@@ -16,7 +16,7 @@ next one of its size without freeing it, so dead buffers remain for the gradient
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from titan_tools.memory.formula.activations import (
     Activations,
@@ -32,56 +32,68 @@ from titan_tools.memory.formula.run_shape import RunShape
 from trainer.gpus import Gpu
 
 
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Bytes of a compiled block that depend on the dtype of its products."""
+
+    whole: int  # what a block without recomputation keeps
+    gathered: int  # an input of products, gathered over TP
+    feed_forward: int  # of `whole`, what is freed before attention's backward
+    held: int  # made before attention's backward and held in it
+
+
+FeedForward = Callable[[RunShape, BlockTensors, Products, int], tuple[BlockMoment, ...]]  # the int: number of the block
+
+
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
-    """What a microbatch takes, block by block, where blocks are compiled."""
-    return of_compiled_blocks(run, gpu, kept_block, moments)
+    """What a microbatch takes, block by block, where blocks are compiled and products are not in float8."""
+    return of_compiled_blocks(run, gpu, _products, _feed_forward)
 
 
 def of_compiled_blocks(
-    run: RunShape,
-    gpu: Gpu,
-    kept_block: Callable[[RunShape, int], int],
-    moments: Callable[[RunShape, int, Gpu], tuple[BlockMoment, ...]],
+    run: RunShape, gpu: Gpu, products: Callable[[RunShape, BlockTensors], Products], feed_forward: FeedForward
 ) -> Activations:
-    """By what a block keeps and its backward's moments."""
-    layers = range(run.args.num_layers)
+    """The same, given what depends on the dtype of products, and the highest points of the feed-forward's backward."""
+    t = block_tensors(run)
+    of_dtype, layers = products(run, t), range(run.args.num_layers)
     return replace(
         activations_of(run),
-        kept=tuple(kept_block(run, layer) for layer in layers),
-        backward=tuple(moments(run, layer, gpu) for layer in layers),
+        kept=tuple(_kept_block(run, t, of_dtype, layer) for layer in layers),
+        backward=tuple(
+            (*feed_forward(run, t, of_dtype, layer), _attention(run, t, of_dtype, layer, gpu)) for layer in layers
+        ),
     )
 
 
-def kept_block(run: RunShape, layer: int) -> int:
-    """What block `layer` keeps from forward to backward."""
-    t = block_tensors(run)
+def _kept_block(run: RunShape, t: BlockTensors, products: Products, layer: int) -> int:
+    """What block `layer` keeps from forward to backward.
+
+    With checkpointing by operation: the input; the results of wq, wv (gathered under CP, then with the keys), w1 and
+    attention; under TP, where collectives are kept, both gathered inputs of products, and wo's result after its sum.
+    """
     if keeps_whole_block(run, layer):
-        return _whole(run, t)
+        return products.whole
     if run.recompute.mode == "full":
         return t.stream
-    return _kept_by_operation(run, t)
-
-
-def _whole(run: RunShape, t: BlockTensors) -> int:
-    return kept_whole_block(run) - t.hidden
-
-
-def _kept_by_operation(run: RunShape, t: BlockTensors) -> int:
-    """The input; the results of wq, wv (gathered under CP, then with the keys), w1 and attention; under TP, where
-    collectives are kept, both gathered inputs of products, and wo's result after its sum.
-    """
     keys = t.key if run.mesh.cp == 1 else 2 * t.key_gathered
-    moved = 2 * t.whole + t.stream if run.mesh.tp > 1 else 0
+    moved = 2 * products.gathered + t.stream if run.mesh.tp > 1 else 0
     return t.stream + t.query + keys + t.query + t.logsumexp + t.hidden + moved
 
 
-def moments(run: RunShape, layer: int, gpu: Gpu) -> tuple[BlockMoment, ...]:
-    """The highest points of block `layer`'s backward."""
-    t = block_tensors(run)
-    return (*_feed_forward(run, t, layer), _attention(run, t, layer, gpu))
+def _products(run: RunShape, t: BlockTensors) -> Products:
+    """In attention's backward are held: gradients of the inputs of w1 and w3, separately; of the first sum; of
+    attention's result.
+
+    Under TP also the gathered gradient of wo's result, and the sum of the first two before and after its reduction, or
+    for several samples a copy in rank order, which replaces one of them and is freed.
+    """
+    held = 2 * t.whole + t.stream + t.query
+    if run.mesh.tp > 1:
+        held += 2 * t.whole + t.stream if run.microbatch_size == 1 else t.whole
+    return Products(kept_whole_block(run) - t.hidden, t.whole, 3 * t.hidden + t.whole, held)
 
 
-def _feed_forward(run: RunShape, t: BlockTensors, layer: int) -> tuple[BlockMoment, ...]:
+def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int) -> tuple[BlockMoment, ...]:
     """In silu's kernel, and after w2's gradient.
 
     Without recomputation: w2's gradient comes first and frees the product; the kernel reads the results of w1 and w3
@@ -99,7 +111,7 @@ def _feed_forward(run: RunShape, t: BlockTensors, layer: int) -> tuple[BlockMome
             BlockMoment(released=t.hidden, recompute=t.stream + 2 * t.hidden, gradients=gradient),
         )
     if run.recompute.mode == "full":
-        again = _whole(run, t) - t.stream + incoming
+        again = products.whole - t.stream + incoming
     else:  # w3's result and the product; the second norm's and its input; under TP, which kept those, rotated keys
         again = incoming + 2 * t.hidden + (t.key if run.mesh.tp > 1 else t.whole + t.stream)
         again += t.query if run.mesh.cp > 1 else 0  # both chunks' results, concatenated
@@ -109,23 +121,16 @@ def _feed_forward(run: RunShape, t: BlockTensors, layer: int) -> tuple[BlockMome
     )
 
 
-def _attention(run: RunShape, t: BlockTensors, layer: int, gpu: Gpu) -> BlockMoment:
+def _attention(run: RunShape, t: BlockTensors, products: Products, layer: int, gpu: Gpu) -> BlockMoment:
     """In attention's backward: what the block keeps, without the feed-forward's, and gradients, also of three weights.
 
-    Gradients of the inputs of w1 and w3, separately; of the first sum; of attention's result; of attention's inputs.
-    Under TP also the gathered gradient of wo's result, and the sum of the first two before and after its reduction, or
-    for several samples a copy in rank order, which replaces one of them and is freed. With CP attention's backward runs
-    chunk by chunk: half the queries, and all keys that the last chunk attends to.
+    With CP attention's backward runs chunk by chunk: half the queries, and all keys that the last chunk attends to.
     """
-    kept, tp = kept_block(run, layer), run.mesh.tp
-    own = _whole(run, t) - 3 * t.hidden - t.whole
-    made = 2 * t.whole + t.stream + t.query
-    if tp > 1:
-        made += 2 * t.whole + t.stream if run.microbatch_size == 1 else t.whole
-    made += t.query // (2 if run.mesh.cp > 1 else 1) + 2 * t.key_gathered
+    kept, own = _kept_block(run, t, products, layer), products.whole - products.feed_forward
+    made = products.held + t.query // (2 if run.mesh.cp > 1 else 1) + 2 * t.key_gathered
     return BlockMoment(
         released=max(kept - own, 0),
         recompute=made + max(own - kept, 0),
-        gradients=3 * run.args.dim * run.args.ffn_hidden // tp * run.gradient_bytes,
+        gradients=3 * run.args.dim * run.args.ffn_hidden // run.mesh.tp * run.gradient_bytes,
         workspaces=attention_backward_bytes(run, t, gpu),
     )

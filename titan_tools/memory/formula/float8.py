@@ -22,12 +22,11 @@ from titan_tools.memory.formula.activations import (
     BlockTensors,
     activations_of,
     added_by_feed_forward,
-    attention_backward_bytes,
     block_tensors,
     keeps_whole_block,
     kept_whole_block,
 )
-from titan_tools.memory.formula.compiled import of_compiled_blocks
+from titan_tools.memory.formula.compiled import Products, of_compiled_blocks
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 from trainer.gpus import Gpu
 
@@ -66,34 +65,27 @@ class _Sizes:
 
 def compiled_activations(run: RunShape, gpu: Gpu) -> Activations:
     """What a microbatch takes, block by block, where blocks are compiled."""
-    return of_compiled_blocks(run, gpu, kept_block, moments)
+    return of_compiled_blocks(run, gpu, _products, _feed_forward)
 
 
-def moments(run: RunShape, layer: int, gpu: Gpu) -> tuple[BlockMoment, ...]:
-    """The highest points of a compiled block's backward."""
-    return _feed_forward(run, layer), _attention(run, layer, gpu)
+def _products(run: RunShape, t: BlockTensors) -> Products:
+    """An eager block keeps more than this; under CP both chunks' results are concatenated in float8.
 
-
-def kept_block(run: RunShape, layer: int) -> int:
-    """What a compiled block keeps from forward to backward."""
-    t = block_tensors(run)
-    if keeps_whole_block(run, layer):
-        return _whole(run, t)
-    if run.recompute.mode == "full":
-        return t.stream
-    keys = t.key if run.mesh.cp == 1 else 2 * t.key_gathered
-    moved = 2 * _Sizes(run, t).whole + t.stream if run.mesh.tp > 1 else 0
-    return t.stream + t.query + keys + t.query + t.logsumexp + t.hidden + moved
-
-
-def _whole(run: RunShape, t: BlockTensors) -> int:
-    """What an eager block keeps, less what is not kept; under CP both chunks' results are concatenated in float8."""
-    gathered = 2 * _Sizes(run, t).whole if run.mesh.tp > 1 else 0
+    In attention's backward, as in compiled.py; what products read is held in float8, in both orders. For several
+    samples under TP the gradients of w1's and w3's inputs are freed once their sum has been copied.
+    """
+    sizes, uses_tp = _Sizes(run, t), run.mesh.tp > 1
     joined = t.query // run.compute_bytes - t.query if run.mesh.cp > 1 else 0
-    return kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + gathered + joined
+    whole = kept_whole_block(run) - 2 * t.whole - 2 * t.hidden + (2 * sizes.whole if uses_tp else 0) + joined
+    held = 2 * t.whole + t.stream + t.query + sizes.output_weight
+    if not uses_tp:
+        held += 2 * sizes.whole
+    else:
+        held += 2 * t.whole + t.stream + 4 * sizes.whole if run.microbatch_size == 1 else sizes.whole - t.whole
+    return Products(whole, sizes.whole, 2 * t.hidden + (sizes.whole if uses_tp else 0), held)
 
 
-def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
+def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int) -> tuple[BlockMoment, ...]:
     """In the kernel for silu's backward.
 
     It reads the results of w1 and w3 and the product's gradient, and writes the product in column-major order and both
@@ -102,42 +94,19 @@ def _feed_forward(run: RunShape, layer: int) -> BlockMoment:
     order: of the second norm's result if that was kept; of the first norm's, with full recomputation, one each for wq,
     wk and wv, which are held too.
     """
-    t = block_tensors(run)
     sizes = _Sizes(run, t)
     kernel = t.hidden + 5 * sizes.hidden
     if keeps_whole_block(run, layer):
-        return BlockMoment(recompute=t.stream + kernel + (sizes.whole if run.mesh.tp > 1 else 0))
+        return (BlockMoment(recompute=t.stream + kernel + (sizes.whole if run.mesh.tp > 1 else 0)),)
     is_full, again = run.recompute.mode == "full", t.stream
-    again += _whole(run, t) - t.stream + 2 * sizes.weight if is_full else t.hidden + sizes.weight
+    again += products.whole - t.stream + 2 * sizes.weight if is_full else t.hidden + sizes.weight
     if run.mesh.tp > 1:
         again += sizes.whole * (1 if run.microbatch_size == 1 else 4 if is_full else 2)
     else:
         again += sizes.stream + (0 if is_full else t.stream) + (0 if _gathers(run) else t.key)
     if not is_full and run.mesh.cp > 1:
         again += t.query
-    return BlockMoment(recompute=again + kernel)
-
-
-def _attention(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
-    """In attention's backward, as in compiled.py; what products read is held in float8, in both orders.
-
-    For several samples under TP the gradients of w1's and w3's inputs are freed once their sum has been copied.
-    """
-    t, tp = block_tensors(run), run.mesh.tp
-    sizes, kept = _Sizes(run, t), kept_block(run, layer)
-    own = _whole(run, t) - 2 * t.hidden - (sizes.whole if tp > 1 else 0)
-    made = 2 * t.whole + t.stream + t.query + sizes.output_weight
-    made += t.query // (2 if run.mesh.cp > 1 else 1) + 2 * t.key_gathered
-    if tp == 1:
-        made += 2 * sizes.whole
-    else:
-        made += 2 * t.whole + t.stream + 4 * sizes.whole if run.microbatch_size == 1 else sizes.whole - t.whole
-    return BlockMoment(
-        released=max(kept - own, 0),
-        recompute=made + max(own - kept, 0),
-        gradients=3 * run.args.dim * run.args.ffn_hidden // tp * run.gradient_bytes,
-        workspaces=attention_backward_bytes(run, t, gpu),
-    )
+    return (BlockMoment(recompute=again + kernel),)
 
 
 def output_cast_bytes(run: RunShape) -> int:

@@ -1,6 +1,6 @@
 """What one pipeline rank holds at an instant of a step, in bytes by part.
 
-How it changes is in forward.py, backward.py and closed_form.py.
+How it changes is in passes.py and closed_form.py.
 """
 
 from collections.abc import Sequence

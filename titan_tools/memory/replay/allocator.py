@@ -19,35 +19,57 @@ from titan_tools.memory.replay.pool import (
     segment_size,
 )
 
+AllocatorName = Literal["classic", "expandable"]
 
-class Classic:
-    """`expandable_segments:False`, with segments of cudaMalloc: see Allocator.
 
-    Sizes are rounded up to 512 bytes (round_size). A block that is too large is split only if enough remains
-    (should_split), so it may hold, and count as allocated, up to 1 MiB more than requested.
-    """
+class Memory(Protocol):
+    """The memory that a stream holds for blocks of one size class."""
 
-    def __init__(self, capacity_bytes: int | None = None):
+    pool: Pool  # its free blocks
+    least_rest: int  # a block is taken whole where less would remain of it
+
+    def best_fit(self, size: int) -> int:
+        """Position of the free block to use; len(pool.order) if there is none."""
+        ...
+
+    def grow(self, size: int) -> int | None:
+        """Take memory from the driver for a free block of `size` or more: its position; None if there is too little."""
+        ...
+
+    def release_cached(self) -> None:
+        """Return to the driver what is not used."""
+        ...
+
+
+class Allocator:
+    """Bytes are those of torch.cuda.memory_allocated and of memory_reserved."""
+
+    def __init__(self, name: AllocatorName, capacity_bytes: int | None):
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.reserved_bytes = 0
         self.driver_calls: list[DriverCall] = []
-        self._pools: dict[str, tuple[Pool, Pool]] = {}
+        self._make_memory = _Segments if name == "classic" else _Ranges
+        self._memories: dict[str, tuple[Memory, Memory]] = {}  # by stream, for large and for small blocks
         self._live: dict[int, tuple[int, Pool]] = {}
-        self._segments: dict[int, int] = {}  # start → size
         self._next_address = FIRST_ADDRESS
 
     def allocate(self, num_bytes: int, stream: str) -> int:
-        """See Allocator."""
+        """The address of a new block, whose size is rounded up to 512 bytes (round_size); 0 for no bytes.
+
+        Raises CapacityExceeded.
+        """
         if not num_bytes:
             return 0
         size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
-        if (pools := self._pools.get(stream)) is None:
-            pools = self._pools[stream] = Pool(stream, is_small=False), Pool(stream, is_small=True)
-        pool = pools[size <= SMALL]
-        position = pool.find(size)
+        if (both := self._memories.get(stream)) is None:
+            large, small = (self._make_memory(self, Pool(stream, is_small=is_small)) for is_small in (False, True))
+            both = self._memories[stream] = large, small
+        memory = both[size <= SMALL]
+        pool = memory.pool
+        position = memory.best_fit(size)
         if position == len(pool.order):
-            position = self._new_segment(pool, size)
-        address, size = pool.take(position, size, least_rest=MIN_BLOCK if pool.is_small else SMALL + 1)
+            position = self._grow(memory, size)
+        address, size = pool.take(position, size, least_rest=memory.least_rest)
         self._live[address] = size, pool
         self.allocated_bytes += size
         return address
@@ -60,145 +82,93 @@ class Classic:
             pool.put(address, size)
 
     def pools(self) -> list[Pool]:
-        return [pool for both in self._pools.values() for pool in both]
+        return [memory.pool for both in self._memories.values() for memory in both]
 
-    def _new_segment(self, pool: Pool, size: int) -> int:
-        """Allocate a segment from the driver; returns the position of its free block."""
-        segment = segment_size(size)
-        if not self._fits(segment):
-            self._release_cached()
-            if not self._fits(segment):
-                raise CapacityExceeded(f"{size} bytes")
-        address = self._next_address
-        self._next_address += segment + GAP
-        self._segments[address] = segment
-        self.reserved_bytes += segment
-        self.driver_calls.append(DriverCall("segment_alloc", address, segment, pool.stream, pool.is_small))
-        pool.put(address, segment)
-        return pool.find(segment)
-
-    def _fits(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int) -> bool:
+        """Whether the driver has that much left."""
         return self.capacity_bytes is None or self.reserved_bytes + num_bytes <= self.capacity_bytes
 
-    def _release_cached(self) -> None:
-        """Return segments that are one free block to the driver (release_cached_blocks)."""
-        for pool in self.pools():
-            for start, size in list(pool.size_at.items()):
-                if self._segments.get(start) == size:
-                    pool.take_at(start)
-                    del self._segments[start]
-                    self.reserved_bytes -= size
-                    self.driver_calls.append(DriverCall("segment_free", start, size, pool.stream, pool.is_small))
+    def reserve_addresses(self, num_bytes: int) -> int:
+        """The start of addresses that are not adjacent to any other."""
+        start = self._next_address
+        self._next_address += num_bytes + GAP
+        return start
+
+    def record(self, action: str, pool: Pool, address: int, num_bytes: int) -> None:
+        """Record that the driver gave memory, or took it back where `num_bytes` is negative."""
+        self.reserved_bytes += num_bytes
+        self.driver_calls.append(DriverCall(action, address, abs(num_bytes), pool.stream, pool.is_small))
+
+    def _grow(self, memory: Memory, size: int) -> int:
+        position = memory.grow(size)
+        if position is None:
+            for both in self._memories.values():
+                for each in both:
+                    each.release_cached()
+            position = memory.grow(size)
+        if position is None:
+            raise CapacityExceeded(f"{size} bytes")
+        return position
+
+
+def make_allocator(name: AllocatorName, *, capacity_bytes: int | None = None) -> Allocator:
+    """A new allocator. `capacity_bytes`: what the driver can give it, None for any amount."""
+    return Allocator(name, capacity_bytes)
+
+
+class _Segments:
+    """`expandable_segments:False`: segments of cudaMalloc.
+
+    A block that is too large is split only if enough remains (should_split), so it may hold, and count as allocated, up
+    to 1 MiB more than requested.
+    """
+
+    def __init__(self, allocator: Allocator, pool: Pool):
+        self.allocator, self.pool = allocator, pool
+        self.least_rest = MIN_BLOCK if pool.is_small else SMALL + 1
+        self.best_fit = pool.find
+        self._sizes: dict[int, int] = {}  # of segments, by start
+
+    def grow(self, size: int) -> int | None:
+        """Allocate a segment."""
+        segment = segment_size(size)
+        if not self.allocator.fits(segment):
+            return None
+        address = self.allocator.reserve_addresses(segment)
+        self._sizes[address] = segment
+        self.allocator.record("segment_alloc", self.pool, address, segment)
+        self.pool.put(address, segment)
+        return self.pool.find(segment)
+
+    def release_cached(self) -> None:
+        """Return segments that are one free block (release_cached_blocks)."""
+        for start, size in list(self.pool.size_at.items()):
+            if self._sizes.get(start) == size:
+                self.pool.take_at(start)
+                del self._sizes[start]
+                self.allocator.record("segment_free", self.pool, start, -size)
 
 
 # The address space of one expandable segment: 1 1/8 of the GPU's memory in torch, plenty where that is not known
 _PLENTY = LARGE_SEGMENT << 18
 
 
-class Expandable:
-    """`expandable_segments:True`: see Allocator, and Note [Expandable Segments] of CUDACachingAllocator.cpp.
+class _Ranges:
+    """`expandable_segments:True`: Note [Expandable Segments] of CUDACachingAllocator.cpp.
 
     One address range per stream and pool; physical memory is mapped at its end, in granules of 20 MiB (large) or 2 MiB
-    (small). Every block is split down to its request. Nothing returns to the driver unless the capacity is reached.
+    (small): mapped free memory is in `pool`, unmapped addresses in `unmapped`. Every block is split down to its
+    request. Nothing returns to the driver unless the capacity is reached.
     """
 
-    def __init__(self, capacity_bytes: int | None = None):
-        self.capacity_bytes = capacity_bytes
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.driver_calls: list[DriverCall] = []
-        self._ranges: dict[str, tuple[_Ranges, _Ranges]] = {}
-        self._live: dict[int, tuple[int, _Ranges]] = {}
-        self._next_address = FIRST_ADDRESS
+    least_rest = MIN_BLOCK
 
-    def allocate(self, num_bytes: int, stream: str) -> int:
-        """See Allocator."""
-        if not num_bytes:
-            return 0
-        size = (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
-        if (both := self._ranges.get(stream)) is None:
-            both = self._ranges[stream] = _Ranges(stream, is_small=False), _Ranges(stream, is_small=True)
-        ranges = both[size <= SMALL]
-        pool = ranges.pool
-        position = ranges.best_fit(size)
-        if position == len(pool.order):
-            position = self._grow(ranges, size)
-        address, size = pool.take(position, size, least_rest=MIN_BLOCK)
-        self._live[address] = size, ranges
-        self.allocated_bytes += size
-        return address
-
-    def free(self, address: int) -> None:
-        """Return a block to its pool."""
-        if address:
-            size, ranges = self._live.pop(address)
-            self.allocated_bytes -= size
-            ranges.pool.put(address, size)
-
-    def pools(self) -> list[Pool]:
-        return [ranges.pool for both in self._ranges.values() for ranges in both]
-
-    def _grow(self, ranges: "_Ranges", size: int) -> int:
-        """Map memory for a free block of at least `size`: its position (try_allocate_expandable_block)."""
-        start = self._mapped(ranges, size)
-        if start is None:
-            self._release_cached()
-            start = self._mapped(ranges, size)
-        if start is None:
-            raise CapacityExceeded(f"{size} bytes")
-        return ranges.pool.position_of(start)
-
-    def _mapped(self, ranges: "_Ranges", size: int) -> int | None:
-        """Start of a free block of at least `size`, after mapping what was missing; None if memory ran out."""
-        if self.capacity_bytes is not None and size > self.capacity_bytes:
-            return None  # no range has that many addresses
-        start = ranges.find_space(size)
-        if start is None:
-            start = self._new_range(ranges)
-        pool = ranges.pool
-        while (missing := size - pool.size_at.get(start, 0)) > 0:
-            end = start + size - missing
-            num_bytes = ranges.granules(min(missing, ranges.unmapped[end]))
-            if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
-                return None
-            ranges.map(end, num_bytes)
-            self._record("segment_map", ranges, end, num_bytes)
-        return start
-
-    def _new_range(self, ranges: "_Ranges") -> int:
-        space = _PLENTY if self.capacity_bytes is None else self.capacity_bytes // 8 * 9
-        space = -(-space // LARGE_SEGMENT) * LARGE_SEGMENT
-        start = self._next_address
-        self._next_address += space + GAP
-        ranges.add(start, space)
-        return start
-
-    def _release_cached(self) -> None:
-        """Unmap every granule that is free from end to end (release_cached_blocks, unmap_block)."""
-        for both in self._ranges.values():
-            for ranges in both:
-                for start in list(ranges.pool.size_at):
-                    for first, num_bytes in ranges.unmap(start):
-                        self._record("segment_unmap", ranges, first, -num_bytes)
-
-    def _record(self, action: str, ranges: "_Ranges", address: int, num_bytes: int) -> None:
-        self.reserved_bytes += num_bytes
-        pool = ranges.pool
-        self.driver_calls.append(DriverCall(action, address, abs(num_bytes), pool.stream, pool.is_small))
-
-
-class _Ranges:
-    """The address ranges of a stream's pool: mapped free memory in `pool`, unmapped addresses in `unmapped`."""
-
-    def __init__(self, stream: str, *, is_small: bool):
-        self.pool = Pool(stream, is_small=is_small)
-        self.granule = granule(is_small)
+    def __init__(self, allocator: Allocator, pool: Pool):
+        self.allocator, self.pool = allocator, pool
+        self.granule = granule(pool.is_small)
         self.unmapped: dict[int, int] = {}  # start → size
         self._starts: list[int] = []  # of `unmapped`, sorted
         self._spaces: dict[int, int] = {}  # start → size of whole ranges
-
-    def granules(self, num_bytes: int) -> int:
-        """Bytes, rounded up to whole granules."""
-        return -(-num_bytes // self.granule) * self.granule
 
     def best_fit(self, size: int) -> int:
         """Position of the block to use, len(pool.order) if there is none (get_free_block).
@@ -218,7 +188,43 @@ class _Ranges:
             position += 1
         return position
 
-    def find_space(self, size: int) -> int | None:
+    def grow(self, size: int) -> int | None:
+        """Map what is missing of a free block (try_allocate_expandable_block)."""
+        pool, allocator = self.pool, self.allocator
+        if allocator.capacity_bytes is not None and size > allocator.capacity_bytes:
+            return None  # no range has that many addresses
+        start = self._find_space(size)
+        if start is None:
+            start = self._new_range()
+        while (missing := size - pool.size_at.get(start, 0)) > 0:
+            end = start + size - missing
+            num_bytes = self._granules(min(missing, self.unmapped[end]))
+            if not allocator.fits(num_bytes):
+                return None
+            self._map(end, num_bytes)
+            allocator.record("segment_map", pool, end, num_bytes)
+        return pool.position_of(start)
+
+    def release_cached(self) -> None:
+        """Unmap every granule that is free from end to end (release_cached_blocks, unmap_block)."""
+        for start in list(self.pool.size_at):
+            end = start + self.pool.size_at[start]
+            first, last = self._granules(start), end // self.granule * self.granule
+            if first >= last:
+                continue
+            self.pool.take_at(start)
+            if start < first:
+                self.pool.put(start, first - start)
+            if last < end:
+                self.pool.put(last, end - last)
+            self._merge_unmapped(first, last - first)
+            self.allocator.record("segment_unmap", self.pool, first, first - last)
+
+    def _granules(self, num_bytes: int) -> int:
+        """Bytes, rounded up to whole granules."""
+        return -(-num_bytes // self.granule) * self.granule
+
+    def _find_space(self, size: int) -> int | None:
         """The lowest start of free or unmapped space of `size` that is in part unmapped (find_expandable_block)."""
         pool = self.pool
         for unmapped in self._starts:
@@ -232,31 +238,21 @@ class _Ranges:
                 return start
         return None
 
-    def add(self, start: int, size: int) -> None:
-        """Add a range that is not mapped."""
-        self._spaces[start] = size
-        self._add_unmapped(start, size)
+    def _new_range(self) -> int:
+        capacity = self.allocator.capacity_bytes
+        space = _PLENTY if capacity is None else capacity // 8 * 9
+        space = -(-space // LARGE_SEGMENT) * LARGE_SEGMENT
+        start = self.allocator.reserve_addresses(space)
+        self._spaces[start] = space
+        self._add_unmapped(start, space)
+        return start
 
-    def map(self, start: int, num_bytes: int) -> None:
+    def _map(self, start: int, num_bytes: int) -> None:
         """Map granules at the beginning of unmapped space (map_block)."""
         space = self._take_unmapped(start)
         if space > num_bytes:
             self._add_unmapped(start + num_bytes, space - num_bytes)
         self.pool.put(start, num_bytes)
-
-    def unmap(self, start: int) -> list[tuple[int, int]]:
-        """Unmap the whole granules in a free block: none, or one run, as [(start, size)]."""
-        end = start + self.pool.size_at[start]
-        first, last = self.granules(start), end // self.granule * self.granule
-        if first >= last:
-            return []
-        self.pool.take_at(start)
-        if start < first:
-            self.pool.put(start, first - start)
-        if last < end:
-            self.pool.put(last, end - last)
-        self._merge_unmapped(first, last - first)
-        return [(first, last - first)]
 
     def _merge_unmapped(self, start: int, size: int) -> None:
         for before in self._starts:
@@ -278,27 +274,3 @@ class _Ranges:
     def _take_unmapped(self, start: int) -> int:
         self._starts.remove(start)
         return self.unmapped.pop(start)
-
-
-AllocatorName = Literal["classic", "expandable"]
-
-
-class Allocator(Protocol):
-    """Bytes are those of torch.cuda.memory_allocated and of memory_reserved."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    driver_calls: list[DriverCall]
-
-    def allocate(self, num_bytes: int, stream: str) -> int:
-        """The address of a new block; 0 for no bytes. Raises OutOfMemory."""
-        ...
-
-    def free(self, address: int) -> None: ...
-
-    def pools(self) -> list[Pool]: ...
-
-
-def make_allocator(name: AllocatorName, *, capacity_bytes: int | None = None) -> Allocator:
-    """A new allocator. `capacity_bytes`: what the driver can give it, None for any amount."""
-    return Classic(capacity_bytes) if name == "classic" else Expandable(capacity_bytes)

@@ -7,7 +7,7 @@ Half of the pieces are multiplied on a second stream, for which both cuBLAS hand
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -126,16 +126,10 @@ def _reject_first_dim_gather(A_shard: Tensor, Bs: list[Tensor], gather_dim: int,
     return False
 
 
-class _Stream:
+class _Stream(nullcontext[None]):
     """A stand-in for a GPU's stream."""
 
     def wait_stream(self, other: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *unused: Any) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
 from titan_tools.memory.trace.events import StepPoint, Trace
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels
-from titan_tools.memory.trace.offload import HostBytes, OffloadedTensors, OffloadRecorder, track_offload
+from titan_tools.memory.trace.offload import OffloadedTensors, OffloadRecorder, move_to_gpu, track_offload
 from titan_tools.memory.trace.recorder import Recorder, owner_of_many
 from titan_tools.memory.trace.tensors import RecordedTensors
 from titan_tools.memory.trace.tracking import track_modules, track_points
@@ -28,6 +28,7 @@ from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.job import Job
 from trainer.mesh import make_meshes
+from trainer.optim.clip import square_sums_on_gpu
 from trainer.optim.optimizer import build_optimizer
 from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
@@ -36,18 +37,19 @@ from trainer.train_model import TrainModel
 _WITHOUT_SHAPES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: HostBytes | None = None) -> Trace:
+def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Trace:
     """Build one rank of a job, run `num_steps` steps, and validate once if the config does.
 
     Check coverage.py's gaps before. Initializes and destroys the default process group. Memory and time grow with the
-    model's depth only. `host` counts what CPU offload keeps in host memory.
+    model's depth only.
     """
     config, dims = job.config, job.dims
     recorder = Recorder()
     offloaded: AbstractContextManager[None] = nullcontext()
     on_parameters_side: Callable[[], AbstractContextManager[None]] = nullcontext
-    if config.training.enable_cpu_offload and kernels.device == "cuda":
-        recorder = offload_recorder = OffloadRecorder(host or HostBytes())
+    is_offloaded = config.training.enable_cpu_offload and kernels.device == "cuda"
+    if is_offloaded:
+        recorder = offload_recorder = OffloadRecorder()
         tensors: RecordedTensors = OffloadedTensors(offload_recorder, kernels.workspaces)
         offloaded, on_parameters_side = track_offload(offload_recorder), offload_recorder.on_host
     else:
@@ -64,10 +66,13 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: 
         offloaded,
     ):
         meshes = make_meshes(dims, "cpu")
-        model = build(job, meshes, torch.device("cpu"), memory=tensors)
+        with on_parameters_side():  # float8 is gathered in float8 as with NCCL: gloo has no float8
+            model = build(job, meshes, torch.device("cpu"), memory=tensors, collectives_of=kernels.device)
         track_modules(model.parts, recorder)
         observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:
+            if is_offloaded:
+                move_to_gpu(model.parts)
             if size := cublas_bytes(kernels):
                 for _ in range(CUBLAS_HANDLES):
                     recorder.allocate(size, part="workspaces")
@@ -82,6 +87,8 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2, host: 
                     local_batch_size=training.local_batch_size,
                     observer=observer,
                 )
+            if kernels.device == "cuda":
+                step.clip.square_sums = square_sums_on_gpu
             model.follow(optimizer)
             _label_parameters(model, optimizer, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":

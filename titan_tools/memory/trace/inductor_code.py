@@ -5,9 +5,8 @@ What the code allocates, reuses and frees stays as it is.
 
 import ast
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -115,27 +114,20 @@ class _Kernel:
     run = __call__
 
 
-class _Device:
-    """A device guard that does nothing."""
+class _Operations:
+    """torch.ops, with the operations of symmetric memory as on a GPU."""
 
-    def __init__(self, index: int):
-        pass
+    symm_mem = fused_products()
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *unused: Any) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
 
 
 class _Torch:
     """torch with a stand-in for the GPU."""
 
-    cuda = SimpleNamespace(_DeviceGuard=_Device, set_device=lambda index: None)
-
-    @cached_property
-    def ops(self) -> Any:
-        return _Operations()
+    cuda = SimpleNamespace(_DeviceGuard=nullcontext, set_device=lambda index: None)
+    ops = _Operations()
 
     @staticmethod
     def device(*unused: Any, **named: Any) -> torch.device:
@@ -143,17 +135,6 @@ class _Torch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
-
-
-class _Operations:
-    """torch.ops, with the operations of symmetric memory as on a GPU."""
-
-    @cached_property
-    def symm_mem(self) -> SimpleNamespace:
-        return fused_products()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.ops, name)
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
-import trainer.build
 import trainer.parallel.context
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
-from trainer.optim import clip
-from trainer.parallel.float8 import float8_styles
 
 aten: Any = torch.ops.aten
 
@@ -75,20 +72,11 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
             patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
         if kernels.norm == "fused":
             patches.enter_context(patch.object(F, "rms_norm", _rms_norm))
-        if kernels.device == "cuda":
-            patches.enter_context(patch.object(clip, "_square_sums", clip.square_sums_on_gpu))
-            # Float8 is gathered over tensor-parallel ranks, as with NCCL: gloo has no float8. Everything else in
-            # torchao is the same on any device.
-            patches.enter_context(patch.object(trainer.build, "float8_styles", _float8_styles_on_cuda))
         yield
 
 
 def cublas_bytes(kernels: Kernels) -> int:
     return round(kernels.cublas_mib * MIB)
-
-
-def _float8_styles_on_cuda(*args: Any, device_type: str, **kwargs: Any) -> Any:
-    return float8_styles(*args, device_type="cuda", **kwargs)
 
 
 # --- attention

@@ -6,9 +6,8 @@ a result is on the side of its inputs.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,30 +19,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._pytree import tree_iter
 
-import trainer.build
 from titan_tools.memory.trace.recorder import Recorder
 from titan_tools.memory.trace.tensors import RecordedTensors
-from trainer.parallel.fsdp import keep_on_cpu
-
-
-@dataclass(slots=True)
-class HostBytes:
-    """Bytes of tensors that a rank holds in host memory."""
-
-    held_bytes: int = 0
-    peak_bytes: int = 0
-
-    def add(self, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
 
 class OffloadRecorder(Recorder):
-    """Records allocations of the GPU, and counts those in host memory."""
+    """Records allocations of the GPU, and knows which storages are in host memory."""
 
-    def __init__(self, host: HostBytes):
+    def __init__(self) -> None:
         super().__init__()
-        self.host = host
         self.is_host = False  # where new storages are
         self.is_fixed = False  # whether that overrides the side of the inputs
         self._host_storages: set[int] = set()
@@ -53,12 +37,11 @@ class OffloadRecorder(Recorder):
             super().record(tensor)
             return
         storage = tensor.untyped_storage()
-        key, num_bytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if self.is_paused or key in self._watched:
             return
         self._host_storages.add(key)
-        self._watched[key] = weakref.ref(storage, lambda _: self._host_storage_freed(key, num_bytes))
-        self.host.add(num_bytes)
+        self._watched[key] = weakref.ref(storage, lambda _: self._storage_freed(key))
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._host_storages
@@ -77,11 +60,9 @@ class OffloadRecorder(Recorder):
         """Put new storages in host memory."""
         return self.on_side(is_host=True, is_fixed=True)
 
-    def _host_storage_freed(self, key: int, num_bytes: int) -> None:
-        del self._watched[key]
+    def _storage_freed(self, key: int) -> None:
         self._host_storages.discard(key)
-        if not self._is_finished:
-            self.host.add(-num_bytes)
+        super()._storage_freed(key)
 
 
 class OffloadedTensors(RecordedTensors):  # type: ignore[no-untyped-call]
@@ -105,32 +86,25 @@ class OffloadedTensors(RecordedTensors):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def track_offload(recorder: OffloadRecorder) -> Iterator[None]:
-    """Keep the parameters of a model that is built in host memory, and record FSDP's copies."""
+    """Record FSDP's copies."""
     getter = FSDPParam.__dict__["all_gather_inputs"].fget
-    to_gpu = _copying(recorder, getter, to_host=False)
+    to_gpu = property(_copying(recorder, getter, to_host=False))
     to_host = _copying(recorder, foreach_reduce, to_host=True)
-    with ExitStack() as patches:
-        for owner, name, new in (
-            (trainer.build, "keep_on_cpu", _keeping_on_host(recorder, keep_on_cpu)),
-            (FSDPParam, "all_gather_inputs", property(to_gpu)),
-            (_fsdp_param_group, "foreach_reduce", to_host),
-        ):
-            patches.enter_context(patch.object(owner, name, new))
+    with (
+        patch.object(FSDPParam, "all_gather_inputs", to_gpu),
+        patch.object(_fsdp_param_group, "foreach_reduce", to_host),
+    ):
         yield
 
 
-def _keeping_on_host(recorder: OffloadRecorder, own: Callable[..., None]) -> Callable[..., None]:
-    def keep(model: nn.Module, device: torch.device) -> None:
-        """`own`; then make again, for the GPU, what does not stay in host memory."""
-        with recorder.on_host():
-            own(model, device)
-        for module in model.modules():
+def move_to_gpu(parts: Sequence[nn.Module]) -> None:
+    """Allocate anew, on the GPU, what a model has besides parameters, as trainer/parallel/fsdp.py's keep_on_cpu."""
+    for part in parts:
+        for module in part.modules():
             if next(module.parameters(), None) is None:
-                module.to(device)
+                module.to("cpu")  # computes the rotary embedding's frequencies again
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-
-    return keep
 
 
 def _copying(recorder: OffloadRecorder, own: Callable[..., Any], *, to_host: bool) -> Callable[..., Any]:

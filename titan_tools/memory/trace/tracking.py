@@ -8,7 +8,7 @@ stage, `reduce` where the stage's gradients are reduced.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -35,17 +35,24 @@ NO_STAGE = -1
 _STREAMS = ("all_gather_copy_in", "all_gather", "reduce_scatter", "all_reduce")
 
 Function = Callable[..., Any]
-Wrap = Callable[[Function, Recorder], Function]
 
 
 @contextmanager
 def track_points(recorder: Recorder) -> Iterator[None]:
     """Follow the actions of pipeline stages, and label what FSDP gathers and reduces."""
     with ExitStack() as patches:
-        for owner, name, wrap in _WRAPS:
+        for owner, name, replacement in _REPLACEMENTS:
             own = owner.__dict__[name]
-            patches.enter_context(patch.object(owner, name, wraps(own)(wrap(own, recorder))))
+            patches.enter_context(patch.object(owner, name, _replaced(own, replacement, recorder)))
         yield
+
+
+def _replaced(own: Function, replacement: Function, recorder: Recorder) -> Function:
+    @wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return replacement(own, recorder, *args, **kwargs)
+
+    return run
 
 
 def track_modules(parts: Sequence[Any], recorder: Recorder) -> None:
@@ -83,32 +90,24 @@ def _track_module(module: nn.Module, fqn: str, recorder: Recorder, *, forward: b
     module.register_forward_hook(end_forward, prepend=True)
 
 
-def _wrap_gather(own: Function, recorder: Recorder) -> Function:
+def _gather(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
     """A group's parameters, maybe while another module runs: prefetched, or gathered for a whole stage."""
-
-    def run(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-        with recorder.as_part("all_gather", owner=_module_of(group, recorder)):
-            return own(group, *args, **kwargs)
-
-    return run
+    with recorder.as_part("all_gather", owner=_module_of(group, recorder)):
+        return own(group, *args, **kwargs)
 
 
-def _wrap_reduce(own: Function, recorder: Recorder) -> Function:
+def _post_backward(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any) -> None:
     """A group's gradients are complete: unsharded before, this rank's shards after."""
-
-    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
-        before = recorder.point
-        if before.phase == "reduce":
-            recorder.point = before._replace(module=_module_of(group, recorder))
-        for parameter in group.fsdp_params:
-            _label_gradients(parameter, recorder)
-        with recorder.as_part("reduce_scatter"):
-            own(group, *unused)
-        for parameter in group.fsdp_params:
-            _label_gradients(parameter, recorder)
-        recorder.point = before
-
-    return post_backward
+    before = recorder.point
+    if before.phase == "reduce":
+        recorder.point = before._replace(module=_module_of(group, recorder))
+    for parameter in group.fsdp_params:
+        _label_gradients(parameter, recorder)
+    with recorder.as_part("reduce_scatter"):
+        own(group, *args)
+    for parameter in group.fsdp_params:
+        _label_gradients(parameter, recorder)
+    recorder.point = before
 
 
 def _module_of(group: FSDPParamGroup, recorder: Recorder) -> str:
@@ -125,37 +124,25 @@ def _label_gradients(parameter: Any, recorder: Recorder) -> None:
             recorder.reclassify(gradient, "gradients")
 
 
-def _name_streams(own: Function, recorder: Recorder) -> Function:
+def _name_streams(own: Function, recorder: Recorder, context: FSDPCommContext, device: Any) -> None:
     """Each FSDP root makes its own streams."""
-
-    def lazy_init(context: FSDPCommContext, device: Any) -> None:
-        own(context, device)
-        count = len({name.partition("/")[2] for name in recorder.stream_names.values()})
-        for name in _STREAMS:
-            recorder.name_stream(getattr(context, f"{name}_stream"), f"{name}/{count}" if count else name)
-
-    return lazy_init
+    own(context, device)
+    count = len({name.partition("/")[2] for name in recorder.stream_names.values()})
+    for name in _STREAMS:
+        recorder.name_stream(getattr(context, f"{name}_stream"), f"{name}/{count}" if count else name)
 
 
-def _pad_once(own: Function, recorder: Recorder) -> Function:
+def _pad_once(own: Function, recorder: Recorder, parameter: Any) -> None:
     """Do not pad an uneven shard again that is padded already: FSDP compares addresses, which fake tensors lack."""
-
-    def reset_sharded_param(parameter: Any) -> None:
-        held = parameter._sharded_param_data.untyped_storage()
-        if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
-            own(parameter)
-
-    return reset_sharded_param
+    held = parameter._sharded_param_data.untyped_storage()
+    if held._cdata != parameter.sharded_param._local_tensor.untyped_storage()._cdata:
+        own(parameter)
 
 
-def _without_recording(own: Function, recorder: Recorder) -> Function:
+def _run_unrecorded(own: Function, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
     """DTensor finds shapes by running operations on fake tensors, in a real run too."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with recorder.paused():
-            return own(*args, **kwargs)
-
-    return run
+    with recorder.paused():
+        return own(*args, **kwargs)
 
 
 def _set_point(recorder: Recorder, phase: str, stage: int, microbatch: int = -1) -> None:
@@ -165,92 +152,73 @@ def _set_point(recorder: Recorder, phase: str, stage: int, microbatch: int = -1)
     recorder.point = recorder.point._replace(phase=phase, stage=stage, microbatch=microbatch, module="")
 
 
-def _wrap_action(own: Function, recorder: Recorder) -> Function:
+def _name_action(own: Function, recorder: Recorder, action: Any) -> Any:
     """Schedules of several stages per rank name each action for the profiler, just before they run it."""
-
-    def name(action: Any) -> Any:
-        microbatch = -1 if action.microbatch_index is None else action.microbatch_index
-        _set_point(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
-        return own(action)
-
-    return name
+    microbatch = -1 if action.microbatch_index is None else action.microbatch_index
+    _set_point(recorder, PHASES[action.computation_type.value], action.stage_index, microbatch)
+    return own(action)
 
 
-def _wrap_microbatch(phase: str) -> Wrap:
-    def wrap(own: Function, recorder: Recorder) -> Function:
-        def run(stage: _PipelineStageBase, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            _set_point(recorder, phase, stage.stage_index, microbatch)
-            result = own(stage, microbatch, *args, **kwargs)
-            _set_point(recorder, phase, stage.stage_index, microbatch)
-            return result
-
-        return run
-
-    return wrap
-
-
-def _wrap_stage_reduce(own: Function, recorder: Recorder) -> Function:
-    def perform_reduce_grad(stage: _PipelineStageBase, *args: Any) -> None:
-        _set_point(recorder, "reduce", stage.stage_index)
-        own(stage, *args)
-        _set_point(recorder, "reduce", stage.stage_index)
-
-    return perform_reduce_grad
+def _compute_chunk(
+    phase: str,
+    own: Function,
+    recorder: Recorder,
+    stage: _PipelineStageBase,
+    microbatch: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    _set_point(recorder, phase, stage.stage_index, microbatch)
+    result = own(stage, microbatch, *args, **kwargs)
+    _set_point(recorder, phase, stage.stage_index, microbatch)
+    return result
 
 
-def _wrap_end(own: Function, recorder: Recorder) -> Function:
+def _reduce_stage(own: Function, recorder: Recorder, stage: _PipelineStageBase, *args: Any) -> None:
+    _set_point(recorder, "reduce", stage.stage_index)
+    own(stage, *args)
+    _set_point(recorder, "reduce", stage.stage_index)
+
+
+def _end_step(own: Function, recorder: Recorder, *args: Any) -> None:
     """All microbatches are done: what follows belongs to none of them, nor to a stage."""
-
-    def update_losses(schedule: _PipelineSchedule, held: Any, *args: Any) -> None:
-        _set_point(recorder, "forward", NO_STAGE)
-        own(schedule, held, *args)
-
-    return update_losses
+    _set_point(recorder, "forward", NO_STAGE)
+    own(*args)
 
 
-def _wrap_buffers(own: Function, recorder: Recorder) -> Function:
+def _make_buffers(own: Function, recorder: Recorder, stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
     """Before the first microbatch a stage allocates one receive buffer for each."""
-
-    def prepare(stage: _PipelineStageBase, *args: Any, **kwargs: Any) -> Any:
-        point = recorder.point._replace(phase="build", stage=stage.stage_index, microbatch=-1, module="")
-        with recorder.at(point), recorder.as_part("pipeline_buffers"):
-            return own(stage, *args, **kwargs)
-
-    return prepare
+    point = recorder.point._replace(phase="build", stage=stage.stage_index, microbatch=-1, module="")
+    with recorder.at(point), recorder.as_part("pipeline_buffers"):
+        return own(stage, *args, **kwargs)
 
 
-def _wrap_buffer(own: Function, recorder: Recorder) -> Function:
+def _make_buffer(own: Function, recorder: Recorder, *args: Any) -> Any:
     """A stage receives one tensor per microbatch, and allocates their buffers in order."""
-
-    def make_tensor(*args: Any) -> Any:
-        if recorder.point.phase == "build":
-            recorder.point = recorder.point._replace(microbatch=recorder.point.microbatch + 1)
-        return own(*args)
-
-    return make_tensor
+    if recorder.point.phase == "build":
+        recorder.point = recorder.point._replace(microbatch=recorder.point.microbatch + 1)
+    return own(*args)
 
 
 def _defining(kind: type, name: str) -> type:
     return next(each for each in kind.__mro__ if name in each.__dict__)
 
 
-# (owner, name of a function or method, its wrapper)
-_WRAPS: tuple[tuple[Any, str, Wrap], ...] = (
-    (ShardingPropagator, "_propagate_tensor_meta_non_cached", _without_recording),
+# (owner, name of a function or method, what replaces it and is called with it, the recorder, and its arguments)
+_REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached", _run_unrecorded),
     (FSDPCommContext, "lazy_init", _name_streams),
     (FSDPParam, "reset_sharded_param", _pad_once),
-    (FSDPParamGroup, "unshard", _wrap_gather),
-    (FSDPParamGroup, "wait_for_unshard", _wrap_gather),
-    (FSDPParamGroup, "post_backward", _wrap_reduce),
-    (schedules, "_get_profiler_function_name", _wrap_action),
-    (_PipelineSchedule, "_update_losses", _wrap_end),
-    (stages, "_make_tensor_from_meta", _wrap_buffer),
-    *(
-        (_defining(PipelineStage, name), name, _wrap_buffers)
-        for name in ("_prepare_forward_infra", "_prepare_backward_infra")
-    ),
-    (_PipelineStageBase, "forward_one_chunk", _wrap_microbatch("forward")),
-    (_PipelineStageBase, "backward_one_chunk", _wrap_microbatch("backward")),
-    (_PipelineStageBase, "backward_weight_one_chunk", _wrap_microbatch("weight")),
-    (_PipelineStageBase, "perform_reduce_grad", _wrap_stage_reduce),
+    (FSDPParamGroup, "unshard", _gather),
+    (FSDPParamGroup, "wait_for_unshard", _gather),
+    (FSDPParamGroup, "post_backward", _post_backward),
+    (schedules, "_get_profiler_function_name", _name_action),
+    (_PipelineSchedule, "_update_losses", _end_step),
+    (stages, "_make_tensor_from_meta", _make_buffer),
+    (_defining(PipelineStage, "_prepare_forward_infra"), "_prepare_forward_infra", _make_buffers),
+    (_defining(PipelineStage, "_prepare_backward_infra"), "_prepare_backward_infra", _make_buffers),
+    (_PipelineStageBase, "forward_one_chunk", partial(_compute_chunk, "forward")),
+    (_PipelineStageBase, "backward_one_chunk", partial(_compute_chunk, "backward")),
+    (_PipelineStageBase, "backward_weight_one_chunk", partial(_compute_chunk, "weight")),
+    (_PipelineStageBase, "perform_reduce_grad", _reduce_stage),
 )
