@@ -45,7 +45,8 @@ def write_form(form: Form, hf: Path, place: Path) -> tuple[Path, Path | None]:
     written = form.write(sayable, place)
     folder = written if written.is_dir() else written.parent
     (folder / "titan_manifest.json").unlink()
-    write_model_info(folder, read_model_info(hf))  # which is read before a config.json or params.json
+    (folder / "config.json").unlink(missing_ok=True)  # torchtune's, which would contradict it
+    write_model_info(folder, read_model_info(hf))
     return written, None
 
 
