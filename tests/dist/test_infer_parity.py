@@ -128,8 +128,10 @@ class Known:
                 at = next(i for i in range(len(said)) if said[i] != alone[i])
                 seat = NoiseKey(str(number), 0, len(prompt) + at)
                 logits_V = Engine(model, rows=1, room=seat.position).prefill(0, [*prompt, *said[:at]])
-                moved_BV = logits_V + CLOSE_CALL * (2 * torch.rand((200, VOCAB), generator=noise) - 1)
-                assert said[at] in choose(moved_BV, SEEDED, [seat] * 200), f"token {at} of prompt {number}"
+                moved_BV = logits_V + CLOSE_CALL * (torch.rand((200, VOCAB), generator=noise) - 0.5)
+                tied_BV = (moved_BV / CLOSE_CALL).round() * CLOSE_CALL  # equal to the last of top-k, a token is kept
+                near_BV = torch.cat([moved_BV, tied_BV])
+                assert said[at] in choose(near_BV, SEEDED, [seat] * len(near_BV)), f"token {at} of prompt {number}"
                 num_excused += 1
                 alone = said[: at + 1]
                 if len(alone) < len(said):
