@@ -75,27 +75,29 @@ def estimate(
         gpu: a GPU type such as `"h100-80"`, or usable GiB; None judges all known types.
         allocator: `"classic"` or `"expandable"`; None: that of PYTORCH_ALLOC_CONF, else expandable.
 
-    Raises ConfigError for a layout that cannot run, and UnsupportedError for features that are not covered.
+    Raises ConfigError for a layout or GPU type that cannot run it, UnsupportedError for features that are not covered.
 
     >>> found = estimate("debug", world_size=8, gpu="h100-80")
     >>> found.verdicts[0].verdict, found.fullest_rank.pp_rank
     ('fits', 0)
     """
-    from converters.errors import UnsupportedError, list_offenders
+    from converters.errors import ConfigError, UnsupportedError, list_offenders
     from titan_tools.memory.allocator_settings import allocator_of_environment
-    from titan_tools.memory.command import find_gpu
+    from titan_tools.memory.command import find_gpu, gpu_problems
     from titan_tools.memory.estimate import estimate as _estimate
     from titan_tools.memory.trace.coverage import trace_gaps
     from trainer.config.load import load_config
     from trainer.job import resolve_job
 
-    settings = load_config(config, overrides)
+    settings, gpu_type = load_config(config, overrides), None if gpu is None else find_gpu(gpu)
+    if problems := gpu_problems(settings, gpu_type):
+        raise ConfigError(problems[0])
     job = resolve_job(settings, world_size)
     if gaps := trace_gaps(settings, job.dims):
         raise UnsupportedError("not covered by the estimate:" + list_offenders([gap.reason for gap in gaps], most=50))
     return _estimate(
         job,
-        gpu=None if gpu is None else find_gpu(gpu),
+        gpu=gpu_type,
         allocator=allocator or allocator_of_environment(),
     )
 

@@ -29,7 +29,7 @@ MORE = (
     *("titan_tools/test_cli.py", "titan_tools/test_download.py", "titan_tools/test_data_command.py"),
     *("titan_tools/test_launch.py", "titan_tools/test_train_devices.py", "titan_tools/test_dry_run_command.py"),
     *(
-        "titan_tools/test_estimate_memory.py",
+        "titan_tools/memory/test_command.py",
         "titan_tools/test_convert_command.py",
         "titan_tools/infer/test_command.py",
     ),

@@ -43,7 +43,7 @@ def estimate_from_command_line(
     if allocator is not None and chosen is None:
         problems.append(f"--allocator {allocator!r} is not one of {', '.join(ALLOCATORS)}")
     settings = load_config(config, overrides)
-    problems += _gpu_problems(settings, gpu)
+    problems += gpu_problems(settings, gpu)
     job = _resolve(settings, world_size, problems)
     if world_size is None and settings.parallelism.data_parallel_shard_degree == -1:
         note(
@@ -130,7 +130,7 @@ def _resolve(config: Config, world_size: int | None, problems: list[str]) -> Job
     return job
 
 
-def _gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
+def gpu_problems(config: Config, gpu: Gpu | None) -> list[str]:
     """What the GPU type has no kernels for."""
     if gpu is None or not is_float8(config.model) or config.float8.emulate:
         return []

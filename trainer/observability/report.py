@@ -73,10 +73,10 @@ class Report:
             sinks.append(TensorBoardSink(tensorboard))
         if rank == 0:
             run = LoggedRun(dump, as_json(job.config)["config"], progress.step)
-            if settings.enable_wandb:
+            sinks += open_registered_sinks(run)
+            if settings.enable_wandb:  # last: an error of a user's sink leaves no run open there
                 self._wandb = WandbSink(run, run_id=progress.wandb_run_id)
                 sinks.append(self._wandb)
-            sinks += open_registered_sinks(run)
         return sinks
 
     @property

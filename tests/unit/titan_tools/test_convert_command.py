@@ -104,7 +104,7 @@ def test_workers_are_the_threads_that_copy(titan, tmp_path, monkeypatch):
             threads.append(workers)
             super().__init__(workers)
 
-    monkeypatch.setattr("converters.engine.copy.ThreadPoolExecutor", Pool)
+    monkeypatch.setattr("converters.threads.ThreadPoolExecutor", Pool)
     for command in (
         ("convert", "hf-to-dcp", "hf", tmp_path / "dcp", "--workers", 3),
         ("convert", "dcp-to-torch", tmp_path / "dcp", tmp_path / "model.pt", "--workers", 4),

@@ -25,10 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from converters.errors import CheckpointError
+from converters.sizes import GIB
 
 MOST_SECS = 10  # a real template takes milliseconds
 _REPEAT_SECS = 1  # raise again, because Python ignores exceptions in __del__ and during garbage collection
-MOST_BYTES = 1 << 30  # in addition to what the process holds before
+MOST_BYTES = GIB  # in addition to what the process holds before
 MOST_CHARACTERS = 1 << 26  # no context is as long, and tokenizing more would take minutes
 _STATM = Path("/proc/self/statm")
 

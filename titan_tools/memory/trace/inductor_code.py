@@ -19,6 +19,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.select_algorithm import extern_kernels
 
+from converters.sizes import GIB, MIB
 from titan_tools.memory.trace.async_tensor import fused_products
 
 FILE_NAME = "<Inductor's code>"  # in tracebacks
@@ -38,8 +39,8 @@ class _H100:
     shared_memory_per_block: int = 49152
     shared_memory_per_block_optin: int = 232448
     shared_memory_per_multiprocessor: int = 233472
-    L2_cache_size: int = 50 * 2**20
-    total_memory: int = 80 * 2**30
+    L2_cache_size: int = 50 * MIB
+    total_memory: int = 80 * GIB
     warp_size: int = 32
     gcnArchName: str = ""
 

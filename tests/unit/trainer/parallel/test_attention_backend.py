@@ -72,6 +72,7 @@ def test_a_run_on_a_cpu_has_it(monkeypatch):
     monkeypatch.setattr(train, "widen_attention_on_cpu", lambda parts, device: output.append((parts, device)) or 1 / 0)
     monkeypatch.setattr(train, "build", lambda *args: SimpleNamespace(parts=["a part"]))
     monkeypatch.setattr(train, "make_meshes", lambda *args: None)
+    monkeypatch.setattr(train, "Timeouts", lambda *args: None)
     ranks = SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(ZeroDivisionError):
         train.train_locked(resolve_job(Config(), 1), ranks, None, None, None)

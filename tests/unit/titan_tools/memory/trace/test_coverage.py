@@ -286,7 +286,7 @@ def test_a_layer_whose_sizes_depend_on_values_is_refused_also_in_a_pipeline(monk
         capture(Job.of(config, replace(ONE_LAYER, num_layers=2), dims), rank=0, kernels=GPU)
 
 
-# --- what is followed besides a step's layout, which test_memory_trace.py holds to real steps
+# --- what is followed besides a step's layout, which test_trace.py compares with real steps
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])

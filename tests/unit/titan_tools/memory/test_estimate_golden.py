@@ -1,6 +1,6 @@
 """Recorded numbers of whole estimates, both engines: a change of the code that changes a number is seen at once.
 
-`python tests/unit/titan_tools/test_memory_estimate_golden.py` records the numbers of the installed torch again.
+`python tests/unit/titan_tools/memory/test_estimate_golden.py` records the numbers of the installed torch again.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from titan_tools.memory.command import estimate_from_command_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "memory_estimates.txt"
-ABOUT = "# Written by tests/unit/titan_tools/test_memory_estimate_golden.py: case | torch | numbers of --json\n"
+GOLDEN = Path(__file__).parents[3] / "golden" / "memory_estimates.txt"
+ABOUT = "# Written by tests/unit/titan_tools/memory/test_estimate_golden.py: case | torch | numbers of --json\n"
 TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
 MICROBATCH, AC = "--parallelism.pipeline_parallel_microbatch_size", "--activation_checkpoint.mode"

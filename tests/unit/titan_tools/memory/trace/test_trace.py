@@ -7,7 +7,7 @@ import pytest
 
 from tests.dist.training import Layout, args_of
 from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
-from tests.unit.titan_tools.test_memory_layout import held_bytes
+from tests.unit.titan_tools.memory.formula.test_layout import held_bytes
 from titan_tools.memory.constants import PARTS
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.events import Block, Trace

@@ -1,23 +1,23 @@
 """The closed form on the layouts that slow tests hold to the traced step: a change of a formula is seen at once.
 
-`python tests/unit/titan_tools/test_memory_formula_golden.py` writes them anew, after
-`pytest -m slow tests/unit/titan_tools/test_memory_engines.py tests/unit/titan_tools/test_memory_engines_compiled.py`.
+`python tests/unit/titan_tools/memory/formula/test_formula_golden.py` writes them anew, after
+`pytest -m slow tests/unit/titan_tools/memory/test_engines.py tests/unit/titan_tools/memory/test_engines_compiled.py`.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.unit.titan_tools.test_memory_engines import QUICK, THOROUGH
-from tests.unit.titan_tools.test_memory_engines_compiled import COMPILE, COMPILED, FLOAT8, IN_FLOAT8
+from tests.unit.titan_tools.memory.test_engines import QUICK, THOROUGH
+from tests.unit.titan_tools.memory.test_engines_compiled import COMPILE, COMPILED, FLOAT8, IN_FLOAT8
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.run_shape import run_shape
 from trainer.config.load import load_config
 from trainer.gpus import GPUS
 from trainer.job import resolve_job
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "memory_formula.txt"
+GOLDEN = Path(__file__).parents[4] / "golden" / "memory_formula.txt"
 ABOUT = """\
-# Written by tests/unit/titan_tools/test_memory_formula_golden.py. Of a steady step on h100-80, all pipeline ranks:
+# Written by tests/unit/titan_tools/memory/formula/test_formula_golden.py. A steady step on h100-80, all stages:
 # preset, ranks, overrides | bytes at the peak | bytes of all instants added up, so that lower ones are seen too
 """
 LAYOUTS = [

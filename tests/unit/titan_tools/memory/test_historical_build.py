@@ -34,7 +34,7 @@ from trainer.models.qwen3 import model as qwen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "validate_memory.py"
+SCRIPT = Path(__file__).parents[4] / "scripts" / "validate_memory.py"
 ARGS = ModelArgs(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden=64, vocab_size=64)
 PIPELINED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,\

@@ -1,6 +1,6 @@
 """Peaks of traces with a GPU's kernels, as this version of torch has them: an upgrade that moves memory is seen.
 
-`python tests/unit/titan_tools/test_memory_trace_golden.py` writes this version's column anew.
+`python tests/unit/titan_tools/memory/trace/test_trace_golden.py` writes this version's column anew.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from trainer.job import Job, resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "memory_trace.txt"
+GOLDEN = Path(__file__).parents[4] / "golden" / "memory_trace.txt"
 TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_parallel_degree"
 KEPT = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
 RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
@@ -63,7 +63,7 @@ def write(describe: Callable[[Layout], str]) -> None:
     order = [layout.name for layout in LAYOUTS]
     lines = [f"{name:32} | {version} | {peaks}" for (name, version), peaks in found.items()]
     lines.sort(key=lambda line: (order.index(line.split("|")[0].strip()), line))
-    about = "# Written by tests/unit/titan_tools/test_memory_trace_golden.py. Of the first rank, in a steady step:"
+    about = "# Written by tests/unit/titan_tools/memory/trace/test_trace_golden.py. Of the first rank, a steady step:"
     GOLDEN.write_text("\n".join([about, "# layout | torch | bytes held at the peak, bytes asked for", *lines, ""]))
 
 

@@ -16,7 +16,7 @@ from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TABLE = Path(__file__).parents[3].parent / "shared" / "data" / "memory_published.csv"
+TABLE = Path(__file__).parents[4].parent / "shared" / "data" / "memory_published.csv"
 # From torchtitan's git log: 6a6f755d2 (#699), 5940ddeb5 (#822), b00e484e1 (#1625), d66b72a6a (#1690)
 COPIED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,float8,loss,fsdp_reshard,norm,metric,value_gib,step,source,notes,allocator,flags_known
