@@ -35,6 +35,7 @@ def records_of(folder) -> list[dict]:
     """What was logged, read back from the run's file, which has the form of LevelDB's logs."""
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # its process may still be writing after the run is finished
     (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, at, parts, found = file.read_bytes(), 7, b"", []
     while at + 7 <= len(data):
