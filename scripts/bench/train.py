@@ -55,7 +55,7 @@ name = "llama3"
 hf_assets_path = "data"
 [training]
 dataset = "c4_test"
-dataset_path = "text"
+dataset_path = "documents"
 [lr_scheduler]
 warmup_steps = 2
 [metrics]
@@ -180,8 +180,8 @@ def prepare(work: Path) -> None:
     (work / "torchtitan.toml").write_text(PEER_CONFIG)
     sources = [ROOT / name for name in ("converters", "trainer", "README.md")]
     _run([*TITAN, "data", "prepare", *map(str, sources), "--out", "data"], work, {"CUDA_VISIBLE_DEVICES": ""})
-    (work / "text").mkdir()
-    with (work / "text" / "train.jsonl").open("w") as file:
+    (work / "documents").mkdir()
+    with (work / "documents" / "train.jsonl").open("w") as file:
         for path in sorted(ROOT.glob("trainer/**/*.py")):
             file.write(json.dumps({"text": path.read_text()}) + "\n")
 
@@ -194,7 +194,8 @@ def _torchtitan_python(folder: Path) -> Path:
         _run([sys.executable, "-m", "venv", str(folder)], Path.cwd(), {})
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         _run([*install, f"torch=={version('torch').split('+')[0]}"], Path.cwd(), {})  # first, so that pip keeps it
-        _run([*install, f"torchtitan=={TORCHTITAN}", f"torchao=={version('torchao')}"], Path.cwd(), {})
+        # torchtitan imports triton for kernels that no dense model uses
+        _run([*install, f"torchtitan=={TORCHTITAN}", f"torchao=={version('torchao')}", "triton"], Path.cwd(), {})
     return python
 
 
@@ -264,9 +265,11 @@ def _print_table(rows: list[Row], place: dict[str, Any], out: Path | None) -> bo
             limit = f"  (at least {row.least[1]:g} of {row.least[0]})"
         if row.times and row.times[0] in by_name:
             other = by_name[row.times[0]]
-            ratio = (row.middle("tokens_per_sec") or 0) / (other.middle("tokens_per_sec") or 1)
-            result["ratio"], result["least"], result["ok"] = ratio, row.times, ratio >= row.times[1]
-            limit = f"  {ratio:.2f} × {other.name} (at least {row.times[1]:g})"
+            result["least"], rate = row.times, other.middle("tokens_per_sec")
+            result["ratio"] = ratio = row.middle("tokens_per_sec") / rate if rate else None
+            result["ok"] = ratio is not None and ratio >= row.times[1]
+            shown = f"{ratio:.2f}" if ratio else "?"
+            limit = f"  {shown} × {other.name} (at least {row.times[1]:g})"
         results.append(result)
         cells = [f"{row.name:40} {result['tokens_per_sec']:10,.0f} tokens/s"]
         cells += [f"MFU {result['mfu']:6.1%}"] if result["mfu"] is not None else []
