@@ -71,21 +71,24 @@ class ReadSums:
 
     def problems(self, folder: Path, files: Mapping[str, FileSum], group: dist.ProcessGroup) -> list[str]:
         """What is wrong with `files`; [] where each has its CRC32. All ranks of `group` get the same answer."""
-        names = sorted(files)
+        names, rank, world = sorted(files), group.rank(), group.size()
         gathered = on_each(group, lambda: (self._largest(folder, files, names), self._unsteady))
-        rows = np.unique(np.concatenate([ranges for ranges, _ in gathered]), axis=0)  # sorted; the longest range first
+        rows = np.concatenate([ranges for ranges, _ in gathered])
+        rows = np.unique(rows[rows[:, 0] % world == rank], axis=0)  # of this rank's share; sorted, the longest first
         is_same_range = (rows[1:, :3] == rows[:-1, :3]).all(axis=1)
         unsteady = set().union(*(found for _, found in gathered), (names[n] for n in rows[1:][is_same_range, 0]))
-        bounds = np.searchsorted(rows[:, 0], np.arange(len(names) + 1))
-        parts = {
-            name: list(_cover(files[name].size, rows[begin:end, 1:].tolist()))
-            for name, begin, end in zip(names, bounds[:-1], bounds[1:], strict=True)
-        }
+        parts: dict[str, list[_Range]] = {}
+        for number in range(rank, len(names), world):
+            begin, end = np.searchsorted(rows[:, 0], (number, number + 1))
+            parts[names[number]] = list(_cover(files[names[number]].size, rows[begin:end, 1:].tolist()))
         crc32s = _sum_unread(folder, parts, group)
-        problems = [f"{name}: two reads of it gave different bytes" for name in sorted(unsteady & files.keys())]
-        return problems + [
-            f"{name}: its bytes have changed (CRC32)" for name in names if crc32s[name] != files[name].crc32
-        ]
+
+        def own_problems() -> list[str]:
+            return [f"{name}: two reads of it gave different bytes" for name in sorted(unsteady & parts.keys())] + [
+                f"{name}: its bytes have changed (CRC32)" for name in parts if crc32s[name] != files[name].crc32
+            ]
+
+        return sorted(problem for share in on_each(group, own_problems) for problem in share)
 
     def _largest(self, folder: Path, files: Mapping[str, FileSum], names: list[str]) -> np.ndarray:
         """This rank's ranges as rows [file number, start, -length, CRC32]."""
@@ -145,8 +148,9 @@ def _cover(size: int, rows: Iterable[list[int]]) -> Iterator[_Range]:
 
 
 def _sum_unread(folder: Path, parts: Mapping[str, list[_Range]], group: dist.ProcessGroup) -> dict[str, int]:
-    """CRC32 of each file, after the ranks have read what none of them had."""
-    unread = [(name, part) for name, ranges in parts.items() for part in ranges if part.crc32 is None]
+    """CRC32 of each file of this rank's share, after all ranks together have read what none of them had."""
+    own = [(name, part) for name, ranges in parts.items() for part in ranges if part.crc32 is None]
+    unread = [each for share in on_each(group, lambda: own) for each in share]
     rank, world = group.rank(), group.size()
     works = [partial(sum_range, folder / name, part.start, part.length) for name, part in unread[rank::world]]
     found: dict[tuple[str, int], int] = {}
@@ -156,7 +160,6 @@ def _sum_unread(folder: Path, parts: Mapping[str, list[_Range]], group: dist.Pro
     for name, ranges in parts.items():
         crc = 0
         for part in ranges:
-            own = found[name, part.start] if part.crc32 is None else part.crc32
-            crc = join_crc32(crc, own, part.length)
+            crc = join_crc32(crc, found[name, part.start] if part.crc32 is None else part.crc32, part.length)
         crc32s[name] = crc
     return crc32s
