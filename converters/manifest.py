@@ -238,15 +238,16 @@ def files_to_keep(folder: Path) -> list[str]:
 
 def sum_file(path: Path) -> FileSum:
     """Read a file in blocks and sum it."""
-    return _sum(path, 0, None)
+    return sum_range(path, 0, None)
 
 
 def _sum_part(path: Path, start: int, size: int) -> FileSum:
     """Sum the part that begins at `start`; the last part extends to the current end of the file."""
-    return _sum(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
+    return sum_range(path, start, _PART_BYTES if start + _PART_BYTES < size else None)
 
 
-def _sum(path: Path, start: int, num_bytes: int | None) -> FileSum:
+def sum_range(path: Path, start: int, num_bytes: int | None) -> FileSum:
+    """Read `num_bytes` of a file from `start` on in blocks and sum them; None: up to its end."""
     size = crc = 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:

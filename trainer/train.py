@@ -16,6 +16,7 @@ from trainer.checkpoints.export import Exports
 from trainer.checkpoints.problems import initial_path, is_saving
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import Progress, RunState
+from trainer.checkpoints.shared_folder import require_shared
 from trainer.checkpoints.step_folders import step_folder
 from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
@@ -66,7 +67,9 @@ def train(job: Job, ranks: Ranks, stop: StopRequest) -> None:
     recorder = FlightRecorder.of(config.comm, dump_folder)
     with collective_failures(recorder, progress), ExitStack() as held:  # rank 0 holds the lock for all
         if is_saving(settings):
-            on_first(ranks.agreement, lambda: held.enter_context(only_run(dump_folder / settings.folder)))
+            folder = dump_folder / settings.folder
+            on_first(ranks.agreement, lambda: held.enter_context(only_run(folder)))
+            require_shared(folder, ranks.agreement)
         held.enter_context(attention_backends(ranks.device))
         train_locked(job, ranks, stop, progress, held)
 
@@ -173,9 +176,8 @@ def announce(config: Config) -> None:
 
 def load(settings: Checkpoint, initial: Path | None, seed: int, state: RunState, checkpoints: Checkpoints) -> None:
     """Load the run's newest complete step; else the initial checkpoint; else draw initial weights from the seed."""
-    own = checkpoints.find() if settings.enable else None
+    own = checkpoints.resume(state) if settings.enable else None
     if own:
-        checkpoints.load(own, state)
         note(f"resumed from {own}")
     elif initial:
         checkpoints.load_initial(initial, state)

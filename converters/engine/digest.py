@@ -18,6 +18,11 @@ _MODULUS = 1 << 128
 _FEW = 64  # rows that are hashed one by one
 
 
+def has_whole_rows(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a digest of a tensor of this shape can be summed up from this box and others, in any order."""
+    return len(shape) < 2 or box.sizes[-1] == shape[-1]
+
+
 class TensorDigest:
     """Sums up the rows of one tensor. Boxes may be added in any order, but the parts of one row from left to right."""
 

@@ -1,7 +1,7 @@
 """Read boxes of tensors through a catalog: pread only, no mmap, memory bounded by the box and an 8 MiB buffer."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ _RAW: dict[int, np.dtype[Any]] = {
     8: np.dtype("u8"),
     16: np.dtype("c16"),
 }
+_ReadInto = Callable[[int, memoryview], None]  # fills a buffer with a file's bytes from an offset on
 
 
 class CatalogReader:
@@ -39,6 +40,7 @@ class CatalogReader:
         }
         self._files = OpenFiles(catalog.root)
         self._files.watch(catalog.tensor_files)
+        self.on_read: Callable[[str, int, memoryview], None] | None = None  # gets file, offset and bytes of each read
         self._indexes: dict[str, BoxIndex] = {}
         self._located: dict[tuple[str, tuple[int, ...]], Chunk] = {}  # by FQN and offsets of the chunk
 
@@ -74,12 +76,22 @@ class CatalogReader:
                 start = chunk.byte_offset + sum((a - b) * stride for a, b, stride in inner) * width
                 with self._files.use(chunk.file) as descriptor:
                     part = out[common.slices_within(box)] if box.sizes else out
-                    _read_strided(descriptor, start, chunk.strides, part, f"{self.catalog.root / chunk.file}: {fqn}")
+                    _read_strided(self._reading(descriptor, chunk.file, fqn), start, chunk.strides, part)
                 covered += common.num_elements
         if covered != out.size:
             raise CheckpointError(f"{fqn}: chunks cover {covered:,} of the {out.size:,} elements of {box}")
         values: np.ndarray[Any, Any] = out.view(numpy_dtype(entry.dtype))
         return values
+
+    def _reading(self, descriptor: int, file: str, fqn: str) -> _ReadInto:
+        what = f"{self.catalog.root / file}: {fqn}"
+
+        def read_into(start: int, view: memoryview) -> None:
+            _read_into(descriptor, start, view, what)
+            if self.on_read is not None:
+                self.on_read(file, start, view)
+
+        return read_into
 
     def located(self, fqn: str, chunk: Chunk) -> Chunk:
         """The chunk with its byte offset, strides and CRC; opens its DCP item the first time."""
@@ -107,6 +119,11 @@ class CatalogReader:
         )
         self._located[fqn, chunk.box.offsets] = found
         return found
+
+    @property
+    def opened(self) -> list[Chunk]:
+        """The chunks whose DCP items have been opened, with their byte offsets."""
+        return [*self._located.values()]
 
     def read_blob(self, fqn: str) -> bytes:
         """The bytes of a non-tensor entry, undecoded (see dcp_item.read_blob_item)."""
@@ -152,7 +169,7 @@ class CatalogReader:
         return problems
 
 
-def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np.ndarray, what: str) -> None:
+def _read_strided(read_into: _ReadInto, start: int, strides: tuple[int, ...], out: np.ndarray) -> None:
     """Fill `out` (any numpy strides) with the elements at `start + sum(i[d] * strides[d]) * itemsize`."""
     # Read the file forwards: dims by decreasing stride, dims of size 1 first, where their stride does not matter.
     order = sorted(range(out.ndim), key=lambda d: (out.shape[d] > 1, -strides[d]))
@@ -163,7 +180,7 @@ def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np
         run *= out.shape[outer - 1]
         outer -= 1
     if not outer:
-        _read_run(descriptor, start, out, what)
+        _read_run(read_into, start, out)
         return
     width, rows, pitch = out.itemsize, out.shape[outer - 1], steps[outer - 1]
     for index in np.ndindex(out.shape[: outer - 1]):
@@ -171,33 +188,33 @@ def _read_strided(descriptor: int, start: int, strides: tuple[int, ...], out: np
         part = out[index]
         if run * width >= _LONG_RUN_BYTES or pitch > _MAX_AMPLIFICATION * run:
             for row in range(rows):
-                _read_run(descriptor, row_start + row * pitch * width, part[row : row + 1], what)
+                _read_run(read_into, row_start + row * pitch * width, part[row : row + 1])
             continue
         at_once = max(1, BLOCK_BYTES // (pitch * width))
         for row in range(0, rows, at_once):
             count = min(at_once, rows - row)
             buffer = np.empty((count - 1) * pitch + run, dtype=out.dtype)
-            _read_run(descriptor, row_start + row * pitch * width, buffer, what)
+            _read_run(read_into, row_start + row * pitch * width, buffer)
             picked = np.lib.stride_tricks.as_strided(buffer, (count, run), (pitch * width, width))
             part[row : row + count] = picked.reshape(part[row : row + count].shape)
 
 
-def _read_run(descriptor: int, start: int, out: np.ndarray, what: str) -> None:
+def _read_run(read_into: _ReadInto, start: int, out: np.ndarray) -> None:
     """Fill `out` from contiguous bytes of the file, through a buffer where `out` is not contiguous."""
     if out.flags.c_contiguous:
-        _read_into(descriptor, start, out.reshape(-1).view(np.uint8).data, what)
+        read_into(start, out.reshape(-1).view(np.uint8).data)
         return
     if out.nbytes > BLOCK_BYTES and out.shape[0] > 1:
         row_bytes = prod(out.shape[1:]) * out.itemsize
         at_once = max(1, BLOCK_BYTES // row_bytes)
         for row in range(0, out.shape[0], at_once):
-            _read_run(descriptor, start + row * row_bytes, out[row : row + at_once], what)
+            _read_run(read_into, start + row * row_bytes, out[row : row + at_once])
         return
     if out.nbytes > BLOCK_BYTES:
-        _read_run(descriptor, start, out[0], what)
+        _read_run(read_into, start, out[0])
         return
     buffer = np.empty(out.shape, dtype=out.dtype)
-    _read_run(descriptor, start, buffer, what)
+    _read_run(read_into, start, buffer)
     out[...] = buffer
 
 

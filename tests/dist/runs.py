@@ -234,7 +234,7 @@ def load_and_draw(config: Config) -> tuple[list[float], str]:
     state, checkpoints = _run_state(config, _ranks())
     torch.manual_seed(0)
     with redirect_stderr(io.StringIO()) as talk:
-        checkpoints.load(checkpoints.find(), state)
+        checkpoints.resume(state)
     return torch.rand(3).tolist(), talk.getvalue()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from converters import manifest
 from converters.convert import convert
@@ -71,6 +72,40 @@ def infer(asked, place, num=2, part_bytes=manifest._PART_BYTES, machines=((0, 1)
     finally:
         manifest._PART_BYTES, manifest._sum_part = before, sum_part
     return out.getvalue(), err.getvalue(), wrong, read
+
+
+class Splitting:
+    """Stands for an NCCL group that is bound to a device; notes the splits that a rank is asked to join."""
+
+    supports_splitting = True
+
+    def __init__(self):
+        self.splits = []
+
+    def perform_nocolor_split(self, device):
+        self.splits.append(device)
+
+
+def make_machine_group(machines):
+    """Case: the sum over the ranks of this machine, and the splits of the world that making its group took."""
+    bound, usual = Splitting(), distributed_c10d._get_split_source
+    distributed_c10d._get_split_source = lambda group: bound
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        group = _machine_group(machines, world)
+        dist.new_group([0])  # what is avoided: the rank that is not in it joins a split
+    finally:
+        distributed_c10d._get_split_source = usual
+        world.bound_device_id = None
+    numbers = torch.tensor(10 ** dist.get_rank())
+    dist.all_reduce(numbers, group=group)
+    return int(numbers), len(bound.splits)
+
+
+def test_machines_make_their_groups_without_a_split_of_the_world(pools):
+    machines = [[0, 1], [2, 3]]
+    assert pools[4].run(make_machine_group, machines) == [(11, 0), (11, 1), (1100, 1), (1100, 1)]
 
 
 def results(output):

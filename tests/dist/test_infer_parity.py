@@ -57,7 +57,7 @@ def listened(model, prompts, num_new):
         heard.update(((int(seat.prompt_id), seat.position), row) for seat, row in zip(seats, logits_BV, strict=True))
         return choose(logits_BV, sampling, seats, **more)
 
-    with patch.object(generation, "choose", choose_and_keep):
+    with patch.object(generation, "choose", choose_and_keep), patch.object(generation._Run, "needs_logits", True):
         said = complete(model, prompts, rows=len(prompts), max_new_tokens=num_new)
     rows = [[heard[i, len(prompt) + n] for n in range(num_new)] for i, prompt in enumerate(prompts)]
     return [c.tokens for c in said], torch.stack([torch.stack(row) for row in rows])

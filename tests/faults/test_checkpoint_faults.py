@@ -13,15 +13,20 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from converters.catalog import Box
+from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.families.llama3 import FLAVORS
 from converters.manifest import check_files
 from converters.model_info import ModelInfo
 from converters.names import DCP_METADATA, MANIFEST, RUN_LOCK
+from converters.open import open_checkpoint
 from tests.dist import runs
 from trainer.checkpoints import io as checkpoint_io
+from trainer.checkpoints import load as checkpoint_load
 from trainer.checkpoints import write as checkpoint_write
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.run_lock import only_run
@@ -106,17 +111,32 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("file", "damage", "output"), DAMAGE, ids=lambda value: getattr(value, "__name__", value))
-def test_a_damaged_newest_step_is_found_before_a_weight_is_read(group, whole, tmp_path, capsys, file, damage, output):
+def test_a_damaged_newest_step_is_found_before_a_weight_is_changed(
+    group, data, whole, tmp_path, monkeypatch, capsys, file, damage, output
+):
+    """Also where there is no memory for a copy, so that files are read once to be verified and once to be loaded."""
     runs.begin_from(tmp_path, whole, 2, 3)
     folder = tmp_path / "checkpoint"
     damage(folder / "step-3" / file)
-    checkpoints = Checkpoints(folder, Checkpoint(), INFO, group=group)
-    assert checkpoints.find() == folder / "step-2" and checkpoints.last_good_step == 2
-    heard = capsys.readouterr().err
-    assert heard.startswith(f"WARNING: {folder}/step-3 is damaged and will not be used:") and output in heard
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used:\n  step-3: .*") as failure:
-        Checkpoints(folder, Checkpoint(load_step=3), INFO, group=group).find()  # asked for by its number: no other
-    assert output in failure.value.message
+    state, _ = runs._run_state(_config(data, tmp_path), runs._ranks())
+    for available in (1 << 40, 0):
+        monkeypatch.setattr(checkpoint_load, "available_bytes", lambda available=available: available)
+        state.model.initialize(0)
+        before = {fqn: tensor.clone() for fqn, tensor in state.model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used:\n  step-3: .*") as failure:
+            # asked for by its number: no other
+            Checkpoints(folder, Checkpoint(load_step=3), INFO, group=group).resume(state)
+        assert output in failure.value.message
+        assert all(torch.equal(tensor, before[fqn]) for fqn, tensor in state.model.state_dict().items())
+        capsys.readouterr()
+        checkpoints = Checkpoints(folder, Checkpoint(), INFO, group=group)
+        assert checkpoints.resume(state) == folder / "step-2" and checkpoints.last_good_step == 2
+        heard = capsys.readouterr().err
+        found = f"WARNING: {folder}/step-3 is damaged and will not be used:"
+        assert found in heard and output in heard and ("is read twice" in heard) == (not available)
+        with CatalogReader(open_checkpoint(folder / "step-2")) as reader:
+            for fqn, tensor in state.model.state_dict().items():
+                assert (reader.read(fqn, Box.whole(tuple(tensor.shape))) == tensor.numpy()).all()
 
 
 def test_among_other_files_only_steps_are_read_and_the_run_resumes_bit_equal(group, data, whole, tmp_path):

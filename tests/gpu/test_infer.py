@@ -16,8 +16,9 @@ from titan_tools.infer.decoding import sampling as sampling_file
 from titan_tools.infer.decoding.cache import Prefill, Span, attention_kernels
 from titan_tools.infer.decoding.engine import Engine, RowTokens
 from titan_tools.infer.decoding.generate import GenerationSettings, generate
+from titan_tools.infer.decoding.generate import _Run as Run
 from titan_tools.infer.decoding.sampling import Sampling
-from titan_tools.infer.decoding.static_decode import can_split
+from titan_tools.infer.decoding.static_decode import SplitKeys, can_split
 from titan_tools.infer.model.quantize import quantize_weight
 from titan_tools.infer.text.prompts import Prompt
 
@@ -136,6 +137,61 @@ def test_ragged_rows_with_split_keys_are_those_with_masked_ones(folder, monkeypa
             engine.prefill(row, prompt)
         found.append(torch.cat([engine.decode([token] * 3) for token in tokens_of(20)]).cpu())
     assert_close(found[1], found[0], cosine=0.999)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_are_launched_ahead_change_no_token(folder, monkeypatch, dtype):
+    """One row with stop tokens, several without: in both, a step is launched before the last token is read."""
+    model, prompts = load(folder, dtype=dtype, device=GPU), ragged_prompts(num=7, longest=300, vocab_size=VOCAB_SIZE)
+    cases = [(1, {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))}), (3, {}), (3, {"samples": 2})]
+    ahead = [said(model, prompts, rows=rows, max_new_tokens=80, **settings) for rows, settings in cases]
+    monkeypatch.setattr(Run, "_all_continue", lambda _: False)
+    assert ahead == [said(model, prompts, rows=rows, max_new_tokens=80, **settings) for rows, settings in cases]
+
+
+def test_a_greedy_step_waits_for_nothing_but_its_event(folder):
+    """Between the launch of a step and the reading of its token nothing synchronizes."""
+    engine = Engine(load(folder, dtype=torch.bfloat16, device=GPU), rows=1, room=256)
+    engine.prefill(0, tokens_of(20))
+    tokens = [3]
+    for step in range(12):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # the first one records, and fills the input
+        try:
+            (is_finite,), tokens = engine.decode_likeliest(tokens, ahead=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert is_finite
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 8], ids=["grouped heads", "heads of their own"])
+def test_keys_are_split_for_every_sort_of_heads(num_kv_heads):
+    if not can_split(GPU, torch.bfloat16, 128):
+        pytest.skip("flash attention does not run here")
+    keys, values = (
+        torch.randn(1, 8192, num_kv_heads, 128, device=GPU, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2)
+    )
+    q_B1NH = torch.randn(1, 1, 8, 128, device=GPU, dtype=torch.bfloat16)
+    key_range = SplitKeys(num=1, length=8192, room=8192, device=GPU)
+    key_range.begin(torch.tensor([[8000]], device=GPU))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        found = key_range.attend(q_B1NH, keys, values)
+        torch.cuda.synchronize()
+    assert any("splitkv_combine" in event.name for event in profile.events()), [e.name for e in profile.events()]
+    seen = (kept[:, :, :8001].float() for kept in (keys, values))
+    exact = F.scaled_dot_product_attention(q_B1NH.float().transpose(1, 2), *seen, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found.float(), exact, atol=5e-3, rtol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["masked keys", "split keys"])
+def test_all_lengths_share_what_is_compiled(folder, dtype):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = Engine(load(folder, dtype=dtype, device=GPU), rows=1, room=2048, compile=True)
+    for length in (10, 300, 600, 1500):
+        engine.prefill(0, tokens_of(length))
+        engine.decode([1])
+    assert len(engine._static._steps) == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 + 1  # layer, head; one more for the whole room
 
 
 def test_every_shape_more_takes_little_memory(folder):

@@ -237,8 +237,8 @@ def _other_processes(group: dist.ProcessGroup) -> dict[int, int]:
 def _machine_group(machines: list[list[int]], control_group: dist.ProcessGroup) -> dist.ProcessGroup:
     if len(machines) == 1:
         return control_group
-    own: dist.ProcessGroup
-    own, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        machines, timeout=_NO_TIMEOUT, backend="gloo"
-    )
-    return own
+    (own,) = [ranks for ranks in machines if dist.get_rank() in ranks]
+    # Each machine by itself: where a call names ranks of another machine only, torch takes part in a split of the bound
+    # NCCL group, which waits for all ranks of the world
+    group: dist.ProcessGroup = dist.new_group(own, timeout=_NO_TIMEOUT, backend="gloo", use_local_synchronization=True)
+    return group

@@ -1,8 +1,8 @@
 """Save, find and load the checkpoints of a run, all ranks together, with stock DCP.
 
 A step is written to a temporary sibling folder and renamed once every byte is on disk and the manifest is written,
-synchronously or asynchronously (`background.py`). A step is loaded only after all ranks have compared every file's
-CRC32, before any weight is changed.
+synchronously or asynchronously (`background.py`). No weight is changed before all ranks have agreed that every file of
+a step has its CRC32.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,11 @@ from converters.model_info import ModelInfo
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.background import make_saver
 from trainer.checkpoints.failed_saves import FailedSaves, SaveFailed
-from trainer.checkpoints.load import changed_files, load_state, load_weights, not_carried, refuse_damaged
+from trainer.checkpoints.load import DamagedFiles, load_state, load_weights, not_carried, refuse_other_weights
 from trainer.checkpoints.problems import idle_dropout, idle_export_dtype
 from trainer.checkpoints.run_lock import only_run
 from trainer.checkpoints.run_state import RunState
+from trainer.checkpoints.shared_folder import require_seen
 from trainer.checkpoints.step_folders import list_steps, refuse_foreign, size_problem, step_folder, sweep
 from trainer.checkpoints.write import StepToSave
 from trainer.config.sections import Checkpoint as CheckpointSection
@@ -62,8 +63,8 @@ class Checkpoints:
         with self._held:
             self._saver.close(at_once=kind is not None)
 
-    def find(self) -> Path | None:
-        """The step to resume from: `load_step`, else the newest intact one; None where the run has no step yet.
+    def resume(self, state: RunState) -> Path | None:
+        """Load `load_step`, else the newest intact step; returns it, or None where the run has no step yet.
 
         Damaged steps are reported and skipped. Raises CheckpointError where all steps are damaged, or where the folder
         holds other files: a run never starts from random weights by mistake.
@@ -83,7 +84,7 @@ class Checkpoints:
         problems = []
         for step in steps if wanted == -1 else [wanted]:
             path = step_folder(self.folder, step)
-            problem = self.damage(path)
+            problem = self._load_unless_damaged(path, state)
             if not problem:
                 self.last_good_step = step
                 if newer := [s for s in steps if s > step and s not in self._damaged]:
@@ -103,9 +104,16 @@ class Checkpoints:
             )
         return None
 
-    def damage(self, path: Path) -> str:
-        """What is wrong with a step's files; empty if each has the manifest's CRC32. Ranks share the work."""
-        return on_first(self._group, lambda: size_problem(path)) or changed_files(path, self._group)
+    def _load_unless_damaged(self, path: Path, state: RunState) -> str:
+        """Load a step. Where its files do not match the manifest, nothing is changed, and what is wrong is returned."""
+        require_seen(path, self._group)
+        if problem := on_first(self._group, lambda: size_problem(path)):
+            return problem
+        try:
+            self.load(path, state)
+        except DamagedFiles as error:
+            return "; ".join(error.problems)
+        return ""
 
     def load(self, path: Path, state: RunState) -> None:
         """Load everything from a DCP except the sections that the config excludes."""
@@ -114,6 +122,7 @@ class Checkpoints:
 
     def load_initial(self, path: Path, state: RunState) -> None:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
+        require_seen(path, self._group)
         if self._settings.initial_load_model_only:
             only_hf = self._settings.initial_load_in_hf
             found = load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
@@ -123,7 +132,7 @@ class Checkpoints:
             if left_out := not_carried(found, self._info):
                 note(f"not copied from {path} into this run's checkpoints: {', '.join(left_out)}")
         else:
-            refuse_damaged(path, info=self._info, group=self._group)
+            refuse_other_weights(path, info=self._info)
             self.load(path, state)
 
     def _keep_fields(self, found: ModelInfo) -> None:

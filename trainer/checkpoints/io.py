@@ -42,7 +42,7 @@ from converters.containers.dcp_item import blob_item, item_shell, read_blob_item
 from converters.containers.dcp_metadata import dump_metadata
 from converters.crc import crc32
 from converters.dtypes import itemsize
-from converters.engine.digest import TensorDigest
+from converters.engine.digest import TensorDigest, has_whole_rows
 from converters.errors import CheckpointError, TitanError, list_offenders
 from converters.layout import DISTCP_FILE, row_blocks
 from converters.manifest import FileSum
@@ -67,11 +67,19 @@ def as_titan_error(what: str, error: CheckpointException) -> TitanError:
 class SourceReader(StorageReader):
     """A TensorSource as a DCP storage: each rank reads exactly the boxes that it holds."""
 
-    def __init__(self, source: TensorSource, *, blobs: Mapping[str, Any], read_blob: Callable[[str], bytes]):
-        """`read_blob` returns a non-tensor item's bytes."""
+    def __init__(
+        self,
+        source: TensorSource,
+        *,
+        blobs: Mapping[str, Any],
+        read_blob: Callable[[str], bytes],
+        keep: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    ):
+        """`read_blob` returns a non-tensor item's bytes. `keep(target, values)` gets what is read of each tensor."""
         self._source = source
         self._blobs = blobs
         self._read_blob = read_blob
+        self._keep = keep
 
     def read_metadata(self) -> Metadata:
         """Every tensor as one chunk: the source reads any box of it, so the chunks on disk need not show."""
@@ -99,7 +107,7 @@ class SourceReader(StorageReader):
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if box.num_elements:  # FSDP leaves empty shards on the ranks that a short tensor does not reach
             for block in row_blocks(box, itemsize(dtype), _READ_BLOCK_BYTES):
-                target[block.slices_within(box)].copy_(as_tensor(self._source.read(fqn, block), dtype))
+                self._keep(target[block.slices_within(box)], as_tensor(self._source.read(fqn, block), dtype))
         planner.commit_tensor(item, target)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -197,7 +205,7 @@ class CheckpointWriter(StorageWriter):
         head, tail = item_shell(dtype, box.sizes, crc32(raw))
         for part in (head, raw, tail):
             file.write(part)
-        if box.sizes[1:] == shape[1:]:
+        if has_whole_rows(box, shape):
             digest = self.digests.setdefault(item.index.fqn, TensorDigest(dtype, shape))
             digest.update(box, array)
         written = _Written(item.index.fqn, file.name, (start, file.size - start), dtype, shape, box)

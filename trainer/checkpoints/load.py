@@ -1,21 +1,28 @@
-"""Load a checkpoint into a run, all ranks together; nothing is changed before all of it is verified."""
+"""Load a checkpoint into a run, all ranks together; nothing is changed before all of it is verified.
+
+Each rank reads its part into host memory, sums it, and copies it to its tensors once all ranks have agreed that every
+file has its CRC32. Where a node lacks the memory for a copy of its ranks' parts, the files are read twice instead.
+"""
 
 import filecmp
-from collections.abc import Callable, Collection, Mapping
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters.assets import CLASS_DEFAULTS
-from converters.catalog import Box, Catalog, TensorSource
-from converters.dtypes import DTYPES
+from converters.catalog import Box, Catalog, TensorInfo, TensorSource
+from converters.dtypes import DTYPES, itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
-from converters.manifest import changed_since, check_files, read_manifest
+from converters.manifest import Manifest, changed_since, check_files, check_sizes
 from converters.model_info import ModelInfo, describes_model, read_model_info
 from converters.names import (
     DATALOADER,
@@ -32,22 +39,45 @@ from converters.training.optimizer_state import is_number
 from converters.weights import naming_of, open_native
 from trainer.agree import on_each, on_first
 from trainer.checkpoints.fit import refuse_misfits
+from trainer.checkpoints.host_memory import available_bytes
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
+from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.run_state import RunState
 from trainer.chosen_model import refuse_other_model, refuse_other_names
 from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
+from trainer.mesh import local_part
 from trainer.observability.log import note
 
 _LATER = ("ntokens_seen", "skipped_steps")  # of train_state: missing in torchtitan's and in titan's first checkpoints
 _OPTIONAL = f"{TRAIN_STATE}.wandb_run_id"  # only in checkpoints of runs that log to Weights & Biases
 _RANKS_LOADER = f"{DATALOADER}.dp_rank_"  # torchtitan's, a pickle for each data-parallel rank
+_DATA_SUFFIX = ".distcp"
+_MEMORY_SHARE = 0.8  # of a node's available memory that copies of its ranks' parts may take
+T = TypeVar("T")
+
+
+class DamagedFiles(CheckpointError):
+    """Files of a checkpoint differ from its manifest. Raised on all ranks, before anything was changed."""
+
+    def __init__(self, path: Path, problems: Sequence[str]):
+        error = changed_since(path, problems)
+        super().__init__(error.message, hint=error.hint, tries=error.tries)
+        self.problems = problems
 
 
 def load_state(
     path: Path, state: RunState, *, info: ModelInfo, excluded: Collection[str], group: dist.ProcessGroup
 ) -> ModelInfo:
-    """Load everything from a DCP except the `excluded` sections. Returns the checkpoint's model information."""
+    """Load everything from a DCP except the `excluded` sections. Returns the checkpoint's model information.
+
+    Raises DamagedFiles where files differ from the manifest.
+    """
+    manifest = _manifest_of(path, group)
+    small = {name for name in manifest.files if not name.endswith(_DATA_SUFFIX)}
+    _refuse_changed(path, manifest, small, group)  # before they are parsed, as the plain values below
     catalog = open_checkpoint(path)
+    _refuse_changed(path, manifest, manifest.files.keys() - small - catalog.tensor_files, group)
+    _refuse_damaged_items(catalog, manifest, group)
     for text in catalog.notes:
         note(f"{path}: {text}")
     _refuse_not_resumable(catalog, path, info=info, excluded=excluded)
@@ -68,11 +98,9 @@ def load_state(
     # a device that the saving run did not have has no saved state
     wanted = {k: v for k, v in wanted.items() if section_of(k) != RNG or (has_rng and k in catalog.tensors)}
     with CatalogReader(catalog) as reader:
-        counters = _counters(reader, wanted, path)
-        wanted = {key: value for key, value in wanted.items() if key not in counters}
-        loaded = counters | _fill(
-            wanted, reader, catalog.blobs, reader.read_blob, path=path, may_cast=False, also=set(counters), group=group
-        )
+        counters = _or_damaged(path, manifest, group, lambda: on_each(group, lambda: _counters(reader, wanted, path)))
+        wanted = {key: value for key, value in wanted.items() if key not in counters[0]}
+        loaded = counters[0] | _fill(wanted, reader, reader, manifest, may_cast=False, also=counters[0], group=group)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in loaded.items():
         sections.setdefault(section_of(key), {})[key.partition(".")[2]] = value
@@ -91,56 +119,58 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
             refuse_other_names(weights, path)
         for text in weights.catalog.notes:
             note(f"{path}: {text}")
-        _refuse_damaged(weights.catalog, group)
+        manifest = _manifest_of(weights.catalog.root, group)
+        _refuse_damaged_items(weights.catalog, manifest, group)
         refuse_other_model(weights.info, info, path)
         if group.rank() == 0 and (text := other_tokenizer(weights.info, info, path)):
             note(text)
-        _fill(state.model.state_dict(), weights.source, {}, _no_blob, path=path, may_cast=True, group=group)
+        _fill(state.model.state_dict(), weights.source, weights.reader, manifest, may_cast=True, group=group)
         return weights.info
 
 
-def refuse_damaged(path: Path, *, info: ModelInfo, group: dist.ProcessGroup) -> None:
-    """Raise CheckpointError where an initial checkpoint is damaged or of another model."""
+def refuse_other_weights(path: Path, *, info: ModelInfo) -> None:
+    """Raise CheckpointError where the weights of a checkpoint are those of another model."""
     with open_native(path, otherwise=info) as weights:
-        _refuse_damaged(weights.catalog, group)
         refuse_other_model(weights.info, info, path)
 
 
-def changed_files(path: Path, group: dist.ProcessGroup) -> str:
-    """Compare every file of a manifest with its CRC32, ranks sharing the files; "" where all agree."""
-    rank, world = group.rank(), group.size()
-
-    def check_share() -> list[str]:
-        manifest = read_manifest(path)
-        return check_files(path, sorted(manifest.files)[rank::world], manifest=manifest) if manifest else []
-
-    return "; ".join(problem for share in on_each(group, check_share) for problem in share)
+def _manifest_of(path: Path, group: dist.ProcessGroup) -> Manifest:
+    """The manifest; an empty one where there is none, as in other tools' checkpoints."""
+    manifest = on_first(group, lambda: check_sizes(path) if path.is_dir() else None)
+    return manifest or Manifest({}, {})
 
 
-def _refuse_damaged(catalog: Catalog, group: dist.ProcessGroup) -> None:
-    """Check files by the manifest's CRC32s, and files without one by their items' own.
+def _refuse_changed(path: Path, manifest: Manifest, names: Iterable[str], group: dist.ProcessGroup) -> None:
+    """Raise DamagedFiles where one of these files does not have the manifest's CRC32. Ranks share the files."""
+    rank, world, shared = group.rank(), group.size(), sorted(names)
+    shares = on_each(group, lambda: check_files(path, shared[rank::world], manifest=manifest))
+    if problems := [problem for share in shares for problem in share]:
+        raise DamagedFiles(path, problems)
 
-    This is a separate pass, although loading reads the bytes again: a rank that found damage while loading would stop
-    with half of its weights replaced. Here all ranks agree before the first copy.
+
+def _or_damaged(path: Path, manifest: Manifest, group: dist.ProcessGroup, work: Callable[[], T]) -> T:
+    """`work()`. An error that it raises, on all ranks, becomes DamagedFiles where files have changed."""
+    try:
+        return work()
+    except CheckpointError:
+        _refuse_changed(path, manifest, manifest.files, group)
+        raise
+
+
+def _refuse_damaged_items(catalog: Catalog, manifest: Manifest, group: dist.ProcessGroup) -> None:
+    """Check tensors in files that the manifest does not list by the CRC32s of their items, which are read twice then.
+
+    A rank that found damage while loading would stop with half of its weights replaced. Here all ranks agree first.
     """
-    rank, world, path = group.rank(), group.size(), catalog.root
-    listed = on_first(group, lambda: _listed_files(path))
+    rank, world, path, listed = group.rank(), group.size(), catalog.root, manifest.files.keys()
     unlisted = sorted(fqn for fqn, t in catalog.tensors.items() if not {chunk.file for chunk in t.chunks} <= listed)
 
     def check_share() -> list[str]:
         with CatalogReader(catalog) as reader:
             return [problem for fqn in unlisted[rank::world] for problem in reader.record_problems(fqn)]
 
-    if changed := changed_files(path, group) if listed else "":
-        raise changed_since(path, [changed])
     if problems := [p for share in on_each(group, check_share) for p in share]:
         raise CheckpointError(f"{path} is damaged:" + list_offenders(problems), tries=[f"titan verify {path}"])
-
-
-def _listed_files(path: Path) -> set[str]:
-    """The files that a manifest lists; none where there is no manifest, as in other tools' checkpoints."""
-    manifest = read_manifest(path) if path.is_dir() else None
-    return set(manifest.files) if manifest else set()
 
 
 def _refuse_not_resumable(catalog: Catalog, path: Path, *, info: ModelInfo, excluded: Collection[str]) -> None:
@@ -237,25 +267,62 @@ def _is_loaded(section: str, key: str) -> bool:
 def _fill(
     wanted: Mapping[str, Any],
     source: TensorSource,
-    blobs: Mapping[str, Any],
-    read_blob: Callable[[str], bytes],
+    reader: CatalogReader,
+    manifest: Manifest,
     *,
-    path: Path,
     may_cast: bool,
     also: Collection[str] = (),
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """Fill the tensors of a flat state dict and return it with plain values replaced; `also`: keys already read."""
+    """Fill the tensors of a flat state dict and return it with plain values replaced, once all files are verified.
+
+    `reader` reads the files of `source`; `also`: keys already read.
+    """
+    path, blobs = reader.catalog.root, reader.catalog.blobs
     tensors = {fqn: info for fqn, info in source.tensors.items() if fqn not in also}
-    refuse_misfits(wanted, tensors, blobs, group=group, path=path, may_cast=may_cast)
-    loaded = dict(wanted)
-    reader = SourceReader(source, blobs=blobs, read_blob=read_blob)
-    try:
-        dcp_load(loaded, storage_reader=reader, planner=PlainPlanner(), process_group=group)
-    except CheckpointException as error:
-        raise as_titan_error(f"cannot load {path}", error) from error
+    refuse_misfits(wanted, tensors, blobs, group=group, path=reader.catalog.place, may_cast=may_cast)
+    loaded, sums = dict(wanted), None
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if manifest.files and _fits_in_memory(wanted, tensors, group):
+        sums = ReadSums(reader)
+    else:
+        _refuse_changed(path, manifest, manifest.files, group)
+
+    def stage(target: torch.Tensor, values: torch.Tensor) -> None:
+        staged.append((target, values))
+
+    def read() -> None:
+        keep = stage if sums else torch.Tensor.copy_
+        storage = SourceReader(source, blobs=blobs, read_blob=reader.read_blob, keep=keep)
+        try:
+            dcp_load(loaded, storage_reader=storage, planner=PlainPlanner(), process_group=group)
+        except CheckpointException as error:
+            raise as_titan_error(f"cannot load {reader.catalog.place}", error) from error
+
+    _or_damaged(path, manifest, group, read)
+    if sums and (problems := sums.problems(path, manifest.files, group)):
+        raise DamagedFiles(path, problems)
+    while staged:  # all ranks agree
+        target, values = staged.pop()
+        target.copy_(values)
     return loaded
 
 
-def _no_blob(fqn: str) -> bytes:
-    raise AssertionError(f"{fqn}: weights are tensors")
+def _fits_in_memory(wanted: Mapping[str, Any], tensors: Mapping[str, TensorInfo], group: dist.ProcessGroup) -> bool:
+    """Whether every node has memory for a copy of what its ranks read. A note says where one has not.
+
+    Tensors on a CPU count twice: their own memory takes none before it is written to.
+    """
+    own = sum(
+        local_part(value).numel() * itemsize(tensors[fqn].dtype) * (1 if value.is_cuda else 2)
+        for fqn, value in wanted.items()
+        if isinstance(value, torch.Tensor)
+    )
+    nodes = on_each(group, lambda: (socket.gethostname(), own, available_bytes()))
+    needed: Counter[str] = Counter()
+    for node, num_bytes, _ in nodes:
+        needed[node] += num_bytes
+    if all(needed[node] <= _MEMORY_SHARE * available for node, _, available in nodes):
+        return True
+    note("the checkpoint is read twice, first to verify it: a node has no memory for a copy of its ranks' parts")
+    return False

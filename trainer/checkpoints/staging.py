@@ -8,6 +8,7 @@ import copy
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from trainer.observability.log import note
 
 _ALIGNMENT = 64  # of each tensor, so that the memory can be viewed as any dtype
 
@@ -30,18 +33,32 @@ class Snapshot:
 
 
 class HostMemory:
-    """Memory of this process. Grows as needed, and stays allocated."""
+    """Memory of this process, pinned where there is a GPU to copy from. Grows as needed, and stays allocated.
+
+    Copies to pageable memory are several times slower, and training waits for them. torch's own pinned memory is
+    rounded up to a power of two.
+    """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._is_pinned = False
 
     def get(self, num_bytes: int) -> torch.Tensor:
         if self._bytes.numel() < num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self.close()  # free the old memory first
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            try:
+                self._is_pinned = _pin(self._bytes)
+            except RuntimeError as error:
+                note(f"WARNING: {error}: training waits longer for the copies of checkpoints")
+                with suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")  # CUDA keeps the error for the next kernel, which is this one
         return self._bytes
 
     def close(self) -> None:
+        if self._is_pinned:
+            _unpin(self._bytes)
+        self._is_pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
@@ -55,6 +72,7 @@ class SharedMemory:
     def __init__(self, descriptor: int | None = None):
         self.descriptor = os.memfd_create("titan-checkpoint") if descriptor is None else descriptor
         self._is_owner = descriptor is None
+        self._is_pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def get(self, num_bytes: int) -> torch.Tensor:
@@ -64,8 +82,8 @@ class SharedMemory:
             if self._is_owner:
                 os.ftruncate(self.descriptor, num_bytes)
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
-            if self._is_owner and torch.cuda.is_available():
-                check_cuda(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), num_bytes, 0))  # type: ignore[no-untyped-call]
+            if self._is_owner:
+                self._is_pinned = _pin(self._bytes)
         return self._bytes
 
     def close(self) -> None:
@@ -73,9 +91,22 @@ class SharedMemory:
         os.close(self.descriptor)
 
     def _release(self) -> None:
-        if self._is_owner and self._bytes.numel() and torch.cuda.is_available():
-            check_cuda(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))  # type: ignore[no-untyped-call]
+        if self._is_pinned:
+            _unpin(self._bytes)
+        self._is_pinned = False
         self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    """Pin memory where there is a GPU; whether it is pinned now. Raises RuntimeError where CUDA refuses."""
+    if not torch.cuda.is_available():
+        return False
+    check_cuda(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))  # type: ignore[no-untyped-call]
+    return True
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    check_cuda(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))  # type: ignore[no-untyped-call]
 
 
 def check_cuda(status: Any) -> None:

@@ -4,9 +4,12 @@ Stock `dcp.save` writes into a temporary sibling folder; the manifest is written
 """
 
 import shutil
+import socket
 import uuid
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from converters.assets import write_assets
-from converters.catalog import Box, Catalog
+from converters.catalog import Box, Catalog, TensorEntry
 from converters.commit import commit, new_staging
+from converters.cover import overlap
 from converters.dtypes import itemsize
-from converters.engine.digest import TensorDigest
+from converters.engine.digest import TensorDigest, has_whole_rows
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.layout import row_blocks
@@ -102,28 +106,68 @@ def write_step(
 
 
 def _digest(staging: Path, writer: CheckpointWriter, *, group: dist.ProcessGroup) -> dict[str, TensorSum]:
-    """Digests of all tensors: the sum over the ranks' rows; tensors with split rows are read back."""
+    """Digests of all tensors: the sum over the ranks' rows. Rows that several ranks hold a part of are read back."""
     opened: list[Catalog] = []
+
+    def open_staging() -> tuple[str, list[str]]:
+        opened.append(open_checkpoint(staging))
+        return socket.gethostname(), [*writer.files]
+
     # All ranks agree on the outcome; otherwise one that fails would leave the others waiting
-    on_each(group, lambda: opened.append(open_checkpoint(staging)))
+    nodes = on_each(group, open_staging)
     (catalog,) = opened
     digests = {fqn: TensorDigest(entry.dtype, entry.shape) for fqn, entry in catalog.tensors.items()}
-    split = sorted(fqn for fqn, t in catalog.tensors.items() if any(c.box.sizes[1:] != t.shape[1:] for c in t.chunks))
+
+    work, is_read_back = _rows_to_read(catalog, nodes)
 
     def own_part() -> dict[str, int]:
-        partial = {fqn: digest.partial for fqn, digest in writer.digests.items() if fqn not in split}
+        partial = {fqn: digest.partial for fqn, digest in writer.digests.items() if fqn not in is_read_back}
         with CatalogReader(catalog) as reader:
-            for fqn in split[group.rank() :: group.size()]:
-                entry, digest = (
-                    catalog.tensors[fqn],
-                    TensorDigest(catalog.tensors[fqn].dtype, catalog.tensors[fqn].shape),
-                )
-                for block in row_blocks(Box.whole(entry.shape), itemsize(entry.dtype), _READ_BACK_BYTES):
+            for fqn, rows in work[group.rank()]:
+                entry = catalog.tensors[fqn]
+                digest = TensorDigest(entry.dtype, entry.shape)
+                for block in row_blocks(rows, itemsize(entry.dtype), _READ_BACK_BYTES):
                     digest.update(block, reader.read(fqn, block))
-                partial[fqn] = digest.partial
+                partial[fqn] = partial.get(fqn, 0) + digest.partial
         return partial
 
     for part in on_each(group, own_part):
         for fqn, value in part.items():
             digests[fqn].add_partial(value)
     return {fqn: TensorSum(digest.dtype, digest.shape, digest.hexdigest()) for fqn, digest in digests.items()}
+
+
+def _rows_to_read(
+    catalog: Catalog, nodes: Sequence[tuple[str, Collection[str]]]
+) -> tuple[list[list[tuple[str, Box]]], set[str]]:
+    """By rank, the rows of which chunks have parts, and the tensors that are read back as a whole.
+
+    `nodes`: node and files of each rank. A rank reads rows that its own node has written, from its page cache; where
+    several nodes have, as under tensor parallelism across nodes, rows of which its node has written a part.
+    """
+    node_of = {file: node for node, files in nodes for file in files}
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, (node, _) in enumerate(nodes):
+        ranks_of[node].append(rank)
+    work: list[list[tuple[str, Box]]] = [[] for _ in nodes]
+    num_bytes, whole = [0] * len(nodes), set()
+    for fqn, entry in sorted(catalog.tensors.items()):
+        parts: dict[Box, set[str]] = defaultdict(set)  # rows → nodes that have written a part of them
+        for chunk in entry.chunks:
+            if not has_whole_rows(chunk.box, entry.shape):
+                rows = Box((*chunk.box.offsets[:-1], 0), (*chunk.box.sizes[:-1], entry.shape[-1]))
+                parts[rows].add(node_of[chunk.file])
+        if parts and not _is_rest(entry, [*parts]):  # cut unevenly: a row would be added twice
+            parts = {Box.whole(entry.shape): set().union(*parts.values())}
+            whole.add(fqn)
+        for rows, writers in parts.items():
+            rank = min((rank for node in sorted(writers) for rank in ranks_of[node]), key=lambda rank: num_bytes[rank])
+            work[rank].append((fqn, rows))
+            num_bytes[rank] += rows.num_elements * itemsize(entry.dtype)
+    return work, whole
+
+
+def _is_rest(entry: TensorEntry, rows: Sequence[Box]) -> bool:
+    """Whether `rows` and the chunks of whole rows cover the tensor exactly."""
+    boxes = [*rows, *(chunk.box for chunk in entry.chunks if has_whole_rows(chunk.box, entry.shape))]
+    return sum(box.num_elements for box in boxes) == prod(entry.shape) and not overlap(boxes)

@@ -237,7 +237,7 @@ class Checkpoint:
     """Saves in a row that may fail, with a warning, before the run ends with an error; the last save may not fail.
     Not in torchtitan."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints asynchronously: in a thread, or in a separate process through pinned memory."""
+    """Write checkpoints asynchronously, in a thread or in a separate process; with a GPU through pinned memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

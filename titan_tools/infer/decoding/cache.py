@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_tools.infer.decoding.sampling import likeliest
+
 _MOST_PADDING = 128  # keys per row; with more, a CPU is faster with one call of attention for each row
 
 
@@ -131,6 +133,12 @@ class Decode:
 class KeyRange(Protocol):
     """The keys that the rows of a static step attend to."""
 
+    length: int  # of the longest row that fits
+
+    @property
+    def as_long(self) -> tuple[Tensor, int]:
+        """A tensor, and its dim that has the size `length`: what is compiled takes the length from there."""
+
     def begin(self, positions_B1: Tensor) -> None:
         """Compute what all layers share; `positions_B1` of the new tokens, whose keys are in the cache by then."""
 
@@ -142,23 +150,31 @@ class StaticDecode:
     """One new token for each of the first `num` rows over `key_range`: the same shapes at every length.
 
     What changes from step to step is in tensors at fixed addresses, so that a step can be recorded as a CUDA graph.
+    After a run they hold the input of the step after it: the likeliest tokens, which have not left the device.
     """
 
     def __init__(self, *, num: int, key_range: KeyRange, device: torch.device):
         self.num, self.key_range = num, key_range
+        self.found_2B = torch.zeros(2, num, dtype=torch.int64, device=device)  # see `likeliest`
         self.inputs_2B = torch.zeros(2, num, dtype=torch.int64, device=device)
         self.tokens, self.positions = self.inputs_2B.unsqueeze(-1)  # [B, 1] each
         self.at_B = self.inputs_2B[1]
         self.rows = torch.arange(num, device=device)
 
     def fill(self, tokens: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the next token of the first rows. The other rows compute a first token: only their first key is lost."""
+        """Set the next token of the first rows. The other rows compute tokens from their beginning on."""
         idle = [0] * (self.num - len(tokens))
         self.inputs_2B.copy_(torch.tensor([[*tokens, *idle], [*lengths, *idle]]))
 
     def begin(self) -> None:
         """Compute what all layers share; part of the graph."""
         self.key_range.begin(self.positions)
+
+    def advance(self, logits_BV: Tensor) -> None:
+        """Choose the likeliest tokens and make them the input at the next positions; part of the graph."""
+        self.found_2B.copy_(likeliest(logits_BV))
+        self.inputs_2B[0] = self.found_2B[1]
+        self.at_B += 1
 
     def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         keys_RKTH[self.rows, :, self.at_B] = k_BLKH[:, 0]
@@ -177,8 +193,15 @@ class MaskedKeys:
     def begin(self, positions_B1: Tensor) -> None:
         self.bias_B11T = _bias(positions_B1, self.columns, self.dtype)[:, None, None]
 
+    @property
+    def as_long(self) -> tuple[Tensor, int]:
+        assert self.bias_B11T is not None  # after `begin`
+        return self.bias_B11T, 3
+
     def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
-        keys, values = keys_RKTH[: self.num, :, : self.length], values_RKTH[: self.num, :, : self.length]
+        assert self.bias_B11T is not None
+        length = self.bias_B11T.shape[3]
+        keys, values = keys_RKTH[: self.num, :, :length], values_RKTH[: self.num, :, :length]
         return _attend_one(q_B1NH, keys, values, self.bias_B11T)
 
 

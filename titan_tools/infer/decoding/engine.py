@@ -16,6 +16,7 @@ from titan_tools.infer.decoding.cache import (
     attach_cache,
     attention_kernels,
 )
+from titan_tools.infer.decoding.sampling import likeliest
 from titan_tools.infer.decoding.static_decode import StaticDecoder, can_split
 from titan_tools.infer.model.compiling import compile_all_shapes, compiled_body
 from titan_tools.infer.model.load import SlicedModel
@@ -154,6 +155,8 @@ class Engine:
         Prompts of the same row must keep equally many tokens; the row then holds the last of them.
         """
         assert self.fit_one_pass(prompts)
+        if self._static:
+            self._static.forget_ahead()
         for one in prompts:
             assert one.keep <= len(self.held[one.row])
             # Before the pass: an interruption must not leave `held` with tokens whose keys are overwritten
@@ -177,9 +180,26 @@ class Engine:
             step = Decode(self.lengths(num), device=self.model.device, dtype=self.model.dtype)
             tokens_B1 = torch.tensor(tokens, device=self.model.device)[:, None]
             logits_BV = self.model.head(_forward(self.model.body, self._cache, step, tokens_B1)[:, -1]).float()
+        self._hold(tokens)
+        return logits_BV
+
+    @torch.inference_mode()
+    def decode_likeliest(self, tokens: Sequence[int], *, ahead: bool) -> list[list[int]]:
+        """Like `decode`, but what `likeliest` says of the logits. `ahead`: these tokens will be decoded next.
+
+        That the next call differs is no error: what was computed ahead for it is lost.
+        """
+        if not self._static:
+            found: list[list[int]] = likeliest(self.decode(tokens)).tolist()
+            return found
+        self.prepare_decode(len(tokens))
+        found = self._static.likeliest(tokens, self.lengths(len(tokens)), ahead=ahead)
+        self._hold(tokens)
+        return found
+
+    def _hold(self, tokens: Sequence[int]) -> None:
         for held, token in zip(self.held, tokens, strict=False):
             held.append(token)
-        return logits_BV
 
     @torch.inference_mode()
     def prepare_decode(self, num: int) -> None:
@@ -194,6 +214,8 @@ class Engine:
         """Set a row to the first `length` tokens (default: all) of another row, or of itself."""
         tokens = self.held[source][:length]
         if source != target:
+            if self._static:
+                self._static.forget_ahead()
             self.held[target] = []
             self._cache.copy_row(source, target, len(tokens))
         self.held[target] = tokens
@@ -228,6 +250,8 @@ def _step_of(model: SlicedModel, cache: KVCache, *, backend: str | None) -> Call
         body, head = compiled_body(body, backend=backend), compile_all_shapes(head, backend=backend)
 
     def logits_of(step: StaticDecode) -> Tensor:
+        if backend is not None:  # the same code for all lengths
+            torch._dynamo.maybe_mark_dynamic(*step.key_range.as_long)
         logits_BV: Tensor = head(_forward(body, cache, step, step.tokens)[:, -1])
         return logits_BV.float()
 

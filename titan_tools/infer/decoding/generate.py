@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from titan_tools.infer.decoding.engine import LEAST_SHARED, Engine, RowTokens, num_common
-from titan_tools.infer.decoding.sampling import NoiseKey, Sampling, TokenLogprobs, choose, token_logprobs
+from titan_tools.infer.decoding.sampling import (
+    NoiseKey,
+    Sampling,
+    TokenLogprobs,
+    choose,
+    require_finite,
+    token_logprobs,
+)
 from titan_tools.infer.text.prompts import Prompt
 from titan_tools.infer.text.text_stream import TextStream
 from titan_tools.infer.text.vocabulary import Vocabulary
@@ -121,6 +128,13 @@ class _Run:
     def num_free(self) -> int:
         return self.engine.rows - len(self.active)
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether tokens are not simply the likeliest ones, which the engine chooses itself."""
+        sampling = self.settings.sampling
+        is_likeliest = sampling.temperature == 0 and sampling.repetition_penalty == 1
+        return not is_likeliest or self.settings.logprobs is not None
+
     def may_begin(self) -> bool:
         """Whether waiting prompts should begin now."""
         return self.queue.should_begin(self.num_free)
@@ -140,7 +154,7 @@ class _Run:
             self.engine.copy_row(prefilled.row, row, length=len(prompt.tokens))
             if self.settings.sampling.repetition_penalty != 1:
                 self._penalize(row, prompt, vocab_size=len(logits_V))
-        self._extend([*begun], torch.stack(first_logits))
+        self._choose([*begun], torch.stack(first_logits))
         self.queue.has_begun()
         self.timings.num_tokens += len(begun)
         self.timings.first_token_secs += [perf_counter() - started] * len(to_prefill)
@@ -151,8 +165,12 @@ class _Run:
         started = perf_counter()
         self.engine.prepare_decode(len(rows))
         prepared = perf_counter()
-        logits_BV = self.engine.decode([self.active[row].tokens[-1] for row in rows])
-        self._extend(rows, logits_BV)
+        tokens = [self.active[row].tokens[-1] for row in rows]
+        if self.needs_logits:
+            self._choose(rows, self.engine.decode(tokens))
+        else:
+            found = self.engine.decode_likeliest(tokens, ahead=self._all_continue())
+            self._extend(rows, require_finite(found, self._noise_keys(rows)))
         self.queue.has_stepped(self.num_free)
         timings.prepare_secs += prepared - started
         timings.decode_secs += perf_counter() - prepared
@@ -239,18 +257,35 @@ class _Run:
         self.penalized_RV[row] = False
         self.penalized_RV[row, prompt.tokens] = True
 
-    def _extend(self, rows: list[int], logits_BV: Tensor) -> None:
-        """Choose and append the next token of the sequence in each of `rows`; mark those that finish with it."""
+    def _all_continue(self) -> bool:
+        """Whether no active sequence can end with its next token, but a single one by a stop token or string.
+
+        Of several, one ends all the time, and a step that was computed ahead for all of them would be lost.
+        """
+        settings, sequences = self.settings, self.active.values()
+        may_stop = len(sequences) > 1 and (settings.stop_ids or settings.stop_strings)
+        return not may_stop and all(len(s.tokens) + 1 < s.limit for s in sequences)
+
+    def _noise_keys(self, rows: list[int]) -> list[NoiseKey]:
+        sequences = [self.active[row] for row in rows]
+        return [NoiseKey(s.prompt.id, s.sample, len(s.prompt.tokens) + len(s.tokens)) for s in sequences]
+
+    def _choose(self, rows: list[int], logits_BV: Tensor) -> None:
+        """Choose and append the next token of the sequence in each of `rows`."""
         settings, sequences = self.settings, [self.active[row] for row in rows]
-        keys = [NoiseKey(s.prompt.id, s.sample, len(s.prompt.tokens) + len(s.tokens)) for s in sequences]
         penalized_BV = None if self.penalized_RV is None else self.penalized_RV[rows]
-        tokens = choose(logits_BV, settings.sampling, keys, penalized_BV=penalized_BV)
+        tokens = choose(logits_BV, settings.sampling, self._noise_keys(rows), penalized_BV=penalized_BV)
         if self.penalized_RV is not None:
             self.penalized_RV[rows, tokens] = True
         if settings.logprobs is not None:
             for s, logprobs in zip(sequences, token_logprobs(logits_BV, tokens, settings.logprobs), strict=True):
                 s.logprobs.append(logprobs)
-        for s, token in zip(sequences, tokens, strict=True):
+        self._extend(rows, tokens)
+
+    def _extend(self, rows: list[int], tokens: list[int]) -> None:
+        """Append the next token of the sequence in each of `rows`; mark those that finish with it."""
+        settings = self.settings
+        for s, token in zip([self.active[row] for row in rows], tokens, strict=True):
             s.tokens.append(token)
             text = s.stream.add(token) if s.stream else ""
             if self.on_text and text:

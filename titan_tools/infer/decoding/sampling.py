@@ -81,15 +81,30 @@ def choose(
         penalty = sampling.repetition_penalty
         reduced_BV = torch.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
         logits_BV = torch.where(penalized_BV, reduced_BV, logits_BV)
-    lowest_B, highest_B = logits_BV.aminmax(dim=-1)
-    finite_B = (lowest_B > -torch.inf) & (highest_B < torch.inf)  # False for NaN too
     if sampling.temperature == 0:
-        tokens_B = logits_BV.argmax(-1)
-    else:
-        noise_B1 = torch.tensor([[uniform(sampling.seed, key)] for key in keys], dtype=torch.float64)
-        noise_B1 = noise_B1.to(logits_BV.device, non_blocking=True)
-        tokens_B = _draw(token_weights(logits_BV, sampling, num_sorted=_FEW), noise_B1)
-    finite, tokens = torch.stack([finite_B.long(), tokens_B]).tolist()
+        return require_finite(likeliest(logits_BV).tolist(), keys)
+    noise_B1 = torch.tensor([[uniform(sampling.seed, key)] for key in keys], dtype=torch.float64)
+    noise_B1 = noise_B1.to(logits_BV.device, non_blocking=True)
+    tokens_B = _draw(token_weights(logits_BV, sampling, num_sorted=_FEW), noise_B1)
+    tokens = require_finite(torch.stack([_is_finite(logits_BV), tokens_B]).tolist(), keys)
+    if logits_BV.shape[-1] in tokens:  # the likeliest tokens hold less than top-p
+        tokens = _draw(token_weights(logits_BV, sampling), noise_B1).tolist()
+    return tokens
+
+
+def likeliest(logits_BV: Tensor) -> Tensor:
+    """For each row of fp32 logits whether all are finite, and the likeliest token, of equal ones the first: [2, B]."""
+    return torch.stack([_is_finite(logits_BV), logits_BV.argmax(-1)])
+
+
+def _is_finite(logits_BV: Tensor) -> Tensor:
+    lowest_B, highest_B = logits_BV.aminmax(dim=-1)
+    return ((lowest_B > -torch.inf) & (highest_B < torch.inf)).long()  # 0 for NaN too
+
+
+def require_finite(found: list[list[int]], keys: Sequence[NoiseKey]) -> list[int]:
+    """The tokens of `likeliest`. Raises CheckpointError where logits are not finite."""
+    finite, tokens = found
     for key, is_finite in zip(keys, finite, strict=True):
         if not is_finite:
             raise CheckpointError(
@@ -97,9 +112,7 @@ def choose(
                 hint="the weights hold NaN or infinity, or overflow in this dtype",
                 tries=["--dtype float32"],
             )
-    if logits_BV.shape[-1] in tokens:  # the likeliest tokens hold less than top-p
-        tokens = _draw(token_weights(logits_BV, sampling), noise_B1).tolist()
-    return list(tokens)
+    return tokens
 
 
 def _draw(weights_BV: Tensor, noise_B1: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ Shape letters as in cache.py.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ class SplitKeys:
 
     def __init__(self, *, num: int, length: int, room: int, device: torch.device):
         self.num, self.length = num, length
+        self.empty_T0 = torch.empty(length, 0, device=device)
         self.first_query = torch.arange(num + 1, dtype=torch.int32, device=device)
         self.first_key = self.first_query * room
         self.num_keys_B: Tensor | None = None
@@ -36,14 +38,24 @@ class SplitKeys:
     def begin(self, positions_B1: Tensor) -> None:
         self.num_keys_B = positions_B1[:, 0].int() + 1
 
+    @property
+    def as_long(self) -> tuple[Tensor, int]:
+        return self.empty_T0, 0
+
     def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
-        """The cache must be stored token by token, as `attach_cache` makes it on a GPU."""
+        """The cache must be stored token by token, as `attach_cache` makes it on a GPU.
+
+        The kernel splits keys only where several query heads share them; otherwise each query head is passed twice.
+        """
+        q_BNH, is_alone = q_B1NH[:, 0], q_B1NH.shape[2] == keys_RKTH.shape[1]
+        if is_alone:
+            q_BNH = q_BNH.repeat_interleave(2, dim=1)
         keys, values = (cached[: self.num].transpose(1, 2).flatten(0, 1) for cached in (keys_RKTH, values_RKTH))
         out_BNH: Tensor = torch.ops.aten._flash_attention_forward(
-            q_B1NH[:, 0], keys, values, self.first_query, self.first_key, 1, self.length, 0.0, False, False,
+            q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
             seqused_k=self.num_keys_B,
         )[0]  # fmt: skip
-        return out_BNH[:, None]
+        return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 
 
 @cache
@@ -84,6 +96,30 @@ SHORTEST = 256  # keys of the shortest step; longer ones have powers of two
 _WARM_UP_RUNS = 2  # before a capture, as in torch's documentation; the first one also compiles
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that runs, or has run. `is_read`: when its result is in `found_2B`, on the host; None: it is there."""
+
+    step: StaticDecode
+    found_2B: Tensor
+    is_read: Any = None  # a CUDA event
+
+    def read(self) -> list[list[int]]:
+        if self.is_read is not None:
+            self.is_read.synchronize()
+        found: list[list[int]] = self.found_2B.tolist()
+        return found
+
+
+def _start_reading(found_2B: Tensor) -> tuple[Tensor, Any]:
+    """Copy a GPU's result to the host, before the next run overwrites it; the copy, and the event that it is there."""
+    on_host_2B = torch.empty(found_2B.shape, dtype=found_2B.dtype, pin_memory=True)
+    on_host_2B.copy_(found_2B, non_blocking=True)
+    is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    is_read.record()
+    return on_host_2B, is_read
+
+
 class StaticDecoder:
     """Runs `forward`, which returns a step's logits [B, V]; `records`: as CUDA graphs, `splits`: with SplitKeys.
 
@@ -103,15 +139,48 @@ class StaticDecoder:
         self._forward, self._cache, self._device, self._dtype = forward, cache, device, dtype
         self._steps: dict[tuple[int, int], tuple[StaticDecode, Callable[[], Tensor]]] = {}
         self._records, self._splits = records, splits
+        self._ahead: tuple[_Launched, Sequence[int], Sequence[int]] | None = (
+            None  # with the tokens and lengths it is for
+        )
         # One stream for all graphs: each that multiplies matrices has a workspace of its own, 32 MiB on an H100
         self._stream: Any = torch.cuda.Stream(device) if records else None  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle() if records else None  # graphs never run concurrently
 
     def __call__(self, tokens: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Logits [B, V] of one more token for each of the first rows, which hold `lengths` tokens."""
+        self.forget_ahead()
         step, run = self.prepare(lengths)
         step.fill(tokens, lengths)
         return run()[: len(tokens)].clone()  # the next step writes to the same memory
+
+    def likeliest(self, tokens: Sequence[int], lengths: Sequence[int], *, ahead: bool) -> list[list[int]]:
+        """What `likeliest` says of these logits. `ahead`: the likeliest tokens will be the next ones.
+
+        On a GPU, the step after this one is then launched before this one's result is read.
+        """
+        launched, self._ahead = self._ahead, None
+        if launched and (tokens, lengths) == launched[1:]:
+            now = launched[0]
+        else:
+            step, run = self.prepare(lengths)
+            step.fill(tokens, lengths)
+            now = self._launch(step, run)
+        following = [length + 1 for length in lengths]
+        after = None
+        if ahead and self._records and max(following) < now.step.key_range.length:
+            after = self._launch(*self.prepare(following))
+        found = [row[: len(tokens)] for row in now.read()]
+        if after is not None:
+            self._ahead = after, found[1], following
+        return found
+
+    def forget_ahead(self) -> None:
+        """Rows have changed: a step that was launched ahead is not used. What it wrote follows the rows' ends."""
+        self._ahead = None
+
+    def _launch(self, step: StaticDecode, run: Callable[[], Tensor]) -> _Launched:
+        run()
+        return _Launched(step, *_start_reading(step.found_2B)) if self._records else _Launched(step, step.found_2B)
 
     def prepare(self, lengths: Sequence[int]) -> tuple[StaticDecode, Callable[[], Tensor]]:
         """The step for rows of these lengths and the function that runs it; made on first use."""
@@ -119,8 +188,7 @@ class StaticDecoder:
         length = power_of_two(max(*lengths, SHORTEST - 1) + 1, self._cache.room)
         if (num, length) not in self._steps:
             step = StaticDecode(num=num, key_range=self._key_range(num, length), device=self._device)
-            step.fill([0] * len(lengths), lengths)  # warm-up runs write only keys that the step will write again
-            self._steps[num, length] = step, self._record(step)
+            self._steps[num, length] = step, self._record(step, lengths)
         return self._steps[num, length]
 
     def _key_range(self, num: int, length: int) -> MaskedKeys | SplitKeys:
@@ -128,18 +196,24 @@ class StaticDecoder:
             return SplitKeys(num=num, length=length, room=self._cache.room, device=self._device)
         return MaskedKeys(num=num, length=length, device=self._device, dtype=self._dtype)
 
-    def _record(self, step: StaticDecode) -> Callable[[], Tensor]:
+    def _record(self, step: StaticDecode, lengths: Sequence[int]) -> Callable[[], Tensor]:
         def run() -> Tensor:
             step.begin()
-            return self._forward(step)
+            logits_BV = self._forward(step)
+            step.advance(logits_BV)
+            return logits_BV
+
+        def warm_up() -> None:
+            step.fill([0] * len(lengths), lengths)  # writes only keys that the step will write again
+            run()
 
         if not self._records:
-            run()  # compiles, with --compile
+            warm_up()  # compiles, with --compile
             return run
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_RUNS):
-                run()
+                warm_up()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog thread may call CUDA at the same time

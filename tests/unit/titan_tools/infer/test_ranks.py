@@ -75,3 +75,18 @@ def test_ranks_of_one_machine_are_neighbours(monkeypatch):
 
     monkeypatch.setattr(ranks.dist, "all_gather_object", gather)
     assert ranks._ranks_by_machine(Group()) == [[0, 2], [1], [3]]
+
+
+def test_the_group_of_a_machine_needs_no_other_machine(monkeypatch):
+    """torch splits an NCCL group that is bound to a device for every group that a rank names without being in it."""
+    asked = []
+
+    def new_group(members, **options):
+        asked.append((members, options["backend"], options["use_local_synchronization"]))
+        return "group"
+
+    monkeypatch.setattr(ranks.dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(ranks.dist, "new_group", new_group)
+    assert ranks._machine_group([[0, 1], [2, 3]], "control") == "group"
+    assert asked == [([2, 3], "gloo", True)]
+    assert ranks._machine_group([[0, 1, 2, 3]], "control") == "control"

@@ -82,31 +82,57 @@ def test_both_ends_of_shared_memory_see_the_same_bytes_also_after_it_grew():
     ours.close()
 
 
-def test_with_a_gpu_the_memory_is_pinned_once_for_each_size_and_let_go(monkeypatch):
-    calls = []
+@pytest.fixture
+def pinned(monkeypatch):
+    """A GPU whose runtime notes what is pinned and let go, and answers with `status`."""
 
     class Runtime:
+        calls: list = []
+        status = 0
+
         def cudaHostRegister(self, pointer, size, flags):  # noqa: N802
-            calls.append(("pin", pointer, size, flags))
-            return 0
+            self.calls.append(("pin", pointer, size, flags))
+            return self.status
 
         def cudaHostUnregister(self, pointer):  # noqa: N802
-            calls.append(("free", pointer))
-            return 0
+            self.calls.append(("free", pointer))
+            return self.status
 
+    runtime = Runtime()
+    monkeypatch.setattr(Runtime, "calls", [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    memory = SharedMemory()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.mark.parametrize("memory_type", [HostMemory, SharedMemory])
+def test_with_a_gpu_the_memory_is_pinned_once_for_each_size_and_let_go(pinned, memory_type):
+    memory = memory_type()
     small = memory.get(100).data_ptr()
     memory.get(50)
     large = memory.get(200).data_ptr()
-    theirs = SharedMemory(os.dup(memory.descriptor))
-    theirs.get(200)  # the other process has no GPU, and pins nothing
-    theirs.close()
+    if memory_type is SharedMemory:
+        theirs = SharedMemory(os.dup(memory.descriptor))
+        theirs.get(200)  # the other process has no GPU, and pins nothing
+        theirs.close()
     memory.close()
-    assert calls == [("pin", small, 100, 0), ("free", small), ("pin", large, 200, 0), ("free", large)]
+    assert pinned.calls == [("pin", small, 100, 0), ("free", small), ("pin", large, 200, 0), ("free", large)]
     with pytest.raises(RuntimeError, match="status 2"):
         checkpoint_staging.check_cuda(2)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_unless_pinned_memory_was_asked_for(pinned, monkeypatch, capsys):
+    pinned.status = 2
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: None)  # a kernel on a GPU
+    memory = HostMemory()
+    assert memory.get(100).numel() == 100
+    memory.close()
+    assert [call[0] for call in pinned.calls] == ["pin"]
+    assert (
+        "WARNING: CUDA: pinning memory for checkpoints failed with status 2: training waits" in capsys.readouterr().err
+    )
+    with pytest.raises(RuntimeError, match="status 2"):
+        SharedMemory().get(100)
 
 
 def test_numbers_too_large_for_the_export_dtype_are_refused(tmp_path, group):

@@ -224,14 +224,14 @@ def test_templates_that_refuse_or_are_not_there(talk, tmp_path):
 @pytest.mark.parametrize(("stopped_at", "stopped"), [(1, 0), (3, 0), (14, 1)])
 def test_ctrl_c_stops_an_answer_and_no_more(talk, model_and_folder, monkeypatch, stopped_at, stopped):
     """The cache then holds what it says it holds: later answers are those to all that was said."""
-    choose, calls = generate.choose, count(1)
+    extend, calls = generate._Run._extend, count(1)
 
-    def interrupted(*args, **more):
+    def interrupted(*args):
         if next(calls) == stopped_at:
             raise KeyboardInterrupt
-        return choose(*args, **more)
+        extend(*args)
 
-    monkeypatch.setattr(generate, "choose", interrupted)
+    monkeypatch.setattr(generate._Run, "_extend", interrupted)
     lines = ["one", "two", "three"]
     code, out, err = talk(model_and_folder[1], ["/nothing", *lines], "--max-new-tokens", "10", terminal=True)
     assert code == 0 and "(stopped)" in err and "there is no command /nothing; /help shows them" in err
