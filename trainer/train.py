@@ -125,12 +125,11 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.must_stop)
+            result = train_step.run(samples, optimizer, stop_requested=stop.requested or checkpoints.must_stop)
             if result.is_finite:
-                train_step.update(optimizer)
                 progress.ntokens_seen += result.num_valid_tokens
             else:
-                skip_update(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
+                count_skipped(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
             optimizer.zero_grad()
             lr = schedule.lr
             schedule.step()
@@ -186,7 +185,7 @@ def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:
     return is_saving(settings) and is_due
 
 
-def skip_update(
+def count_skipped(
     progress: Progress, result: StepResult, checkpoints: Checkpoints, *, on_nonfinite: Literal["stop", "skip"]
 ) -> None:
     """Count the step as skipped, with a warning; or with `stop` raise NumericalFault."""
