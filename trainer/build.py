@@ -32,7 +32,15 @@ from trainer.parallel.compile import apply_compile, compile_machine_problems, co
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
 from trainer.parallel.float8 import apply_float8, float8_machine_problems, float8_styles, is_float8, scale_weights
-from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
+from trainer.parallel.fsdp import (
+    apply_fsdp,
+    computes_in_copies,
+    is_fsdp,
+    keep_on_cpu,
+    keeps_gathered,
+    reshard_policy,
+)
+from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
@@ -79,6 +87,8 @@ def build(
             compute_in(parts[0], getattr(torch, config.training.mixed_precision_param))
             runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group())
             accumulating = runner.accumulating
+        elif computes_in_copies(config.training, config.parallelism, config.float8, dims):
+            compute_in_copies(parts[0], getattr(torch, config.training.mixed_precision_param))
     else:
         runner = Pipeline(
             parts,
@@ -169,8 +179,10 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
         is_loss_parallel=loss_parallel,
         all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
     )
-    if is_fsdp(training, dims):
-        reshard, reshard_last = reshard_policy(parallelism.fsdp_reshard_after_forward, pipelined=dims.pp > 1)
+    if is_fsdp(training, parallelism, config.float8, dims):
+        reshard, reshard_last = reshard_policy(
+            parallelism.fsdp_reshard_after_forward, keeps=keeps_gathered(training, dims)
+        )
         apply_fsdp(
             part,
             meshes.fsdp,

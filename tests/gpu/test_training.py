@@ -13,16 +13,14 @@ ALL_GATHER = (
     "--quantize.linear.float8.enable_fsdp_float8_all_gather",
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
+FULL = ("--activation_checkpoint.mode", "full")
+OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 
 CASES = [
     (["--compile.enable"], 1e-4),
     (["--compile.enable", "--training.loss", "plain"], 1e-4),
     (["--compile.enable", "--activation_checkpoint.mode", "selective"], 1e-4),
-    (
-        ["--compile.enable", "--activation_checkpoint.mode", "selective"]
-        + ["--activation_checkpoint.selective_ac_option", "op"],
-        1e-4,
-    ),
+    (["--compile.enable", *OP], 1e-4),
     (["--compile.enable", "--activation_checkpoint.mode", "memory_budget"], 1e-4),
     (["--training.enable_cpu_offload"], 1e-4),
     ([*BF16], 3e-2),
@@ -55,6 +53,13 @@ def _losses(job, folder, *options):
 )
 def test_losses_are_those_of_the_plain_run(job, tmp_path, options, tolerance):
     assert _losses(job, tmp_path / "run", *options) == pytest.approx(list(job[1].values()), abs=tolerance)
+
+
+@pytest.mark.parametrize("options", [(), FULL, OP, ("--compile.enable",), ("--training.global_batch_size", "4")])
+def test_one_rank_in_mixed_precision_has_the_numbers_of_fsdp(job, tmp_path, options):
+    mixed = (*BF16, *options, "--debug.deterministic")
+    ours = _losses(job, tmp_path / "copies", *mixed)
+    assert ours == _losses(job, tmp_path / "fsdp", *mixed, "--parallelism.fsdp_reshard_after_forward", "always")
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])

@@ -174,7 +174,7 @@ class Parallelism:
     data_parallel_shard_degree: AllOr = -1
     """Ranks that parameters are sharded over (FSDP); -1 = all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Reshard gathered parameters after forward; default = yes, unless there is a pipeline."""
+    """Reshard gathered parameters after forward; default = yes, unless there is a pipeline, or nothing to shard."""
     tensor_parallel_degree: Positive = 1
     """Ranks that share each matrix product (tensor parallelism)."""
     disable_loss_parallel: bool = False
