@@ -31,7 +31,14 @@ from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
-from trainer.parallel.float8 import apply_float8, float8_machine_problems, float8_styles, is_float8, scale_weights
+from trainer.parallel.float8 import (
+    apply_float8,
+    float8_filters,
+    float8_machine_problems,
+    float8_styles,
+    is_float8,
+    scale_weights,
+)
 from trainer.parallel.fsdp import (
     apply_fsdp,
     computes_in_copies,
@@ -152,7 +159,8 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
     parameters: list[Parameter] = job.family.parameters(job.args)
     if is_float8(config.model):
-        apply_float8(part, config.float8, parameters, tp=dims.tp, compiles_model=compiles_model)
+        filters = float8_filters(config.float8, training)
+        apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
     if dims.cp > 1:
@@ -175,6 +183,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
         part,
         training,
         config.compile,
+        chunk_tokens=job.chunk_tokens,
         tp_mesh=meshes["tp"] if dims.tp > 1 else None,
         is_loss_parallel=loss_parallel,
         all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,

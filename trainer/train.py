@@ -30,6 +30,7 @@ from trainer.observability.report import Report
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
+from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
 from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
@@ -80,6 +81,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(NO_TOKENIZER)
     for text in tokenizer_notes(info.assets):
         note(text)
+    if is_float8(config.model):
+        for text in float8_notes(config.float8, training, job.args):
+            note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
     timeouts = Timeouts(meshes, config.comm)
     model = build(job, meshes, ranks.device)

@@ -13,6 +13,7 @@ ALL_GATHER = (
     "--quantize.linear.float8.enable_fsdp_float8_all_gather",
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
+OUTPUT_TOO = ("--quantize.linear.float8.filter_fqns", "[]")
 FULL = ("--activation_checkpoint.mode", "full")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 
@@ -29,6 +30,10 @@ CASES = [
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise_with_gw_hp"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, *ALL_GATHER], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *OUTPUT_TOO], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *OP], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *ALL_GATHER, *OP], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *FULL], 5e-2),
 ]
 
 

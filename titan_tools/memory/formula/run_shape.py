@@ -10,7 +10,7 @@ from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.job import Job
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
-from trainer.parallel.float8 import is_float8
+from trainer.parallel.float8 import float8_filters, is_float8
 from trainer.parallel.fsdp import computes_in_copies, is_fsdp, keeps_gathered
 
 FP32 = 4  # bytes
@@ -128,7 +128,7 @@ def run_shape(job: Job) -> RunShape:
         reshard_after_forward={"default": not keeps_gathered(training, dims), "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
         loss_parallel=is_loss_parallel(parallelism, dims),
-        loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
+        loss_chunks=job.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(job),
         validation_seq_len=config.validation.seq_len,
         compiles_model=compiles(config.compile, "model"),
@@ -140,7 +140,7 @@ def run_shape(job: Job) -> RunShape:
 def _float8(config: Config, *, is_tied: bool) -> Float8Products | None:
     if not is_float8(config.model):
         return None
-    is_named = any(part in "output" for part in config.float8.filter_fqns)
+    is_named = any(part in "output" for part in float8_filters(config.float8, config.training))
     return Float8Products(
         converts_output=not is_named and not is_tied, gathers=config.float8.enable_fsdp_float8_all_gather
     )
