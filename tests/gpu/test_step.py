@@ -1,10 +1,11 @@
-"""How often the host waits for the GPU in a training step: once, for the verdict, and after the update's launch."""
+"""A training step on a GPU: how often the host waits, steps that are not finite, one rank without FSDP."""
 
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout
 from trainer.build import build
@@ -13,6 +14,7 @@ from trainer.job import resolve_job
 from trainer.mesh import make_meshes
 from trainer.optim.optimizer import build_optimizer
 from trainer.step import TrainStep
+from trainer.train_model import TrainModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = {"mixed_precision_param": "bfloat16", "local_batch_size": 2}
@@ -29,6 +31,17 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
+def make_run(parallelism: dict, sections: dict) -> tuple[TrainModel, torch.optim.Optimizer, TrainStep]:
+    """One rank in mixed precision, with initial weights."""
+    config = Layout("", 1, parallelism, BF16, sections).config("debug_gqa")
+    job = resolve_job(config, 1)
+    meshes = make_meshes(job.dims, "cuda")
+    model = build(job, meshes, torch.device("cuda", 0))
+    model.initialize(0)
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    return model, optimizer, TrainStep(model, meshes, max_norm=1.0, local_batch_size=2)
+
+
 @pytest.mark.parametrize(
     ("parallelism", "sections"),
     [
@@ -41,14 +54,7 @@ def group(tmp_path_factory):
     ids=["one rank", "fsdp", "op", "compiled", "bf16 moments"],
 )
 def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelism, sections):
-    config = Layout("", 1, parallelism, BF16, sections).config("debug_gqa")
-    device = torch.device("cuda", 0)
-    job = resolve_job(config, 1)
-    meshes = make_meshes(job.dims, "cuda")
-    model = build(job, meshes, device)
-    model.initialize(0)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, meshes, max_norm=1.0, local_batch_size=2)
+    _, optimizer, step = make_run(parallelism, sections)
     tokens = torch.randint(2048, (4, 64))  # two batches, in memory that is not pinned
     waits: list[bool] = []
     is_updated = False
@@ -79,13 +85,7 @@ def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelis
 
 
 def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
-    config = Layout("", 1, {}, BF16).config("debug_gqa")
-    job = resolve_job(config, 1)
-    meshes = make_meshes(job.dims, "cuda")
-    model = build(job, meshes, torch.device("cuda", 0))
-    model.initialize(0)
-    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
-    step = TrainStep(model, meshes, max_norm=1.0, local_batch_size=2)
+    model, optimizer, step = make_run({}, {})
     tokens = torch.randint(2048, (2, 64))
     assert step.run(Batch(tokens, tokens), optimizer, stop_requested=False).is_finite
 
@@ -103,3 +103,29 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments(group):
     optimizer.zero_grad()
     assert step.run(Batch(tokens, tokens), optimizer, stop_requested=False).is_finite
     assert not any(map(torch.equal, held(), before))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"activation_checkpoint": {"mode": "none"}},
+        {"activation_checkpoint": {"mode": "full"}},
+        {"activation_checkpoint": OP, "compile": {"enable": True}},
+    ],
+    ids=["eager", "full", "op, compiled"],
+)
+def test_one_rank_without_fsdp_has_its_numbers(group, sections):
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for parallelism in ({}, FSDP):
+            model, optimizer, step = make_run(parallelism, sections)
+            is_sharded = any(isinstance(p, DTensor) for p in model.named_parameters().values())
+            assert is_sharded == (parallelism == FSDP)
+            for number in range(5):
+                tokens = torch.randint(2048, (4, 64), generator=torch.Generator().manual_seed(number))  # two batches
+                found.append(step.run(Batch(tokens, tokens), optimizer, stop_requested=False))
+                optimizer.zero_grad()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found[:5] == found[5:]

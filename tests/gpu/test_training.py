@@ -65,13 +65,6 @@ def test_losses_are_those_of_the_plain_run(job, tmp_path, options, tolerance):
     assert _losses(job, tmp_path / "run", *options) == pytest.approx(list(job[1].values()), abs=tolerance)
 
 
-@pytest.mark.parametrize("options", [(), FULL, OP, ("--compile.enable",), ("--training.global_batch_size", "4")])
-def test_one_rank_in_mixed_precision_has_the_numbers_of_fsdp(job, tmp_path, options):
-    mixed = (*BF16, *options, "--debug.deterministic")
-    ours = _losses(job, tmp_path / "copies", *mixed)
-    assert ours == _losses(job, tmp_path / "fsdp", *mixed, "--parallelism.fsdp_reshard_after_forward", "always")
-
-
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_what_is_saved_in_the_background_is_what_is_saved_in_between(job, tmp_path, mode):
     deterministic = ("--debug.deterministic",)

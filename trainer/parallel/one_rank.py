@@ -59,7 +59,7 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
     FQNs do not change; while a copy exists, its module shows it. Call it after anything that sets or ties parameters.
     """
     copies: dict[nn.Parameter, ComputeCopy] = {}
-    first: dict[ComputeCopy, nn.Module] = {}  # whose forward needs the copy first
+    first: dict[ComputeCopy, nn.Module] = {}  # the unit that needs the copy first
     last: dict[ComputeCopy, nn.Module] = {}
     for unit in _units(model):
         for module in unit.modules():
@@ -77,7 +77,7 @@ def compute_in_copies(model: nn.Module, dtype: torch.dtype) -> None:
 def _units(model: nn.Module) -> Iterator[nn.Module]:
     """What FSDP gathers at once: layers, other modules, and the model with what is left."""
     for child in model.children():
-        yield from child.values() if isinstance(child, nn.ModuleDict) else (child,)
+        yield from child.children() if isinstance(child, nn.ModuleDict | nn.ModuleList) else (child,)
     yield model
 
 
