@@ -66,22 +66,28 @@ def test_numbers_are_those_of_fsdp_over_one_rank(pools, name, flavor):
 
 
 def copies_alive(layout: Layout) -> dict[str, int]:
-    """Case: bytes of storage of the parameters that modules show, between the phases of a step."""
+    """Case: bytes of the copies that modules show after forward, then and later."""
     model = build_model(layout, "debug_tied")
     (part,) = model.parts
-    found = {}
+    shown: dict[int, torch.Tensor] = {}
+    found = {"whole": 2 * sum(p.numel() for p in model.named_parameters().values())}
 
     def look(when: str) -> None:
-        shown = {id(p): p for p in part.parameters()}.values()
-        found[when] = sum(p.untyped_storage().nbytes() for p in shown if p.dtype == torch.bfloat16)
+        found[when] = sum(p.untyped_storage().nbytes() for p in shown.values())
 
-    part.register_forward_hook(lambda *_: look("after forward") if torch.is_grad_enabled() else None)
+    def after_forward(*_) -> None:
+        if torch.is_grad_enabled():
+            shown.update({id(p): p for p in part.parameters()})
+            look("after forward")
+
+    part.register_forward_hook(after_forward)
     model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)
     look("after backward")
     model.forward_loss(own_batch(model, 0))
     look("after validation")
+    assert all(p.dtype == torch.bfloat16 for p in shown.values())
     assert all(p.dtype == torch.float32 for p in part.parameters())
-    return found | {"whole": 2 * sum(p.numel() for p in model.named_parameters().values())}
+    return found
 
 
 def test_copies_live_from_forward_to_backward(pools):
