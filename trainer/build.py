@@ -31,8 +31,23 @@ from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
-from trainer.parallel.float8 import apply_float8, float8_machine_problems, float8_styles, is_float8, scale_weights
-from trainer.parallel.fsdp import apply_fsdp, is_fsdp, keep_on_cpu, reshard_policy
+from trainer.parallel.float8 import (
+    apply_float8,
+    float8_filters,
+    float8_machine_problems,
+    float8_styles,
+    is_float8,
+    scale_weights,
+)
+from trainer.parallel.fsdp import (
+    apply_fsdp,
+    computes_in_copies,
+    is_fsdp,
+    keep_on_cpu,
+    keeps_gathered,
+    reshard_policy,
+)
+from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
@@ -79,6 +94,8 @@ def build(
             compute_in(parts[0], getattr(torch, config.training.mixed_precision_param))
             runner = Replicated(runner, parts[0], meshes["dp_replicate"].get_group())
             accumulating = runner.accumulating
+        elif computes_in_copies(config.training, config.parallelism, config.float8, dims):
+            compute_in_copies(parts[0], getattr(torch, config.training.mixed_precision_param))
     else:
         runner = Pipeline(
             parts,
@@ -142,7 +159,8 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
     parameters: list[Parameter] = job.family.parameters(job.args)
     if is_float8(config.model):
-        apply_float8(part, config.float8, parameters, tp=dims.tp, compiles_model=compiles_model)
+        filters = float8_filters(config.float8, training)
+        apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
     if dims.cp > 1:
@@ -165,12 +183,15 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
         part,
         training,
         config.compile,
+        chunk_tokens=job.chunk_tokens,
         tp_mesh=meshes["tp"] if dims.tp > 1 else None,
         is_loss_parallel=loss_parallel,
         all_forward_first=dims.pp > 1 and parallelism.pipeline_parallel_schedule in ALL_FORWARD_FIRST,
     )
-    if is_fsdp(training, dims):
-        reshard, reshard_last = reshard_policy(parallelism.fsdp_reshard_after_forward, pipelined=dims.pp > 1)
+    if is_fsdp(training, parallelism, config.float8, dims):
+        reshard, reshard_last = reshard_policy(
+            parallelism.fsdp_reshard_after_forward, keeps=keeps_gathered(training, dims)
+        )
         apply_fsdp(
             part,
             meshes.fsdp,

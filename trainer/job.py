@@ -4,6 +4,7 @@ Torch-free. Every problem of a layout is reported at once, each with the nearest
 """
 
 from dataclasses import asdict, dataclass
+from math import ceil
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
@@ -12,7 +13,7 @@ from converters.layout import MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
-from trainer.loss.registry import is_loss_parallel, loss_problems
+from trainer.loss.registry import is_loss_parallel, loss_problems, num_loss_chunks
 from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
@@ -67,6 +68,16 @@ class Job:
     def microbatch_size(self) -> int:
         """Samples of one forward pass: a pipeline's microbatch, else the local batch."""
         return _microbatch_size(self.config, self.dims)
+
+    @property
+    def loss_chunks(self) -> int:
+        """Chunks of the chunked loss in one forward pass."""
+        return _loss_chunks(self.config, self.args, self.dims)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of one of these chunks."""
+        return ceil(_forward_tokens(self.config, self.dims) / self.loss_chunks)
 
     @property
     def num_microbatches(self) -> int:
@@ -166,6 +177,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
                 args,
                 dims,
                 microbatch_size=_microbatch_size(config, dims),
+                loss_chunks=_loss_chunks(config, args, dims),
                 compiles_model=compiles_model,
             )
             if is_float8(config.model)
@@ -241,6 +253,20 @@ def samples_per_step(training: Training, dp_degree: int) -> int:
 
 def _microbatch_size(config: Config, dims: MeshShape) -> int:
     return config.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else config.training.local_batch_size
+
+
+def _forward_tokens(config: Config, dims: MeshShape) -> int:
+    """Tokens of one forward pass on a context rank."""
+    return _microbatch_size(config, dims) * config.training.seq_len // dims.cp
+
+
+def _loss_chunks(config: Config, args: ModelArgs, dims: MeshShape) -> int:
+    return num_loss_chunks(
+        config.training.loss_chunks,
+        num_tokens=_forward_tokens(config, dims),
+        num_columns=args.vocab_size // (dims.tp if is_loss_parallel(config.parallelism, dims) else 1),
+        is_compiled=compiles(config.compile, "loss"),
+    )
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

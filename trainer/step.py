@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes
@@ -45,6 +46,29 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+class Verdict:
+    """The outcome of a step while the host does not know it yet.
+
+    It is copied to the host at once, so that `read` waits for the copy but not for an update that was launched after.
+    """
+
+    def __init__(
+        self, loss: Tensor, grad_norm: Tensor, num_valid_tokens: Tensor, num_stop_requests: Tensor, *, copies: int
+    ):
+        """0-dim tensors on one device: float64, but for the number of tokens. `copies`: how often loss has the loss."""
+        values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests])
+        self.found_inf = 1 - values.isfinite().all().float()  # 1 if the loss or the norm is not finite, else 0
+        self._values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
+        self._copies = copies
+        self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
+
+    def read(self) -> StepResult:
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, norm, num_valid_tokens, num_stop_requests = self._values.tolist()
+        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0)
+
+
 class TrainStep:
     """Computes clipped gradients from this rank's samples of a step, then updates the parameters."""
 
@@ -70,15 +94,32 @@ class TrainStep:
             parameters, max_norm=max_norm, ranks_per_stage=ranks_per_stage, copies=model.tied_copies()
         )
 
-    def compute_gradients(self, samples: Batch, *, stop_requested: bool) -> StepResult:
+    def run(self, samples: Batch, optimizer: torch.optim.Optimizer, *, stop_requested: bool) -> StepResult:
+        """The whole step. A loss or a norm that is not finite leaves parameters and optimizer as they are.
+
+        On a GPU the host waits once, for the verdict. Optimizers that can leave out an update on the device, as fused
+        ones for torch's GradScaler, are launched before that.
+        """
+        verdict = self.compute_gradients(samples, stop_requested=stop_requested)
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = verdict.read()
+            if result.is_finite:
+                self._update(optimizer)
+            return result
+        guarded: Any = optimizer
+        guarded.found_inf = verdict.found_inf
+        self._update(optimizer)
+        del guarded.found_inf
+        return verdict.read()
+
+    def compute_gradients(self, samples: Batch, *, stop_requested: bool) -> Verdict:
         """Forward and backward of all accumulated batches, then clipping. Parameters are not updated."""
         # Needed before the first backward: dividing later would clip gradients that are thousands of times too large,
-        # and a mean of the batches' means would weigh their tokens unequally.
-        # On a GPU the host synchronizes twice per step, here and for the verdict, for any number of batches: `full`
-        # fills in place, where a copy from the host would synchronize too.
+        # and a mean of the batches' means would weigh their tokens unequally. It stays on the device, and `full` fills
+        # in place: the host would have to wait for it, and for a copy.
         num_valid = torch.full((), samples.num_valid_tokens, device=self._device)
         dist.all_reduce(num_valid, group=self._batch_group)
-        num_valid_tokens = int(num_valid)
+        divisor = num_valid.clamp(min=1)
         batches = self._split(samples)
         shares = []
         for number, batch in enumerate(batches):
@@ -87,26 +128,28 @@ class TrainStep:
                 self._observer.during("forward_backward", number),
                 nullcontext() if is_last else self._model.accumulating(),
             ):
-                shares.append(self._model.forward_backward(batch, max(num_valid_tokens, 1)))
+                shares.append(self._model.forward_backward(batch, divisor))
         self._model.sum_tied_gradients()
         with self._observer.during("clip"):
             grad_norm = self.clip()
         # One all-reduce for the loss and for stop requests. Tensor-parallel ranks hold the same share of the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # under CPU offload the norm is on the CPU
-        verdict = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
-        dist.all_reduce(verdict)
-        loss, num_stop_requests, norm = torch.stack([*verdict, grad_norm]).tolist()
-        return StepResult(loss / self._tp, norm, num_valid_tokens, num_stop_requests > 0)
+        sums = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
+        dist.all_reduce(sums)
+        return Verdict(sums[0], grad_norm, num_valid, sums[1], copies=self._tp)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters with the gradients that were computed."""
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
         with self._observer.during("update"):
             optimizer.step()
 
     def _split(self, samples: Batch) -> list[Batch]:
         """The samples as the batches that are accumulated, on the device."""
         size = self._local_batch_size
-        # All copies now, while the device's queue is empty: a copy from unpinned memory waits for earlier work.
-        tokens, targets = (ids.to(self._inputs_on, non_blocking=True) for ids in (samples.tokens, samples.targets))
+        tokens, targets = map(self._on_device, (samples.tokens, samples.targets))
         pairs = zip(torch.split(tokens, size), torch.split(targets, size), strict=True)
         return [Batch(tokens, targets) for tokens, targets in pairs]
+
+    def _on_device(self, ids: Tensor) -> Tensor:
+        """A copy from memory that is not pinned would wait for the device's earlier work."""
+        held = ids.pin_memory() if self._inputs_on == "cuda" else ids
+        return held.to(self._inputs_on, non_blocking=True)

@@ -33,6 +33,7 @@ from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
 from trainer.parallel.cpu_products import fp32_products, multiplies
+from trainer.parallel.float8 import float8_notes, is_float8
 from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
 from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
@@ -85,6 +86,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(NO_TOKENIZER)
     for text in tokenizer_notes(info.assets):
         note(text)
+    if is_float8(config.model):
+        for text in float8_notes(config.float8, training, job.args):
+            note(text)
     meshes = make_meshes(job.dims, ranks.device.type)
     timeouts = Timeouts(meshes, config.comm)
     model = build(job, meshes, ranks.device)
@@ -133,12 +137,11 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         while progress.step < training.steps:
             with report.fetching():
                 samples = next(batches)
-            result = train_step.compute_gradients(samples, stop_requested=stop.requested or checkpoints.must_stop)
+            result = train_step.run(samples, optimizer, stop_requested=stop.requested or checkpoints.must_stop)
             if result.is_finite:
-                train_step.update(optimizer)
                 progress.ntokens_seen += result.num_valid_tokens
             else:
-                skip_update(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
+                count_skipped(progress, result, checkpoints, on_nonfinite=training.on_nonfinite)
             optimizer.zero_grad()
             lr = schedule.lr
             schedule.step()
@@ -193,7 +196,7 @@ def is_saved(step: int, settings: Checkpoint, *, is_final: bool) -> bool:
     return is_saving(settings) and is_due
 
 
-def skip_update(
+def count_skipped(
     progress: Progress, result: StepResult, checkpoints: Checkpoints, *, on_nonfinite: Literal["stop", "skip"]
 ) -> None:
     """Count the step as skipped, with a warning; or with `stop` raise NumericalFault."""

@@ -30,7 +30,7 @@ class Runner(Protocol):
     """Runs this rank's parts: the whole model, or stages of a pipeline. Chosen at build."""
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
     ) -> Tensor: ...
 
     def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor: ...
@@ -42,7 +42,9 @@ class WholeModel:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+    ) -> Tensor:
         loss: Tensor = self.model(tokens, positions, targets) / num_valid_tokens
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -79,10 +81,11 @@ class TrainModel:
         named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
         self._parameters = {_native_name(name, args): p for name, p in named}
 
-    def forward_backward(self, batch: Batch, num_valid_tokens: float) -> Tensor:
+    def forward_backward(self, batch: Batch, num_valid_tokens: Tensor | float) -> Tensor:
         """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
 
-        `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches.
+        `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches; a
+        0-dim tensor on the device, so that the host need not wait for it.
         Shares add up over the `loss` mesh and over `pp` (0 but on the last stage); tp ranks hold the same share.
         """
         self._tied.refresh()

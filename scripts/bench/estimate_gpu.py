@@ -146,8 +146,7 @@ def measure(case: Case) -> dict[str, float]:
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             ids = torch.zeros(shape, dtype=torch.int64)
-            step.compute_gradients(Batch(tokens=ids, targets=ids), stop_requested=False)
-            optimizer.step()
+            step.run(Batch(tokens=ids, targets=ids), optimizer, stop_requested=False)
             optimizer.zero_grad()
         torch.cuda.synchronize()
         return {

@@ -107,7 +107,7 @@ def gpu_rows() -> list[Row]:
             ("compile", _COMPILE, ("mfu", 0.55), None),
             ("eager", (), None, None),
             ("compile, float8", _FLOAT8, None, (f"{size}: eager", 1.3)),
-            ("compile, loss in 2 chunks", (*_COMPILE, "--training.loss_chunks", "2"), None, None),
+            ("compile, loss in 8 chunks", (*_COMPILE, "--training.loss_chunks", "8"), None, None),
             ("compile, plain loss", (*_COMPILE, "--training.loss", "plain"), None, None),
         ]
         rows += [

@@ -56,12 +56,10 @@ def really(words):
     samples = training.global_batch_size // dims.batch if training.global_batch_size > 0 else training.local_batch_size
     tokens = torch.randint(args.vocab_size, (samples, training.seq_len))
     batch = Batch(tokens=tokens, targets=tokens)
-    step.compute_gradients(batch, stop_requested=False)
-    optimizer.step()
+    step.run(batch, optimizer, stop_requested=False)
     optimizer.zero_grad()
     with Counting() as counting:
-        step.compute_gradients(batch, stop_requested=False)
-        optimizer.step()
+        step.run(batch, optimizer, stop_requested=False)
     return plain(_by_axis(counting.count, _group_names(meshes)))
 
 

@@ -135,8 +135,7 @@ def train_model(model: TrainModel, config: Config, steps: int) -> dict:
     train_step = make_step(model, config, max_norm=config.training.max_norm)
     losses, norms = [], []
     for step in range(steps):
-        result = train_step.compute_gradients(own_batch(model, step), stop_requested=False)
-        optimizer.step()
+        result = train_step.run(own_batch(model, step), optimizer, stop_requested=False)
         optimizer.zero_grad()
         schedule.step()
         losses.append(result.loss)

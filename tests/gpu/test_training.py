@@ -15,7 +15,9 @@ ALL_GATHER = (
     "--quantize.linear.float8.enable_fsdp_float8_all_gather",
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
-
+OUTPUT_TOO = ("--quantize.linear.float8.filter_fqns", "[]")
+FULL = ("--activation_checkpoint.mode", "full")
+OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 VALIDATION = ("--validation.enable", "--validation.dataset", "tokens", "--validation.seq_len", "32")
 VALIDATION += ("--validation.freq", "2", "--validation.local_batch_size", "2", "--validation.steps", "2")
 
@@ -23,21 +25,20 @@ CASES = [
     (["--compile.enable"], 1e-4),
     (["--compile.enable", "--training.loss", "plain"], 1e-4),
     (["--compile.enable", "--activation_checkpoint.mode", "selective"], 1e-4),
-    (
-        ["--compile.enable", "--activation_checkpoint.mode", "selective"]
-        + ["--activation_checkpoint.selective_ac_option", "op"],
-        1e-4,
-    ),
+    (["--compile.enable", *OP], 1e-4),
     (["--compile.enable", "--activation_checkpoint.mode", "memory_budget"], 1e-4),
     (["--training.enable_cpu_offload"], 1e-4),
     ([*BF16], 3e-2),
     ([*BF16, "--compile.enable"], 3e-2),
     ([*BF16, "--compile.enable", *FLOAT8], 5e-2),
-    ([*BF16, "--compile.enable", *FLOAT8, "--activation_checkpoint.mode", "full"], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *FULL], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--activation_checkpoint.mode", "selective"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise_with_gw_hp"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, *ALL_GATHER], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *OUTPUT_TOO], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *OP], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, *ALL_GATHER, *OP], 5e-2),
 ]
 
 

@@ -65,10 +65,10 @@ def _candidates(job: Job) -> Iterator[dict[str, Any]]:
     if training.loss != CHUNKED:
         yield {"training.loss": CHUNKED}
     elif dims.pp == 1:
-        yield {"training.loss_chunks": 2 * training.loss_chunks}
+        yield {"training.loss_chunks": 2 * job.loss_chunks}
     if dims.pp == 1 and training.local_batch_size % 2 == 0:
         yield {"training.local_batch_size": training.local_batch_size // 2, **same_samples}
-    if job.config.parallelism.fsdp_reshard_after_forward != "always" and dims.fsdp > 1:
+    if job.config.parallelism.fsdp_reshard_after_forward != "always":
         yield {"parallelism.fsdp_reshard_after_forward": "always"}
     if job.config.optimizer.state_dtype is None and training.dtype == "float32":
         yield {"optimizer.state_dtype": "bfloat16"}

@@ -150,8 +150,9 @@ class Training:
     loss: str = "chunked"
     """`chunked`: output projection and loss in `loss_chunks` chunks, without whole logits; `plain`; or a name that a
     module in experimental.custom_import registers. Not in torchtitan, which has `plain`."""
-    loss_chunks: Positive = 8
-    """Chunks of the tokens of a forward pass, for `chunked`. Not in torchtitan."""
+    loss_chunks: Count = 0
+    """Chunks of the tokens of a forward pass, for `chunked`; 0 = by size: as few as keep the logits of a chunk, if they
+    were in fp32, within 4 GiB with a compiled loss, else within 1 GiB. Not in torchtitan."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On a NaN or infinite loss or gradient: stop before the update with exit code 4, or skip the update, warn and
     count it. Not in torchtitan."""
@@ -174,7 +175,7 @@ class Parallelism:
     data_parallel_shard_degree: AllOr = -1
     """Ranks that parameters are sharded over (FSDP); -1 = all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Reshard gathered parameters after forward; default = yes, unless there is a pipeline."""
+    """Reshard gathered parameters after forward; default = yes, unless there is a pipeline, or nothing to shard."""
     tensor_parallel_degree: Positive = 1
     """Ranks that share each matrix product (tensor parallelism)."""
     disable_loss_parallel: bool = False
@@ -278,8 +279,9 @@ class Float8:
     """Compute the scales of all weights together after each update; for float8 all-gather."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Granularity of the scales; unset = tensorwise with the two options above."""
-    filter_fqns: tuple[str, ...] = ()
-    """Modules to skip: parts of their FQNs, or `auto_filter_small_kn` for modules too small to benefit."""
+    filter_fqns: tuple[str, ...] | None = None
+    """Modules to skip: parts of their FQNs, or `auto_filter_small_kn` for modules too small to benefit; unset =
+    `output` with the chunked loss, where its casts would run uncompiled for each chunk, else none."""
     emulate: bool = False
     """Emulate float8 in float32 on machines without it; not with compile."""
 

@@ -8,9 +8,8 @@ Under schedules that run many forward passes before the first backward, each mic
 the output. There (`in_backward`) the chunks are computed in backward, and their logits twice.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ class ChunkedOutput:
     parallelism gathers the sequence. The module may be anything that maps [1, T, D] to logits [1, T, V].
     """
 
-    def __init__(self, output: nn.Module, loss_sum: LossSum, *, num_chunks: int, in_backward: bool):
+    def __init__(self, output: nn.Module, loss_sum: LossSum, *, chunk_tokens: int, in_backward: bool):
         """`loss_sum` takes the logits that `output` returns, which are DTensors under tensor parallelism."""
         self._output, self._project, self._loss_sum = output, output.forward, loss_sum
-        self._num_chunks, self.in_backward = num_chunks, in_backward
+        self._chunk_tokens, self.in_backward = chunk_tokens, in_backward
         self._targets: Tensor | None = None
 
     @contextmanager
@@ -76,25 +75,28 @@ class ChunkedOutput:
         total = torch.zeros((), device=h_BLD.device)
         grad_BLD = torch.empty_like(h_BLD, memory_format=torch.contiguous_format)
         sums: list[Tensor] = []
-        chunks = self._chunks(h_BLD, targets_BL), self._chunks(grad_BLD, targets_BL)
-        for (h_1TD, targets_1T), (grad_1TD, _) in zip(*chunks, strict=True):
+        chunks = list(self._chunks(h_BLD, targets_BL))
+        grads_1TD = self._split(grad_BLD)
+        for (h_1TD, targets_1T), grad_1TD in zip(chunks, grads_1TD, strict=True):
             with torch.enable_grad():
                 chunk_1TD = wrap(h_1TD).detach().requires_grad_()
                 loss = self._loss_sum(self._project(chunk_1TD), targets_1T)
             grad_chunk, *grads = torch.autograd.grad(loss, [chunk_1TD, *parameters])
             total += loss.detach()
             grad_1TD.copy_(_local_as(grad_chunk, [Partial()]))
-            _add_up(sums, parameters, grads)
+            _add_up(sums, parameters, grads, num_chunks=len(chunks))
             del grad_chunk, grads  # free them before the next chunk's, which are as large as the output
         gradients = [grad_BLD]
-        while sums:  # one at a time: each fp32 sum is freed before the next cast
+        while sums:  # one at a time: each sum is freed before the next cast
             gradients.append(sums.pop(0).to(parameters[len(gradients) - 1].dtype))
         return total, gradients
 
     def _chunks(self, h_BLD: Tensor, targets_BL: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        h_1ND, targets_1N = h_BLD.reshape(1, -1, h_BLD.shape[-1]), targets_BL.reshape(1, -1)
-        size = ceil(targets_1N.numel() / self._num_chunks)
-        return zip(torch.split(h_1ND, size, dim=1), torch.split(targets_1N, size, dim=1), strict=True)
+        targets_1T = torch.split(targets_BL.reshape(1, -1), self._chunk_tokens, dim=1)
+        return zip(self._split(h_BLD), targets_1T, strict=True)
+
+    def _split(self, h_BLD: Tensor) -> Sequence[Tensor]:
+        return torch.split(h_BLD.reshape(1, -1, h_BLD.shape[-1]), self._chunk_tokens, dim=1)
 
 
 class _ChunkedLossSum(torch.autograd.Function):
@@ -127,15 +129,20 @@ class _ChunkedLossSum(torch.autograd.Function):
         return None, None, grad_h_BLD, None, *grads
 
 
-def _add_up(sums: list[Tensor], parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
-    """Add gradients of parameters to sums in fp32: one product would round once, bf16 sums at every chunk."""
+def _add_up(sums: list[Tensor], parameters: list[nn.Parameter], grads: list[Tensor], *, num_chunks: int) -> None:
+    """Add gradients of parameters to sums in fp32: one product would round once, bf16 sums at every chunk.
+
+    A single chunk has no sum, and that of two is rounded once in any dtype.
+    """
     is_first = not sums
     for i, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         local = _local_as(grad, getattr(parameter, "placements", None))
         if is_first:
-            sums.append(local.to(torch.float32, copy=True))
-        else:
+            sums.append(local.to(torch.float32, copy=True) if num_chunks > 2 else local)
+        elif num_chunks > 2:
             sums[i] += local
+        else:
+            sums[i] = sums[i] + local  # not in place: two parameters may have the same gradient
 
 
 def _unchanged(h: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def install_loss(
     training: Training,
     compile: Compile,
     *,
+    chunk_tokens: int,
     tp_mesh: "DeviceMesh | None" = None,
     is_loss_parallel: bool = False,
     all_forward_first: bool = False,
@@ -35,8 +36,8 @@ def install_loss(
 
     A part without the output projection returns its hidden states. Only `forward` is replaced, also the output
     module's: FQNs do not change, and hooks of FSDP and tensor parallelism still run. Call it before FSDP or DDP wraps
-    the part. `tp_mesh` is None without tensor parallelism; `all_forward_first` says that the pipeline schedule runs
-    all forward passes before the first backward.
+    the part. `chunk_tokens`: tokens of a chunk of the chunked loss. `tp_mesh` is None without tensor parallelism;
+    `all_forward_first` says that the pipeline schedule runs all forward passes before the first backward.
     """
     if part.output is None:
         part.forward = partial(_pass_on, part.forward)  # type: ignore[method-assign]
@@ -46,7 +47,7 @@ def install_loss(
     if training.loss == CHUNKED:
         if tp_mesh is not None:
             loss_sum = (_of_columns if is_loss_parallel else _of_whole_logits)(loss_sum)
-        chunked = ChunkedOutput(part.output, loss_sum, num_chunks=training.loss_chunks, in_backward=all_forward_first)
+        chunked = ChunkedOutput(part.output, loss_sum, chunk_tokens=chunk_tokens, in_backward=all_forward_first)
         part.output.forward = chunked
         part.forward = partial(_loss_of_output, part.forward, chunked)  # type: ignore[method-assign]
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from converters.errors import ConfigError
@@ -45,6 +46,21 @@ def get_loss(name: str) -> RegisteredLoss:
 
 def loss_names() -> tuple[str, ...]:
     return CHUNKED, PLAIN, *_REGISTERED
+
+
+def num_loss_chunks(wanted: int, *, num_tokens: int, num_columns: int, is_compiled: bool) -> int:
+    """The chunks of a forward pass; `wanted` = 0 chooses by the size of the logits [num_tokens, num_columns].
+
+    As few as possible: each chunk computes a gradient of the output, and adds it up. Of 16,384 tokens and 128,256
+    columns 2 chunks if the loss is compiled, else 8: at most 4 GiB and 1 GiB of logits if they were in fp32. A compiled
+    loss, which has no fp32 logits, takes 4 to 6 bytes for each logit of a chunk, another one 12. Equal chunks of a
+    multiple of 16 tokens, which float8 needs, if twice as many make that possible.
+    """
+    if wanted:
+        return wanted
+    most_tokens = max((4 if is_compiled else 1) * 2**30 // (4 * num_columns), 1)
+    fewest = ceil(num_tokens / most_tokens)
+    return next((n for n in range(fewest, 2 * fewest + 1) if num_tokens % (16 * n) == 0), fewest)
 
 
 def is_loss_parallel(parallelism: Parallelism, dims: MeshShape) -> bool:

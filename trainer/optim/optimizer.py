@@ -1,33 +1,23 @@
 """Adam and AdamW over all parts of a model, and their state by FQN."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.config.sections import Optimizer as OptimizerSection
-from trainer.optim.moments import AdamOfOtherMoments
-
-_CLASSES = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
-_CLASSES_OF_OTHER_MOMENTS = {
-    "Adam": partial(AdamOfOtherMoments, decoupled=False),
-    "AdamW": partial(AdamOfOtherMoments, decoupled=True),
-}
+from trainer.optim.adam import AdamOfOtherMoments, LocalAdam
 
 
 def build_optimizer(named_parameters: Mapping[str, nn.Parameter], settings: OptimizerSection) -> torch.optim.Optimizer:
     """One optimizer over parameters by FQN, with its state already allocated, so that a checkpoint can fill it."""
-    # One group per mesh: multi-tensor kernels do not support DTensors of two meshes, or plain tensors, in one call.
-    groups: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-    for fqn, parameter in named_parameters.items():
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append((fqn, parameter))
     dtypes = {parameter.dtype for parameter in named_parameters.values()}
     state_dtype = getattr(torch, settings.state_dtype) if settings.state_dtype else None
-    classes = _CLASSES if state_dtype is None or dtypes == {state_dtype} else _CLASSES_OF_OTHER_MOMENTS
-    optimizer = classes[settings.name](
-        [{"params": named} for named in groups.values()],
+    adam = LocalAdam if state_dtype is None or dtypes == {state_dtype} else AdamOfOtherMoments
+    optimizer = adam(
+        [{"params": list(named_parameters.items())}],
+        decoupled=settings.name == "AdamW",
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

@@ -38,7 +38,9 @@ class Replicated:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+    ) -> Tensor:
         self._take_own_share()
         loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens)
         for waiting in self._sums:

@@ -28,8 +28,39 @@ if TYPE_CHECKING:
 
 CONVERTER = "quantize.linear.float8"
 _SECTION = CONVERTER
+_OUTPUT = "output"
 _AUTO_FILTER = "auto_filter_small_kn"
 _MULTIPLE = 16  # divides both dims of a weight, and the tokens: required by the hardware
+
+
+def float8_filters(settings: Float8, training: Training) -> tuple[str, ...]:
+    """Modules to skip, as in `filter_fqns`. With the chunked loss the output's casts run uncompiled, for each chunk:
+    about 100 ms of a step of 0.5 s (8B width, 16,384 tokens, 8 chunks on an H200; computed from the bytes).
+    """
+    if settings.filter_fqns is None:
+        return (_OUTPUT,) if training.loss == CHUNKED else ()
+    return settings.filter_fqns
+
+
+def float8_notes(settings: Float8, training: Training, args: ModelArgs) -> list[str]:
+    """What a user should know about the output projection, for the beginning of a run."""
+    if training.loss != CHUNKED or args.tied:
+        return []
+    if settings.filter_fqns is None:
+        return [
+            "float8: `output` is not converted, because with the chunked loss its casts run uncompiled, for each chunk;"
+            f" {_SECTION}.filter_fqns = [] converts it too"
+        ]
+    if _names(settings.filter_fqns, _OUTPUT):
+        return []
+    return [
+        "float8: with the chunked loss the casts of `output` run uncompiled, for each chunk;"
+        f' {_SECTION}.filter_fqns = ["{_OUTPUT}"] leaves it in high precision'
+    ]
+
+
+def _names(filters: Iterable[str], fqn: str) -> bool:
+    return any(part in fqn for part in filters)
 
 
 def is_float8(model: Model) -> bool:
@@ -43,9 +74,10 @@ def float8_problems(
     dims: MeshShape,
     *,
     microbatch_size: int,
+    loss_chunks: int,
     compiles_model: bool,
 ) -> list[str]:
-    """Settings that float8 cannot be combined with."""
+    """Settings that float8 cannot be combined with. `loss_chunks`: of one forward pass, for the chunked loss."""
     gathers, precomputes = settings.enable_fsdp_float8_all_gather, settings.precompute_float8_dynamic_scale_for_fsdp
     problems = []
     if _is_rowwise(settings) and (gathers or precomputes):
@@ -73,37 +105,30 @@ def float8_problems(
             f"{_SECTION}.emulate does not work with compiled blocks;"
             ' nearest: compile.components = ["loss"], or emulate = false on a GPU that has float8'
         )
-    if _AUTO_FILTER in settings.filter_fqns and settings.recipe_name == "rowwise_with_gw_hp":
+    if _AUTO_FILTER in float8_filters(settings, training) and settings.recipe_name == "rowwise_with_gw_hp":
         problems.append(
             f"{_SECTION}.filter_fqns: torchao has no {_AUTO_FILTER} for recipe rowwise_with_gw_hp;"
             ' nearest: name the modules, or recipe_name = "rowwise"'
         )
     if not settings.emulate:
-        problems += _token_problems(settings, training, args, dims, microbatch_size)
+        num_tokens = microbatch_size * training.seq_len // dims.cp
+        if num_tokens % _MULTIPLE:
+            problems.append(
+                f"float8 products need a multiple of {_MULTIPLE} tokens, and a pass of a rank has {num_tokens}"
+                f" ({microbatch_size} samples of {training.seq_len // dims.cp}); nearest: a training.seq_len that is a"
+                f" multiple of {_MULTIPLE * dims.cp}"
+            )
+        else:
+            problems += _chunk_problems(settings, training, args, dims, num_tokens, loss_chunks)
     return problems
 
 
-def _token_problems(
-    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, microbatch_size: int
-) -> list[str]:
-    """The product for a weight's gradient runs over the tokens of one forward pass."""
-    num_tokens = microbatch_size * training.seq_len // dims.cp
-    if num_tokens % _MULTIPLE == 0:
-        return _chunk_problems(settings, training, args, dims, num_tokens)
-    return [
-        f"float8 products need a multiple of {_MULTIPLE} tokens, and a pass of a rank has {num_tokens}"
-        f" ({microbatch_size} samples of {training.seq_len // dims.cp}); nearest: a training.seq_len that is a multiple"
-        f" of {_MULTIPLE * dims.cp}"
-    ]
-
-
 def _chunk_problems(
-    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, num_tokens: int
+    settings: Float8, training: Training, args: ModelArgs, dims: MeshShape, num_tokens: int, num_chunks: int
 ) -> list[str]:
     """A chunked loss runs the output projection on one chunk of the tokens at a time."""
     is_possible = args.dim % _MULTIPLE == 0 and args.vocab_size % (dims.tp * _MULTIPLE) == 0
-    is_converted = is_possible and not args.tied and not any(part in "output" for part in settings.filter_fqns)
-    num_chunks = training.loss_chunks
+    is_converted = is_possible and not args.tied and not _names(float8_filters(settings, training), _OUTPUT)
     if training.loss != CHUNKED or not is_converted or ceil(num_tokens / num_chunks) % _MULTIPLE == 0:
         return []
     nearest = max(n for n in range(1, num_chunks + 1) if ceil(num_tokens / n) % _MULTIPLE == 0)
@@ -141,19 +166,24 @@ def _is_rowwise(settings: Float8) -> bool:
 
 
 def apply_float8(
-    model: Transformer, settings: Float8, parameters: Sequence[Parameter], *, tp: int, compiles_model: bool
+    model: Transformer,
+    settings: Float8,
+    parameters: Sequence[Parameter],
+    *,
+    filters: Sequence[str],
+    tp: int,
+    compiles_model: bool,
 ) -> None:
     """Replace the Linears of a model on the meta device with torchao's, whose products are in float8.
 
-    All but: those that `filter_fqns` names by a part of their FQN, those whose dims (of each tensor-parallel rank) are
-    not multiples of 16, and an output that is tied, because its weight is the embedding's. An output of its own is
-    converted unless it is named, as in torchtitan.
+    All but: those that `filters` (of float8_filters) name by a part of their FQN, those whose dims (of each
+    tensor-parallel rank) are not multiples of 16, and an output that is tied, because its weight is the embedding's.
     """
     for name in ("torchao", "torch.utils._pytree"):  # about C++ parts and registrations that training does not use
         logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.float8 import convert_to_float8_training
 
-    is_chosen = _module_filter(settings, weight_shapes(parameters, tp))
+    is_chosen = _module_filter(settings, filters, weight_shapes(parameters, tp))
     convert_to_float8_training(model, config=_torchao_config(settings), module_filter_fn=is_chosen)
     model.tie()
     if settings.recipe_name == "rowwise" and compiles_model:
@@ -175,14 +205,16 @@ def _torchao_config(settings: Float8) -> Any:
     )
 
 
-def _module_filter(settings: Float8, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[nn.Module, str], bool]:
+def _module_filter(
+    settings: Float8, filters: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+) -> Callable[[nn.Module, str], bool]:
     """`shapes`: of the weights that may be converted, by module FQN, as a tensor-parallel rank holds them."""
-    named = [part for part in settings.filter_fqns if part != _AUTO_FILTER]
-    is_large = _gains_by_size(settings) if len(named) < len(settings.filter_fqns) else lambda module, fqn: True
+    named = [part for part in filters if part != _AUTO_FILTER]
+    is_large = _gains_by_size(settings) if len(named) < len(filters) else lambda module, fqn: True
 
     def is_chosen(module: nn.Module, fqn: str) -> bool:
         is_possible = fqn in shapes and all(size % _MULTIPLE == 0 for size in shapes[fqn])
-        return is_possible and not any(part in fqn for part in named) and is_large(module, fqn)
+        return is_possible and not _names(named, fqn) and is_large(module, fqn)
 
     return is_chosen
 

@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from converters.layout import MeshShape
-from trainer.config.sections import Training
+from trainer.config.sections import Float8, Parallelism, Training
 from trainer.parallel.ddp import is_ddp
 
 if TYPE_CHECKING:
@@ -20,13 +20,28 @@ if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
 
 
-def is_fsdp(training: Training, dims: MeshShape) -> bool:
+def is_fsdp(training: Training, parallelism: Parallelism, float8: Float8, dims: MeshShape) -> bool:
     """Whether FSDP wraps the model, also with nothing to shard, for its mixed precision and CPU offload.
 
     Otherwise TP-only and PP-only runs would compute in another dtype than the same job with other degrees.
     """
+    if is_ddp(dims) or computes_in_copies(training, parallelism, float8, dims):
+        return False
     is_needed = training.mixed_precision_param != training.dtype or training.enable_cpu_offload
-    return not is_ddp(dims) and (dims.fsdp > 1 or dims.dp_replicate > 1 or is_needed)
+    return dims.fsdp > 1 or dims.dp_replicate > 1 or is_needed
+
+
+def computes_in_copies(training: Training, parallelism: Parallelism, float8: Float8, dims: MeshShape) -> bool:
+    """Whether one rank has mixed precision without FSDP, with the same numbers in less time (see one_rank.py).
+
+    Not where the config asks for what only FSDP does.
+    """
+    needs_fsdp = (
+        training.enable_cpu_offload
+        or float8.enable_fsdp_float8_all_gather
+        or parallelism.fsdp_reshard_after_forward == "always"
+    )
+    return dims.world_size == 1 and training.mixed_precision_param != training.dtype and not needs_fsdp
 
 
 def offload_problems(training: Training, dims: MeshShape) -> list[str]:
@@ -81,7 +96,8 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # over one rank torch divides even by 1, into a copy
+                module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: gloo has no PREMUL_SUM, which a divide factor would need.
             module.set_force_sum_reduction_for_comms(True)
 
@@ -96,10 +112,17 @@ def keep_on_cpu(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def reshard_policy(name: str, *, pipelined: bool) -> tuple[bool, bool]:
+def keeps_gathered(training: Training, dims: MeshShape) -> bool:
+    """Whether layers stay gathered by default: in a pipeline, where each microbatch would gather them again, and over
+    one rank, which would cast them again to save two bytes per parameter; but not under CPU offload.
+    """
+    return dims.pp > 1 or (dims.fsdp == 1 and not training.enable_cpu_offload)
+
+
+def reshard_policy(name: str, *, keeps: bool) -> tuple[bool, bool]:
     """(after a layer's forward, after the output's forward), for `parallelism.fsdp_reshard_after_forward`.
 
-    The default keeps parameters gathered in a pipeline, where each microbatch would gather them again.
+    The default keeps the parameters of layers gathered if `keeps`: see keeps_gathered.
     """
     match name:
         case "always":
@@ -107,5 +130,5 @@ def reshard_policy(name: str, *, pipelined: bool) -> tuple[bool, bool]:
         case "never":
             return False, False
         case "default":
-            return not pipelined, False
+            return not keeps, False
     raise AssertionError(name)

@@ -78,7 +78,7 @@ class Pipeline:
         self.parts = dict(zip(split.stages_of(dist.get_rank(group)), parts, strict=True))
         self.split, self.group, self.device = split, group, device
         self.microbatch = microbatch
-        self.num_valid_tokens = 1.0
+        self.num_valid_tokens: Tensor | float = 1.0
         self.holds_last = split.num_stages - 1 in self.parts
         stages = [self._make_stage(index, part) for index, part in self.parts.items()]
         schedule_class = get_schedule_class(schedule)
@@ -108,7 +108,9 @@ class Pipeline:
         # Divided before backward; otherwise gradients would be thousands of times too large.
         return loss_sum / self.num_valid_tokens
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: float) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+    ) -> Tensor:
         """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""
         self.num_valid_tokens = num_valid_tokens
         losses: list[Tensor] = []

@@ -16,7 +16,7 @@ from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cu
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of
 from trainer.config.sections import ActivationCheckpoint
 from trainer.job import Job
-from trainer.parallel.float8 import is_float8
+from trainer.parallel.float8 import float8_filters, is_float8
 
 # Layers that may differ from those in the middle: at either end the embedding or the loss is their neighbour.
 _NUM_HEAD = _NUM_TAIL = 1
@@ -106,7 +106,7 @@ def layer_period(settings: ActivationCheckpoint) -> int:
 
 
 def _are_alike(job: Job) -> bool:
-    filters = job.config.float8.filter_fqns if is_float8(job.config.model) else ()
+    filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
     kinds: dict[int, list[tuple[object, ...]]] = {}
     for parameter in job.family.parameters(job.args):
         if (layer := parameter.layer) is not None:

@@ -108,7 +108,8 @@ def _validation(rank: Rank) -> Instant:
     run = rank.run
     rank.shards.clear()
     last = max(rank.groups)
-    gathered = sum(rank.gathered_bytes(group) for group in rank.all_groups() if group.is_kept) if run.uses_fsdp else 0
+    kept = [group for group in rank.all_groups() if group.is_kept] if run.uses_fsdp else []
+    gathered = sum(rank.gathered_bytes(group) for group in (kept[-1:] if run.uses_copies else kept))
     hidden = run.validation_samples * run.validation_seq_len // run.mesh.cp * run.args.dim * run.compute_bytes
     return rank.instant(
         "validation",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from trainer.job import Job
 from trainer.loss.registry import CHUNKED, PLAIN
 from trainer.parallel.compile import compiles
-from trainer.parallel.float8 import is_float8, weight_shapes
+from trainer.parallel.float8 import float8_filters, is_float8, weight_shapes
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
 
@@ -73,7 +73,7 @@ def _float8_reasons(job: Job) -> dict[str, bool]:
 
 def _leaves_some(job: Job) -> bool:
     """By name, by torchao's choice, or because sizes on a rank are not multiples of 16."""
-    filters = job.config.float8.filter_fqns
+    filters = float8_filters(job.config.float8, job.config.training)
     parameters = job.family.parameters(replace(job.args, num_layers=1))
     shapes = weight_shapes([p for p in parameters if p.layer is not None], job.dims.tp)
     is_named = any(part in module for part in filters for module in shapes)

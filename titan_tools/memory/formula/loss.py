@@ -101,8 +101,10 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
     tokens = _piece_tokens(run, run.num_tokens)
     logits, output = _logits(run, tokens), _output_elements(run)
     held = run.num_tokens * args.dim * element  # the gradient of all hidden states
-    sums = output * FP32 if run.loss_chunks > 1 else 0
+    # of all chunks before: in fp32, of two chunks as it was made
+    sums = output * (0 if run.loss_chunks == 1 else run.gradient_bytes if run.loss_chunks == 2 else FP32)
     made = tokens * args.dim * element + output * run.gradient_bytes  # by the two products of a piece
+    added = sums + (output * run.gradient_bytes if run.loss_chunks == 2 else 0)  # the sum of two is not made in place
     cast = output * element if run.casts_weights else 0  # the output's weight, and later its gradient before its cast
     return (
         (
@@ -110,7 +112,7 @@ def _pieces_forward_and_back(run: RunShape) -> tuple[Moment, ...]:
             held + sums + cast + logits * (loss_kept_bytes(run) + loss_backward_bytes(run)),
         ),
         ("backward of the output for a piece", held + sums + cast + _output_backward(run, tokens, logits) + made),
-        ("output's gradient added up", held + output * FP32 + made),
+        ("output's gradient added up", held + added + made),
     )
 
 
@@ -135,7 +137,7 @@ def _output_elements(run: RunShape) -> int:
 
 
 def _piece_tokens(run: RunShape, num_tokens: int) -> int:
-    return ceil(num_tokens / run.loss_chunks) if run.loss_chunks else num_tokens
+    return min(num_tokens, ceil(run.num_tokens / run.loss_chunks)) if run.loss_chunks else num_tokens
 
 
 def _logits(run: RunShape, num_tokens: int) -> int:

@@ -273,6 +273,8 @@ def gradients_made(rank: Rank, group: FsdpGroup, what: str) -> Iterator[Instant]
         made = _sources_of_embedding(rank, group) if "tok_embeddings" in group.name else 0
         rank.shards[group.name] = group.full_elements * run.param_bytes
         yield rank.instant(f"gradients of {what}", gradients=made)
+    elif run.uses_copies:
+        yield from _cast_gradients(rank, group, what)
     elif run.uses_pipeline:
         is_embedding = group.name == "tok_embeddings" and group.name in rank.added_up
         made_within = embedding_backward_bytes(run) if is_embedding else 0  # the first addition comes after the kernel
@@ -317,6 +319,16 @@ def reduce_stage(rank: Rank, action: Action) -> Iterator[Instant]:
     rank.all_reduced.clear()
 
 
+def _cast_gradients(rank: Rank, group: FsdpGroup, what: str) -> Iterator[Instant]:
+    """One rank in mixed precision: each gradient is cast when its copy of the weight has been freed, or added."""
+    run, is_first = rank.run, group.name not in rank.shards
+    made = 0 if rank.adds_up(group) else rank.whole_bytes(group)
+    cast = max(group.full_sizes) * (run.param_bytes - run.compute_bytes) if is_first else 0
+    yield rank.instant(f"gradients of {what} cast", gradients=made + cast)
+    rank.gathered.pop(group.name)
+    rank.shards[group.name] = group.full_elements * run.param_bytes
+
+
 def _sources_of_embedding(rank: Rank, group: FsdpGroup) -> int:
     """Without FSDP: what the embedding's gradient is made from, by a cast or by the sum with a tied output's."""
     run = rank.run
@@ -328,14 +340,15 @@ def _sources_of_embedding(rank: Rank, group: FsdpGroup) -> int:
 def _reduce_scatter(rank: Rank, group: FsdpGroup, what: str, *, whole: int) -> Iterator[Instant]:
     """FSDP2 frees the previous input just before it makes this one; then `whole` gradients, for the result.
 
-    Over one rank there is no collective: the result is filled with a scaled copy of the input. The result becomes the
-    gradient, unless that has another dtype or exists already; replicas (HSDP) hold it until backward ends even then.
+    Over one shard there is no collective: the result is a copy of the input, with replicas a scaled one. The result
+    becomes the gradient, unless that has another dtype or exists already; replicas (HSDP) hold it until backward ends
+    even then.
     """
     run = rank.run
     rank.pending_reduce = group.full_elements * FP32
     rank.gathered.pop(group.name, None)
     yield rank.instant(f"gradients of {what} reduced", gradients=whole)
-    scaled = rank.pending_reduce if run.mesh.fsdp == 1 else 0
+    scaled = rank.pending_reduce if run.mesh.fsdp == 1 and run.mesh.dp_replicate > 1 else 0
     # On several ranks foreach_reduce's loop over parameters still refers to the last gradient. That of a norm is
     # negligible: a block's, and that of a tied output, are not
     last = group.full_sizes[-1] if group.layer is None else 0

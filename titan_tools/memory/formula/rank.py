@@ -180,6 +180,8 @@ class Rank:
 
     def adds_up(self, group: FsdpGroup) -> bool:
         """Whether a weight's new gradient is added to an earlier one at once: without FSDP, or if it needs no cast."""
+        if self.run.uses_copies:
+            return group.name in self.shards and not self.run.compiles_model
         if self.run.uses_fsdp:
             return self.run.compute_bytes == FP32 and group.name in self.added_up
         return group.name in self.shards

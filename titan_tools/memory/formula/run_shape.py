@@ -10,8 +10,8 @@ from trainer.config.sections import ActivationCheckpoint, Config
 from trainer.job import Job
 from trainer.loss.registry import ALL_FORWARD_FIRST, CHUNKED, is_loss_parallel
 from trainer.parallel.compile import compiles
-from trainer.parallel.float8 import is_float8
-from trainer.parallel.fsdp import is_fsdp
+from trainer.parallel.float8 import float8_filters, is_float8
+from trainer.parallel.fsdp import computes_in_copies, is_fsdp, keeps_gathered
 
 FP32 = 4  # bytes
 
@@ -40,7 +40,7 @@ class RunShape:
     family: Family
     args: ModelArgs
     mesh: MeshShape
-    uses_fsdp: bool  # FSDP2 wraps the model (also as HSDP, and on one rank for mixed precision)
+    uses_fsdp: bool  # FSDP2 wraps the model (also as HSDP), or one rank computes in copies
     stages: tuple[tuple[str, ...], ...]
     schedule: str
     microbatch_size: int  # samples of one forward
@@ -63,6 +63,7 @@ class RunShape:
     compiles_model: bool = False  # each block, with Inductor
     compiles_loss: bool = False
     float8: Float8Products | None = None
+    uses_copies: bool = False  # one rank casts its weights as FSDP2, but reduces nothing: trainer/parallel/one_rank.py
     cpu_attention: bool = False  # a CPU's kernels: context parallel's masks are tensors, and no buffers in backward
     has_head_norms: bool = field(init=False)  # every head of q and k is normalized before attention
 
@@ -104,11 +105,13 @@ def run_shape(job: Job) -> RunShape:
     config, args, dims = job.config, job.args, job.dims
     training, parallelism = config.training, config.parallelism
     reshard = parallelism.fsdp_reshard_after_forward
+    uses_copies = computes_in_copies(training, parallelism, config.float8, dims)
     return RunShape(
         family=job.family,
         args=args,
         mesh=dims,
-        uses_fsdp=is_fsdp(config.training, dims),
+        uses_fsdp=uses_copies or is_fsdp(training, parallelism, config.float8, dims),
+        uses_copies=uses_copies,
         stages=job.split.modules,
         schedule=parallelism.pipeline_parallel_schedule,
         microbatch_size=job.microbatch_size,
@@ -122,10 +125,10 @@ def run_shape(job: Job) -> RunShape:
         is_offloaded=training.enable_cpu_offload,
         recompute=_recompute(config.activation_checkpoint),
         optimizer=config.optimizer.implementation,
-        reshard_after_forward={"default": dims.pp == 1, "always": True, "never": False}[reshard],
+        reshard_after_forward={"default": not keeps_gathered(training, dims), "always": True, "never": False}[reshard],
         reshard_output=reshard == "always",
         loss_parallel=is_loss_parallel(parallelism, dims),
-        loss_chunks=training.loss_chunks if training.loss == CHUNKED else 0,
+        loss_chunks=job.loss_chunks if training.loss == CHUNKED else 0,
         validation_samples=_validation_samples(job),
         validation_seq_len=config.validation.seq_len,
         compiles_model=compiles(config.compile, "model"),
@@ -137,7 +140,7 @@ def run_shape(job: Job) -> RunShape:
 def _float8(config: Config, *, is_tied: bool) -> Float8Products | None:
     if not is_float8(config.model):
         return None
-    is_named = any(part in "output" for part in config.float8.filter_fqns)
+    is_named = any(part in "output" for part in float8_filters(config.float8, config.training))
     return Float8Products(
         converts_output=not is_named and not is_tied, gathers=config.float8.enable_fsdp_float8_all_gather
     )

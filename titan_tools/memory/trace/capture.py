@@ -148,10 +148,9 @@ def _one_step(
     number: int,
     num_samples: int,
 ) -> None:
-    """As trainer/train.py: gradients, clipping, update."""
+    """As trainer/train.py."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
-    step.compute_gradients(_batch(num_samples, config.training.seq_len), stop_requested=False)
-    step.update(optimizer)
+    step.run(_batch(num_samples, config.training.seq_len), optimizer, stop_requested=False)
     recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 

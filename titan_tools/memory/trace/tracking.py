@@ -23,6 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
 from titan_tools.memory.trace.recorder import Recorder
+from trainer.parallel.one_rank import ComputeCopy
 
 # By the actions' names in torch's pipeline schedules
 PHASES = {
@@ -94,6 +95,11 @@ def _gather(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any
     """A group's parameters, maybe while another module runs: prefetched, or gathered for a whole stage."""
     with recorder.as_part("all_gather", owner=_module_of(group, recorder)):
         return own(group, *args, **kwargs)
+
+
+def _cast(own: Function, recorder: Recorder, copy: ComputeCopy) -> None:
+    with recorder.as_part("all_gather"):
+        own(copy)
 
 
 def _post_backward(own: Function, recorder: Recorder, group: FSDPParamGroup, *args: Any) -> None:
@@ -209,6 +215,7 @@ _REPLACEMENTS: tuple[tuple[Any, str, Function], ...] = (
     (ShardingPropagator, "_propagate_tensor_meta_non_cached", _run_unrecorded),
     (FSDPCommContext, "lazy_init", _name_streams),
     (FSDPParam, "reset_sharded_param", _pad_once),
+    (ComputeCopy, "show", _cast),
     (FSDPParamGroup, "unshard", _gather),
     (FSDPParamGroup, "wait_for_unshard", _gather),
     (FSDPParamGroup, "post_backward", _post_backward),

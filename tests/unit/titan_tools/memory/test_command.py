@@ -323,11 +323,12 @@ def test_a_first_stage_keeps_as_many_microbatches_as_stages_follow():
 def test_a_larger_validation_batch_counts():
     small = peak_bytes("llama3_8b", world_size=8)
     words = ["--validation.enable", "--validation.local_batch_size=32", "--validation.seq_len=8192"]
-    found = formula_of("llama3_8b", *words, world_size=8)
+    found = formula_of("llama3_8b", *words, "--training.loss=plain", world_size=8)
     assert found.when == "validation"
     assert found.total_bytes > small
-    # of one piece in 8: bf16 logits, their fp32 cast and log_softmax's result
-    assert found.parts["logits_and_loss"] == 4 * 8192 * 128256 * 10
+    # bf16 logits, their fp32 cast and log_softmax's result
+    assert found.parts["logits_and_loss"] == 32 * 8192 * 128256 * 10
+    assert formula_of("llama3_8b", *words, world_size=8).total_bytes == small  # in chunks of the same size
 
 
 def test_pieces_take_less_than_whole_logits():

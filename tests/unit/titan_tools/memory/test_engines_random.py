@@ -58,7 +58,7 @@ def drawn(r: random.Random) -> tuple[str, ModelArgs, dict[str, Any]]:
         "training.mixed_precision_param": r.choice(["bfloat16"] * 5 + ["float32"] * (cp == 1)),
         "training.dtype": r.choice(["float32"] * 8 + ["bfloat16"]),
         "training.loss": r.choice(["chunked", "chunked", "plain"]),
-        "training.loss_chunks": r.choice([1, 2, 8, 8]),
+        "training.loss_chunks": r.choice([0, 1, 2, 8]),
         "training.seq_len": cp * r.choice([256, 512, 1024, 2048, 4096]),
         "optimizer.implementation": r.choice(["fused", "fused", "foreach", "for-loop"]),
         "optimizer.state_dtype": r.choice(["float32"] * 4 + ["bfloat16"]),

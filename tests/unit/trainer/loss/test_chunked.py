@@ -1,5 +1,7 @@
 """The loss in pieces: torch's numbers, for any output module, and no whole logits at any moment."""
 
+from math import ceil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,8 @@ def make_output(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn
 
 
 def chunk(output: nn.Module, *, num_chunks: int = 7, in_backward: bool = False) -> ChunkedOutput:
-    chunked = ChunkedOutput(output, cross_entropy_sum, num_chunks=num_chunks, in_backward=in_backward)
+    chunk_tokens = ceil(3 * 50 / num_chunks)
+    chunked = ChunkedOutput(output, cross_entropy_sum, chunk_tokens=chunk_tokens, in_backward=in_backward)
     output.forward = chunked
     return chunked
 
@@ -59,7 +62,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("num_chunks", [1, 7, 8, 1000])
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 8, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradients_are_as_exact_as_those_of_torch(dtype, num_chunks, in_backward):
     (h_BLD, targets_BL), output = sample(dtype), make_output(dtype, bias=True)
@@ -101,6 +104,36 @@ def test_the_outputs_gradient_is_added_up_in_fp32():
     with chunk(output, num_chunks=150).given(targets_BL):
         (output(h_BLD) / num_valid).backward()
     assert error(output.weight.grad, expected) < 0.5 * error(in_bf16 / num_valid, expected)
+
+
+def test_a_sum_of_two_gradients_is_rounded_once_as_in_fp32():
+    (h_BLD, targets_BL), output = sample(torch.bfloat16), make_output(torch.bfloat16, bias=True)
+    chunks = zip(h_BLD.detach().flatten(0, 1).split(75), targets_BL.flatten().split(75), strict=True)
+    grads = [torch.autograd.grad(cross_entropy_sum(output(h), target), [*output.parameters()]) for h, target in chunks]
+    with chunk(output, num_chunks=2).given(targets_BL):
+        output(h_BLD).backward()
+    for parameter, first, second in zip(output.parameters(), *grads, strict=True):
+        assert torch.equal(parameter.grad, (first.float() + second.float()).bfloat16())
+
+
+class Shared(nn.Module):
+    """Both parameters have the same gradient, and autograd gives the same tensor for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(make_output().weight.detach() / 2) for _ in range(2))
+
+    def forward(self, h_BLD):
+        return F.linear(h_BLD, self.a + self.b)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_parameters_that_share_a_gradient_do_not_add_it_twice(num_chunks):
+    (h_BLD, targets_BL), output, plain = sample(), Shared(), Shared()
+    wanted = torch.autograd.grad(cross_entropy_sum(plain(h_BLD), targets_BL), [*plain.parameters()])
+    with chunk(output, num_chunks=num_chunks).given(targets_BL):
+        found = torch.autograd.grad(output(h_BLD), [*output.parameters()])
+    assert all(error(ours, theirs.double()) < FP32_ERROR for ours, theirs in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -158,6 +191,7 @@ def test_any_output_module_will_do():
 
 ARGS = ModelArgs(64, 2, 4, 2, 16, 128, vocab_size=4096)
 BATCH, LENGTH = 2, 128
+CHUNK_TOKENS = BATCH * LENGTH // 8
 
 
 class LargestTensor(TorchDispatchMode):
@@ -177,7 +211,7 @@ class LargestTensor(TorchDispatchMode):
 def make_model(**training) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(ARGS)
-    install_loss(model, Training(**training), Compile())
+    install_loss(model, Training(**training), Compile(), chunk_tokens=CHUNK_TOKENS)
     return model
 
 
@@ -189,7 +223,7 @@ def step_of(model: nn.Module) -> tuple[float, LargestTensor]:
 
 
 def test_a_model_trains_as_with_whole_logits_and_never_makes_them():
-    plain, chunked = make_model(loss="plain"), make_model(loss="chunked", loss_chunks=8)
+    plain, chunked = make_model(loss="plain"), make_model(loss="chunked")
     (expected, whole), (loss, pieces) = step_of(plain), step_of(chunked)
     assert loss == pytest.approx(expected, rel=1e-6)
     for (name, ours), theirs in zip(chunked.named_parameters(), plain.parameters(), strict=True):
@@ -202,7 +236,8 @@ def test_a_model_trains_as_with_whole_logits_and_never_makes_them():
 @pytest.mark.parametrize("schedule", ["GPipe", "LoopedBFS", "1F1B"])
 def test_pieces_wait_for_backward_where_many_microbatches_go_forward_first(schedule):
     model = Transformer(ARGS)
-    install_loss(model, Training(), Compile(), all_forward_first=schedule in ALL_FORWARD_FIRST)
+    is_first = schedule in ALL_FORWARD_FIRST
+    install_loss(model, Training(), Compile(), chunk_tokens=CHUNK_TOKENS, all_forward_first=is_first)
     tokens_BL = torch.zeros(1, LENGTH, dtype=torch.int64)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -220,7 +255,7 @@ def test_names_stay_and_a_part_without_the_output_passes_its_hidden_states_on():
     stage.norm = stage.output = None
     tokens_BL = torch.zeros(1, 8, dtype=torch.int64)
     expected = stage(tokens_BL, torch.arange(8))
-    install_loss(stage, Training(), Compile())
+    install_loss(stage, Training(), Compile(), chunk_tokens=CHUNK_TOKENS)
     assert torch.equal(stage(tokens_BL, torch.arange(8), tokens_BL), expected)
 
 
@@ -237,7 +272,7 @@ class PastTheOutput(Transformer):
 @pytest.mark.parametrize("family", [AfterTheOutput, PastTheOutput])
 def test_a_model_that_does_not_end_with_its_output_is_refused(family):
     model = family(ARGS)
-    install_loss(model, Training(), Compile())
+    install_loss(model, Training(), Compile(), chunk_tokens=CHUNK_TOKENS)
     with pytest.raises(UnsupportedError, match="ends with a call of its `output` module") as text:
         step_of(model)
     assert text.value.tries == ("--training.loss plain",)

@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_named_is_not_compiled(settings):
 def test_the_loss_of_a_piece_is_what_is_compiled_once_for_all_pieces():
     output = torch.nn.Linear(16, 50)
     compiled = maybe_compile_loss(cross_entropy_sum, Compile(enable=True, backend="counted_for_the_loss"))
-    chunked = ChunkedOutput(output, compiled, num_chunks=4, in_backward=False)
+    chunked = ChunkedOutput(output, compiled, chunk_tokens=5, in_backward=False)
     h_BLD, (_, targets_BL) = torch.randn(2, 10, 16, requires_grad=True), sample()
     with chunked.given(targets_BL):
         chunked(h_BLD).backward()

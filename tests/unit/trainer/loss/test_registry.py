@@ -10,7 +10,7 @@ from converters.layout import MeshShape
 from trainer.config.sections import Compile, Config, Parallelism, Training
 from trainer.job import layout_problems, resolve_job
 from trainer.loss import registry as loss_registry
-from trainer.loss.registry import register_loss
+from trainer.loss.registry import num_loss_chunks, register_loss
 
 ARGS = FLAVORS["debug_gqa"]
 
@@ -70,3 +70,41 @@ def test_a_compiled_loss_under_a_split_backward_must_be_the_chunked_one():
     assert loss_problems(config("chunked", compiled, **split), MeshShape(pp=2)) == []
     assert loss_problems(config("plain", replace(compiled, components=()), **split), MeshShape(pp=2)) == []
     assert loss_problems(config("plain", compiled), MeshShape(pp=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_columns", "is_compiled", "expected"),
+    [
+        (16_384, 128_256, True, 2),
+        (16_384, 128_256, False, 8),
+        (8_192, 128_256, True, 1),
+        (8_192, 128_256, False, 4),
+        (16_384, 128_256 // 8, False, 1),  # vocabulary shards
+        (65_536, 151_936, True, 16),  # 10 would be enough, but does not divide the tokens
+        (24_576, 128_256, True, 3),
+        (40_960, 128_256, True, 5),
+        (50, 2048, False, 1),
+        (7, 2**31, True, 7),
+    ],
+)
+def test_chunks_are_as_few_as_their_size_allows(num_tokens, num_columns, is_compiled, expected):
+    assert num_loss_chunks(0, num_tokens=num_tokens, num_columns=num_columns, is_compiled=is_compiled) == expected
+    assert num_loss_chunks(8, num_tokens=num_tokens, num_columns=num_columns, is_compiled=is_compiled) == 8
+
+
+def test_a_jobs_chunks_follow_its_layout():
+    args = FLAVORS["8B"]
+
+    def job(world_size, *, compile=True, **keys):
+        training = {"seq_len": 8192, "local_batch_size": 2} | keys.pop("training", {})
+        whole = Config(training=Training(**training), parallelism=Parallelism(**keys), compile=Compile(enable=compile))
+        return resolve_job(whole, world_size, args=args)
+
+    one = job(1)
+    assert (one.loss_chunks, one.chunk_tokens) == (2, 8192)
+    assert job(1, compile=False).loss_chunks == 8
+    assert job(2, tensor_parallel_degree=2).loss_chunks == 1
+    assert job(2, tensor_parallel_degree=2, disable_loss_parallel=True).loss_chunks == 2
+    assert job(2, context_parallel_degree=2).loss_chunks == 1
+    assert job(2, pipeline_parallel_degree=2).chunk_tokens == 8192  # of a microbatch of one sample
+    assert job(1, training={"loss_chunks": 8}).chunk_tokens == 2048

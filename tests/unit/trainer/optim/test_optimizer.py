@@ -5,7 +5,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from trainer.config.sections import Optimizer as OptimizerSection
-from trainer.optim import moments
+from trainer.optim import adam
 from trainer.optim.clip import GradientClip
 from trainer.optim.optimizer import build_optimizer, optimizer_state
 
@@ -88,14 +88,42 @@ def test_parameters_beyond_what_is_copied_at_once_are_all_updated(monkeypatch):
     settings = OptimizerSection(lr=0.1, state_dtype="bfloat16")
     whole, pieces = _model(), _model()
     _steps(build_optimizer(dict(whole.named_parameters()), settings), whole)
-    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 100)
-    names, parameters = zip(*pieces.named_parameters(), strict=True)
-    assert [len(batch) for batch in moments._batches(names, parameters)] == [1, 2]
-    in_layers = [f"layers.{number}.{name}" for number in (8, 9) for name in names] + list(names)
-    assert [len(batch) for batch in moments._batches(in_layers, parameters * 3)] == [1, 2] * 3
+    monkeypatch.setattr(adam, "COPIED_ELEMENTS", 100)
+    named = list(pieces.named_parameters())
+    assert [len(batch) for batch in adam._batches(named)] == [1, 2]
+    in_layers = [(f"layers.{number}.{name}", parameter) for number in (8, 9) for name, parameter in named]
+    assert [len(batch) for batch in adam._batches(in_layers + named)] == [1, 2] * 3
     _steps(build_optimizer(dict(pieces.named_parameters()), settings), pieces)
     for a, b in zip(whole.parameters(), pieces.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
+def test_an_update_is_left_out_where_the_device_found_infinity(state_dtype):
+    model = _model()
+    optimizer = build_optimizer(dict(model.named_parameters()), OptimizerSection(lr=0.1, state_dtype=state_dtype))
+    assert optimizer._step_supports_amp_scaling
+    _steps(optimizer, model)
+
+    def held():
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [tensor.clone() for tensor in (*model.parameters(), *states)]
+
+    before = held()
+    optimizer.found_inf = torch.ones(())
+    _steps(optimizer, model)
+    assert all(map(torch.equal, held(), before))
+    optimizer.found_inf = torch.zeros(())
+    _steps(optimizer, model)
+    assert not any(map(torch.equal, held(), before))
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    for state_dtype in (None, "bfloat16"):  # as a dry run does before its step
+        model = _model()
+        before = [parameter.clone() for parameter in model.parameters()]
+        build_optimizer(dict(model.named_parameters()), OptimizerSection(state_dtype=state_dtype)).step()
+        assert all(map(torch.equal, model.parameters(), before))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,7 +26,9 @@ from trainer.parallel import float8
 from trainer.parallel.compile import compiles
 from trainer.parallel.float8 import (
     apply_float8,
+    float8_filters,
     float8_machine_problems,
+    float8_notes,
     float8_styles,
     without_float8,
 )
@@ -44,7 +46,14 @@ def converted_model(chosen: Config, *, tp: int = 1):
     args = family.flavors[chosen.model.flavor]
     with torch.device("meta"):
         model = get_trainer_family(chosen.model.name).build_model(args)
-    apply_float8(model, chosen.float8, family.parameters(args), tp=tp, compiles_model=compiles(chosen.compile, "model"))
+    apply_float8(
+        model,
+        chosen.float8,
+        family.parameters(args),
+        filters=float8_filters(chosen.float8, chosen.training),
+        tp=tp,
+        compiles_model=compiles(chosen.compile, "model"),
+    )
     return model
 
 
@@ -57,8 +66,25 @@ def of_layers(names: set[str], num_layers: int) -> set[str]:
     return {f"layers.{n}.{name}" for n in range(num_layers) for name in names}
 
 
-def test_every_linear_is_converted_and_the_output_too():
-    assert converted(config()) == of_layers(LINEARS, 4) | {"output"}
+def test_every_linear_is_converted_and_the_output_if_its_weight_is_cast_once():
+    assert converted(config()) == of_layers(LINEARS, 4)
+    assert converted(config(filter_fqns=())) == of_layers(LINEARS, 4) | {"output"}
+    plain = replace(config(), training=Training(loss="plain"))
+    assert converted(plain) == of_layers(LINEARS, 4) | {"output"}
+
+
+def test_a_run_says_what_becomes_of_the_output():
+    args = get_family("llama3").flavors["debug_gqa"]
+
+    def notes(loss="chunked", args=args, **settings) -> list[str]:
+        return float8_notes(Float8(**settings), Training(loss=loss), args)
+
+    (text,) = notes()
+    assert "`output` is not converted" in text and "filter_fqns = [] converts it" in text
+    (text,) = notes(filter_fqns=("wk",))
+    assert "the casts of `output` run uncompiled, for each chunk" in text and 'filter_fqns = ["output"]' in text
+    assert not notes(filter_fqns=("output",)) and not notes(loss="plain")
+    assert not notes(args=get_family("llama3").flavors["debug_tied"])  # a tied output is never converted
 
 
 def test_modules_are_left_alone_by_a_part_of_their_name():
@@ -83,7 +109,7 @@ def test_dims_of_each_rank_are_multiples_of_16(tp, left):
         model = get_trainer_family("llama3").build_model(args)
     for layer in model.layers.values():
         layer.feed_forward.w1 = torch.nn.Linear(args.dim, 48, bias=False, device="meta")
-    apply_float8(model, chosen.float8, shapes, tp=tp, compiles_model=False)
+    apply_float8(model, chosen.float8, shapes, filters=(), tp=tp, compiles_model=False)
     found = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert found == of_layers(LINEARS - left, 4) | {"output"}
 
@@ -98,8 +124,9 @@ def test_what_is_too_small_to_gain_is_torchaos_word(recipe):
     expected = {
         name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and is_large(module, name)
     }
-    chosen = config(flavor="8B", recipe_name=recipe, filter_fqns=("auto_filter_small_kn", "output"))
-    apply_float8(model, chosen.float8, family.parameters(args), tp=1, compiles_model=False)
+    filters = ("auto_filter_small_kn", "output")
+    chosen = config(flavor="8B", recipe_name=recipe, filter_fqns=filters)
+    apply_float8(model, chosen.float8, family.parameters(args), filters=filters, tp=1, compiles_model=False)
     found = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert found == expected and of_layers({"attention.wk", "attention.wv"}, 2).isdisjoint(found) and found
 
@@ -217,16 +244,19 @@ def test_what_else_in_the_config_it_does_not_go_with():
 
 def test_tokens_come_by_16():
     def problems_of(**training) -> list[str]:
-        return problems(replace(config(), training=Training(**training)))
+        return problems(replace(config(filter_fqns=()), training=Training(**training)))
 
     assert not problems_of(local_batch_size=2, seq_len=64)
     (problem,) = problems_of(local_batch_size=1, seq_len=40)
     assert "has 40 (1 samples of 40)" in problem and "a multiple of 16" in problem
-    (problem,) = problems_of(local_batch_size=1, seq_len=64)  # in eight pieces of 8
+    in_eights = Training(local_batch_size=1, seq_len=64, loss_chunks=8)
+    (problem,) = problems_of(local_batch_size=1, seq_len=64, loss_chunks=8)
+    assert not problems_of(local_batch_size=1, seq_len=64)  # one chunk
+    assert not problems(replace(config(), training=in_eights))
     assert "loss_chunks = 8 splits 64 differently" in problem and "training.loss_chunks = 4" in problem
     assert not problems_of(local_batch_size=1, seq_len=64, loss="plain")
     odd = replace(get_family("llama3").flavors["debug_gqa"], vocab_size=2056)  # its output stays as it is
-    assert not problems(replace(config(), training=Training(local_batch_size=1, seq_len=64)), args=odd)
+    assert not problems(replace(config(filter_fqns=()), training=in_eights), args=odd)
     assert not problems(replace(config(emulate=True), training=Training(local_batch_size=1, seq_len=40)))
     pipelined = replace(
         config(), training=Training(local_batch_size=16, seq_len=8), parallelism=Parallelism(pipeline_parallel_degree=2)

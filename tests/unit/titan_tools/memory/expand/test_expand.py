@@ -16,7 +16,7 @@ from titan_tools.memory.trace.kernels import Kernels
 from titan_tools.memory.trace.recorder import owner_of_many
 from trainer.config.sections import Config
 from trainer.job import Job, resolve
-from trainer.optim import moments
+from trainer.optim import adam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -252,7 +252,7 @@ def test_numbers_of_many_parameters_belong_to_whole_stages(fqns, owner):
 
 @pytest.mark.parametrize("implementation", ["fused", pytest.param("foreach", marks=pytest.mark.slow)])
 def test_moments_updated_in_batches_repeat_from_layer_to_layer(implementation, monkeypatch, depths_captured):
-    monkeypatch.setattr(moments, "COPIED_ELEMENTS", 20_000)  # a layer is more, its largest parameter less
+    monkeypatch.setattr(adam, "COPIED_ELEMENTS", 20_000)  # a layer is more, its largest parameter less
     settings = {**NO_AC, "optimizer.state_dtype": "bfloat16", "optimizer.implementation": implementation}
     compare((2, 7, settings, 0), depths_captured, num_steps=1)
     assert min(depths_captured) < 7

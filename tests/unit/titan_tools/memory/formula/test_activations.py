@@ -1,6 +1,7 @@
 """Activations and instants against torch: the real train step on CPU, every tensor counted while it lives."""
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_the_peak_of_a_step_is_torchs(family, mode, changes, chunks, when, monke
     run = shape(args, mode, loss_chunks=chunks)
     model = build_model(args, mode, monkeypatch)
     loss = {"loss": "chunked", "loss_chunks": chunks} if chunks else {"loss": "plain"}
-    install_loss(model, Training(**loss), Compile())
+    install_loss(model, Training(**loss), Compile(), chunk_tokens=ceil(run.num_tokens / (chunks or 1)))
     tokens = torch.randint(args.vocab_size, (run.microbatch_size, run.seq_len))
     with LiveBytes() as live:
         WholeModel(model).forward_backward(tokens, tokens, torch.arange(run.seq_len), 1.0)

@@ -151,11 +151,11 @@ def test_nothing_of_a_pass_outlives_it(layout, flavor, rank):
     for part in ("parameters", "gradients", "optimizer"):
         assert sizes.pop(part) > 0
     batch_bytes = 2 * samples_per_step(training, dims.batch) // dims.batch * training.seq_len * 8
-    assert sizes["activations"] >= batch_bytes + 8  # and the number of its tokens
+    assert sizes["activations"] >= batch_bytes + 16  # and the number of its tokens, also as a divisor
     if dims.pp > 1:
         sizes.pop("pipeline_buffers")  # torch keeps what it receives into
     num_losses = training.global_batch_size if training.global_batch_size > 0 else 2
-    assert sizes.total() - batch_bytes - 8 <= 4 * num_losses, sizes
+    assert sizes.total() - batch_bytes - 16 <= 4 * num_losses, sizes
 
 
 @_each(CASES)
