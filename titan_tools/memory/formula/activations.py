@@ -120,19 +120,15 @@ def kept_block(run: RunShape, layer: int) -> int:
         return kept_whole_block(run)
     if run.recompute.mode == "full":
         return t.stream
-    kept = _reused_by_recompute(t, run) + t.whole  # w2's result, which backward never reads
+    kept = _reused_by_recompute(t) + t.whole  # w2's result, which backward never reads
     return kept + (2 * t.stream if run.mesh.tp > 1 else 0)  # both reduce-scatters
 
 
-def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What op-level checkpointing keeps and recomputation reads or frees.
-
-    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers,
-    and of CP's, which is freed once its keys and values are in sequence order.
+def _reused_by_recompute(t: BlockTensors) -> int:
+    """What op-level checkpointing keeps and recomputation reads: the block's input, and the results of wq, wv and w1
+    (every second product) and of attention. All-gathers run again.
     """
-    reused = t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
-    reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
-    return reused + (2 * t.whole if run.mesh.tp > 1 else 0)
+    return t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
 
 
 def moments(run: RunShape, layer: int) -> tuple[BlockMoment, ...]:
@@ -154,7 +150,7 @@ def added_by_feed_forward(run: RunShape, layer: int) -> int:
     made = t.stream + max(2 * t.hidden, t.whole + t.hidden if run.mesh.tp > 1 else 0)
     if run.recompute.mode != "op":
         return kept_whole_block(run) - kept_block(run, layer) + made
-    rest = kept_whole_block(run) - _reused_by_recompute(t, run) - _freed_by_recompute(t, run)
+    rest = kept_whole_block(run) - _reused_by_recompute(t) - _freed_by_recompute(t, run)
     return rest + t.whole + 2 * t.hidden
 
 
@@ -162,16 +158,16 @@ def added_by_collectives(run: RunShape, layer: int) -> int:
     """What the backward of a block adds at TP's collectives, before any weight's gradient; 0 without TP.
 
     A copy puts a gather's parts in sequence order, and splits a sum into its ranks' parts. The gradient of w2's result
-    is gathered first, since it triggers the recomputation, which reduces the results of wo and w2 again. Callers still
-    hold a norm's result, and wo's.
+    is gathered first, since it triggers the recomputation, which reduces the results of wo and w2 again, or with
+    checkpointing by operation only copies them for that. Callers still hold a norm's result, and wo's.
     """
     if run.mesh.tp == 1:
         return 0
     t = block_tensors(run)
     incoming = t.stream + t.whole  # the gradient, and the same gathered
-    if run.recompute.mode == "op":  # wo's; the gathers of both inputs were kept, and the first is freed
-        rotated = t.head_norms + t.query + 2 * t.key_gathered
-        return incoming + 2 * t.whole + rotated + t.stream + t.norm
+    if run.recompute.mode == "op":
+        again = kept_whole_block(run) - _reused_by_recompute(t)
+        return incoming + again + (0 if run.recompute.stops_early else t.whole)
     rest = kept_whole_block(run) - kept_block(run, layer)
     if rest == 0 or run.recompute.stops_early:
         return rest + incoming + t.whole
