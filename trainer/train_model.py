@@ -83,7 +83,7 @@ class TrainModel:
         """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
 
         `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches.
-        Shares add up over the `loss` mesh and over `pp` (0 but on the last stage); tp ranks hold the same share.
+        Shares add up over `batch`, `cp` and `pp` (0 but on the last stage); tp ranks hold the same share.
         """
         self._tied.refresh()
         return self._runner.forward_backward(*self._take_shard(batch), num_valid_tokens)
