@@ -95,7 +95,7 @@ def assumptions_of(
         lines.append(f"PYTORCH_ALLOC_CONF sets {', '.join(left_out)}, which is not modelled")
     if uses_cp:
         lines.append(
-            "context parallel: queries attend to gathered keys with flash attention. Where torch finds no fused kernel"
-            " for them it keeps all scores, and the estimate is a lower bound"
+            "context parallel: queries attend to gathered keys with cuDNN's attention on Hopper, else with flash"
+            " attention. Where torch finds no fused kernel it keeps all scores, and the estimate is a lower bound"
         )
     return tuple(lines)

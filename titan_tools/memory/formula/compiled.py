@@ -74,7 +74,7 @@ def _kept_block(run: RunShape, t: BlockTensors, products: Products, layer: int) 
     if run.recompute.mode == "full":
         return t.stream
     summed = t.stream if run.mesh.tp > 1 else 0
-    return t.stream + t.query + t.key + t.query + t.logsumexp + t.hidden + summed
+    return t.stream + t.query + t.key + t.query + t.logsumexp + t.parts + t.hidden + summed
 
 
 def _products(run: RunShape, t: BlockTensors) -> Products:
@@ -111,7 +111,7 @@ def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int
         again = products.whole - t.stream + incoming
     else:  # w3's result and the product; the second norm's, and without TP its input
         again = incoming + 2 * t.hidden + t.whole + (0 if run.mesh.tp > 1 else t.stream)
-        again += t.query if run.mesh.cp > 1 else 0  # both chunks' results, concatenated
+        again += t.query - t.parts if run.mesh.cp > 1 else 0  # both chunks' results, concatenated
     return (
         BlockMoment(recompute=again + 3 * t.hidden),
         BlockMoment(recompute=again, gradients=gradient),

@@ -105,7 +105,7 @@ def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int
     else:
         again += sizes.stream + (0 if is_full else t.stream) + (0 if _gathers(run) else t.key)
     if not is_full and run.mesh.cp > 1:
-        again += t.query
+        again += t.query - t.parts
     return (BlockMoment(recompute=again + kernel),)
 
 
