@@ -4,6 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from converters.errors import NumericalFault, Preempted, TitanError
@@ -30,6 +31,7 @@ from trainer.observability.report import Report
 from trainer.optim.lr_schedule import LRSchedule, lr_curve
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.attention_backend import attention_backends, widen_attention_on_cpu
+from trainer.parallel.cpu_products import fp32_products, multiplies
 from trainer.process_group import Ranks, Timeouts, join_ranks, leave_ranks
 from trainer.runtime import GarbageCollection, set_determinism
 from trainer.signals import StopRequest
@@ -84,6 +86,9 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     timeouts = Timeouts(meshes, config.comm)
     model = build(job, meshes, ranks.device)
     widen_attention_on_cpu(model.parts, ranks.device)
+    if not multiplies(getattr(torch, training.mixed_precision_param), ranks.device):
+        note(f"this CPU has no {training.mixed_precision_param} products: they are computed in fp32 and rounded")
+        held.enter_context(fp32_products())
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     model.follow(optimizer)
     schedule = LRSchedule(optimizer, lr_curve(config.lr_scheduler, training.steps))

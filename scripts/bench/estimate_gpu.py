@@ -48,7 +48,7 @@ class Case:
 
     @property
     def dims(self) -> MeshShape:
-        return resolve_job(self.config, world_size=self.world_size)
+        return resolve_job(self.config, world_size=self.world_size).dims
 
     @property
     def is_compiled(self) -> bool:
@@ -94,9 +94,13 @@ def main() -> None:
     parser.add_argument("--case", help="one case alone, by its name")
     chosen = parser.parse_args()
     cases = [case for case in CASES if chosen.case in (None, case.name)]
+    if not cases:
+        parser.error(f"no case is named {chosen.case!r}")
     if chosen.what == "predict":
-        found = {case.name: predict(case, chosen.gpu) for case in cases}
-        chosen.file.write_text(json.dumps(found, indent=2) + "\n")
+        found: dict[str, dict[str, float]] = {}
+        for case in cases:
+            found[case.name] = predict(case, chosen.gpu)
+            chosen.file.write_text(json.dumps(found, indent=2) + "\n")
     elif chosen.what == "one":
         print(json.dumps(measure(cases[0])))
     else:
@@ -121,7 +125,6 @@ def measure(case: Case) -> dict[str, float]:
 
     from trainer.build import build
     from trainer.data.batch import Batch
-    from trainer.job import Job
     from trainer.mesh import make_meshes
     from trainer.optim.optimizer import build_optimizer
     from trainer.parallel.attention_backend import attention_backends

@@ -3,7 +3,7 @@
 python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8, with and without --compile
 python scripts/bench/infer.py --on cpu   1.2B in fp32 and bf16 on two threads, and the time from start to first token
 
-All rows are run in turn, `--rounds` times; the medians count. Weights are random: speed does not depend on them. The
+Each round runs each row once; the medians of `--rounds` count. Weights are random: speed does not depend on them. The
 exit code is 1 where a limit is missed. `--dir` keeps the checkpoints for the next time.
 """
 
@@ -107,16 +107,15 @@ def gpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
     They are for compiled steps, as gpt-fast's are: uncompiled, a layer takes about twenty kernels instead of ten.
     """
     rows, limits = [], []
-    for name, options, least in (
+    quantized = (
         ("bfloat16", (), 0.65),
         ("int8", ("--quantize", "int8"), 0.50),
         ("float8", ("--quantize", "float8"), 0.48),
-    ):
-        rows += [
-            Row(f"8B, {name}", _titan(HF, SHORT, tokens, *options)),
-            Row(f"8B, {name}, --compile", _titan(HF, SHORT, tokens, "--compile", *options)),
-        ]
+    )
+    for name, options, least in quantized:  # the compiled rows, which have limits, first
+        rows.append(Row(f"8B, {name}, --compile", _titan(HF, SHORT, tokens, "--compile", *options)))
         limits.append(Limit(f"8B, {name}, --compile", "bandwidth_share", least))
+    rows += [Row(f"8B, {name}", _titan(HF, SHORT, tokens, *options)) for name, options, _ in quantized]
     return rows, limits
 
 
@@ -141,6 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, help="new ones of each run; default: 40 on a CPU, 512 on a GPU")
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--out", type=Path, help="append every reading to this file, as a line of JSON")
     parser.add_argument("--dir", type=Path, help="where the checkpoints are, or are put and kept")
     chosen = parser.parse_args()
     on_cpu = chosen.on == "cpu"
@@ -155,7 +155,11 @@ def main() -> None:
         for number in range(chosen.rounds):
             for row in rows:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
-                row.readings.append(_read(row, work, on_cpu=on_cpu))
+                reading = _read(row, work, on_cpu=on_cpu)
+                row.readings.append(reading)
+                if chosen.out:
+                    with chosen.out.open("a") as file:
+                        file.write(json.dumps({"row": row.name, "round": number + 1, **reading}) + "\n")
         ok = _print_table(rows, limits, machine(work))
     raise SystemExit(0 if ok else 1)
 

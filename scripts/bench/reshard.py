@@ -1,4 +1,4 @@
-"""Reshard a training checkpoint from FSDP 4 × TP 2 to FSDP 8, in turn with `cp -r` + fsync.
+"""Reshard a training checkpoint from FSDP 4 × TP 2 to FSDP 8, in alternation with `cp -r` + fsync.
 
 python scripts/bench/reshard.py --work /a/disk/with/15/GB --rounds 5
 

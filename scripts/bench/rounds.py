@@ -1,4 +1,4 @@
-"""Time whole processes in turn with a reference: rounds, medians, the ratio of medians, and each one's peak memory.
+"""Time whole processes in alternation with a reference: medians, their ratios, user CPU seconds and peak memory.
 
 A machine's disk and its neighbours change from minute to minute, so a number alone says little: every round runs the
 reference and every command once, one after the other, and only the ratio is judged. Warm-up rounds are not counted.
@@ -7,6 +7,7 @@ reference and every command once, one after the other, and only the ratio is jud
 import json
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,9 @@ class Command:
     most: float | None = None
     extra_secs: float = 0.3  # start of an interpreter
     most_anon_mib: float | None = None
+    most_user_secs: float | None = None
     secs: list[float] = field(default_factory=list)
+    user_secs: list[float] = field(default_factory=list)  # of CPU, all its threads and child processes
     anon_mib: float = 0.0  # the largest that was seen of its anonymous memory
 
 
@@ -43,7 +46,7 @@ def copy_and_fsync(src: Path, dst: Path) -> Command:
 
 
 def compare(reference: Command, commands: Sequence[Command], *, rounds: int, warmup: int = 1) -> bool:
-    """Run all `warmup` + `rounds` times in turn, print a table and one JSON line; True where all limits hold."""
+    """Run all `warmup` + `rounds` times in alternation, print a table and a line of JSON; True if all limits hold."""
     everything = [reference, *commands]
     for number in range(warmup + rounds):
         for command in everything:
@@ -52,9 +55,11 @@ def compare(reference: Command, commands: Sequence[Command], *, rounds: int, war
                 if number >= warmup
                 else f"warm-up: {command.name}"
             )
+            before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
             secs, anon = run(command)
             if number >= warmup:
                 command.secs.append(secs)
+                command.user_secs.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
             command.anon_mib = max(command.anon_mib, anon)
     results = [_result(command, median(reference.secs)) for command in everything]
     _print_table(results)
@@ -109,7 +114,7 @@ def read_once(folder: Path) -> None:
 
 
 def machine(place: Path) -> dict[str, Any]:
-    """What a reader must know of where it was measured."""
+    """The machine that a measurement was taken on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     kind = subprocess.run(["stat", "-f", "-c", "%T", str(place.parent)], capture_output=True, text=True).stdout.strip()
@@ -121,14 +126,28 @@ def machine(place: Path) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 1),
+        **({"gpus": gpus} if (gpus := _gpus()) else {}),
     }
+
+
+def _gpus() -> list[str]:
+    """Of each GPU: name, driver, memory, clocks and power limit; empty without nvidia-smi."""
+    query = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True)
+    except FileNotFoundError:
+        return []
+    return done.stdout.decode().splitlines()
 
 
 def _result(command: Command, reference: float) -> dict[str, Any]:
     middle = median(command.secs)
     limit = None if command.most is None else command.most * reference + command.extra_secs
-    fits = (limit is None or middle <= limit) and (
-        command.most_anon_mib is None or command.anon_mib <= command.most_anon_mib
+    user = median(command.user_secs)
+    fits = (
+        (limit is None or middle <= limit)
+        and (command.most_anon_mib is None or command.anon_mib <= command.most_anon_mib)
+        and (command.most_user_secs is None or user <= command.most_user_secs)
     )
     return {
         "name": command.name,
@@ -136,6 +155,8 @@ def _result(command: Command, reference: float) -> dict[str, Any]:
         "ratio": round(middle / reference, 2),
         "limit_secs": None if limit is None else round(limit, 3),
         "secs": [round(s, 3) for s in command.secs],
+        "user_secs": round(user, 2),
+        "limit_user_secs": command.most_user_secs,
         "anon_mib": round(command.anon_mib, 1),
         "limit_anon_mib": command.most_anon_mib,
         "ok": fits,
@@ -143,7 +164,7 @@ def _result(command: Command, reference: float) -> dict[str, Any]:
 
 
 def _print_table(results: Sequence[dict[str, Any]]) -> None:
-    columns = ("", "median s", "range", "ratio", "limit s", "anon MiB", "limit", "")
+    columns = ("", "median s", "range", "ratio", "limit s", "user s", "limit", "anon MiB", "limit", "")
     rows = [
         (
             r["name"],
@@ -151,6 +172,8 @@ def _print_table(results: Sequence[dict[str, Any]]) -> None:
             f"{min(r['secs']):.2f}–{max(r['secs']):.2f}",
             f"{r['ratio']:.2f}",
             "" if r["limit_secs"] is None else f"{r['limit_secs']:.2f}",
+            f"{r['user_secs']:.2f}",
+            "" if r["limit_user_secs"] is None else f"{r['limit_user_secs']:.1f}",
             f"{r['anon_mib']:.0f}",
             "" if r["limit_anon_mib"] is None else f"{r['limit_anon_mib']:.0f}",
             "ok" if r["ok"] else "TOO MUCH",

@@ -3,8 +3,8 @@
 python scripts/bench/step.py --pairs 12
 
 One process holds both. Each pair is a step of the trainer's own loop, data, clipping, update and report included, and a
-step of ten lines of PyTorch on the same batch: forward, F.cross_entropy, backward, clip_grad_norm_, AdamW. They take
-turns, so that both see the same machine; the minimum of each is compared. The step must be no more than 3 % longer.
+step of ten lines of PyTorch on the same batch: forward, F.cross_entropy, backward, clip_grad_norm_, AdamW. They
+alternate, so that both see the same machine; the minimum of each is compared. The trainer's may be 3 % longer.
 """
 
 import argparse
@@ -62,6 +62,7 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
     from trainer import train as loop
     from trainer.config.load import load_config
     from trainer.data.prepare import prepare
+    from trainer.job import resolve_job
     from trainer.process_group import Ranks, join_ranks
     from trainer.signals import StopRequest
 
@@ -71,8 +72,8 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
     secs: dict[str, list[float]] = {"trainer": [], "bare": []}
     bare_step = _bare_step()
 
-    class TakingTurns:
-        """The trainer's batches; between two of its steps the bare loop takes one on the same batch."""
+    class AlternatingLoader:
+        """The trainer's batches; after each of its steps the bare loop does one on the same batch."""
 
         def __init__(self, loader):
             self._loader = loader
@@ -91,12 +92,15 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
         def __getattr__(self, name):
             return getattr(self._loader, name)
 
-    whole_loader, loop.train_loader = loop.train_loader, lambda *args, **keys: TakingTurns(whole_loader(*args, **keys))
+    whole_loader, loop.train_loader = (
+        loop.train_loader,
+        lambda *args, **keys: AlternatingLoader(whole_loader(*args, **keys)),
+    )
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     try:
         if not dist.is_initialized():
             ranks: Ranks = join_ranks(init_timeout_secs=60)
-        loop.train(config, ranks, StopRequest())
+        loop.train(resolve_job(config, 1), ranks, StopRequest())
     finally:
         loop.train_loader = whole_loader
         dist.destroy_process_group()
@@ -109,7 +113,7 @@ def _compare(loss: str, *, pairs: int, batch: int) -> bool:
 
 
 def _bare_step():
-    """What somebody would write who needs no checkpoint, no second rank and no log."""
+    """The same model trained without checkpoints, ranks and logs."""
     import torch
     import torch.nn.functional as F
 

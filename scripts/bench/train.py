@@ -1,18 +1,21 @@
-"""Training speed by layout and option: tokens/s, MFU and memory of whole `titan train` runs, as they report them.
+"""Training speed by layout and option: tokens/s, MFU, memory and seconds of the first step of `titan train` runs.
 
-python scripts/bench/train.py            with a GPU: 8B width with 12 layers, and 1B; eager, compile, compile+float8
-python scripts/bench/train.py --on cpu   the debug model on 1 and 4 gloo ranks, beside torchtitan's figures
+python scripts/bench/train.py                   with a GPU: 8B width and 1B; eager, compile, compile + float8
+python scripts/bench/train.py --on cpu --peer   the debug model on 1 and 4 gloo ranks, in alternation with torchtitan
 
-The rows take turns, `--rounds` times. Of each run the log lines after the first few count, and of these the median.
-Weights and data are random: speed does not depend on them. Where a row has a limit and misses it, the exit code is 1.
+Each round runs each row once. A run's reading is the median of its log lines after the first few; a row's result is the
+median of its readings. `--out` appends every reading to a file as soon as it is taken. Weights and data are random:
+speed does not depend on them. The exit code is 1 where a row misses its limit.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -21,16 +24,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rounds import ROOT, TITAN, machine  # noqa: E402
+from step_trace import print_summary, summarize  # noqa: E402
 
 WARMUP_LINES = 2
+TORCHTITAN = "0.2.2"
 FLAVORS = """
 from dataclasses import replace
 
 from converters.families.llama3 import LLAMA3
 from converters.families.registry import register
 
-twelve_layers = replace(LLAMA3.flavors["8B"], num_layers=12)
-register(replace(LLAMA3, flavors={**LLAMA3.flavors, "8B, 12 layers": twelve_layers}))
+whole = LLAMA3.flavors["8B"]
+cut = {f"8B, {num} layers": replace(whole, num_layers=num) for num in (8, 12)}
+register(replace(LLAMA3, flavors={**LLAMA3.flavors, **cut}))
 """
 CONFIG = """
 [training]
@@ -43,8 +49,21 @@ log_freq = 2
 [experimental]
 custom_import = "bench_flavors.py"
 """
-_8B = ("--model.flavor", "8B, 12 layers", "--training.seq_len", "8192", "--training.local_batch_size", "2")
-_1B = ("--model.flavor", "1B", "--training.seq_len", "8192", "--training.local_batch_size", "4")
+PEER_CONFIG = """
+[model]
+name = "llama3"
+hf_assets_path = "data"
+[training]
+dataset = "c4_test"
+dataset_path = "documents"
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 2
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
 _KEEP_ALL = ("--activation_checkpoint.mode", "none")
 _COMPILE = ("--compile.enable",)
 _FLOAT8 = (*_COMPILE, "--model.converters", "quantize.linear.float8")
@@ -52,47 +71,69 @@ _DEBUG = ("--model.flavor", "debugmodel", "--training.seq_len", "256", "--traini
 _TP, _PP = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
 
 
+class RunFailed(Exception):
+    """A run ended with an error: the command and its output."""
+
+
 @dataclass(slots=True)
 class Row:
-    """A run: `least` names a reading and what it must reach, `times` another row and its speed over it."""
+    """A run. `least`: a reading and its lower limit. `times`: another row, and the lower limit of the speed ratio."""
 
     name: str
     options: tuple[str, ...]
     nproc: int = 1
+    needs_gb: float = 0.0  # of GPU memory
+    is_peer: bool = False
     least: tuple[str, float] | None = None
     times: tuple[str, float] | None = None
-    readings: list[dict[str, float]] = field(default_factory=list)
+    readings: list[dict[str, Any]] = field(default_factory=list)
 
     def middle(self, name: str) -> float | None:
-        values = [reading[name] for reading in self.readings if name in reading]
+        values = [reading[name] for reading in self.readings if reading.get(name) is not None]
         return median(values) if values else None
 
 
 def gpu_rows() -> list[Row]:
-    """Goals on one H200: 55 % MFU in bf16 with compile, float8 1.5 × as fast as eager bf16."""
-    return [
-        Row("8B width, 12 layers: eager", (*_8B, *_KEEP_ALL)),
-        Row("8B width, 12 layers: compile", (*_8B, *_KEEP_ALL, *_COMPILE), least=("mfu", 0.55)),
-        Row(
-            "8B width, 12 layers: compile, float8",
-            (*_8B, *_KEEP_ALL, *_FLOAT8),
-            times=("8B width, 12 layers: eager", 1.5),
-        ),
-        Row("1B: eager", (*_1B, *_KEEP_ALL)),
-        Row("1B: compile", (*_1B, *_KEEP_ALL, *_COMPILE)),
-        Row("1B: compile, float8", (*_1B, *_KEEP_ALL, *_FLOAT8)),
-    ]
+    """Most valuable first. Goals on one H200: 55 % MFU in bf16 with compile, float8 1.3 × as fast as eager bf16.
+
+    States take 16 bytes per parameter, activations about 168 KB per token and layer, logits and buffers 10 GB.
+    """
+    rows = []
+    for layers, batch, needs_gb in ((12, 2, 105.0), (8, 1, 66.0)):
+        size = f"8B width, {layers} layers"
+        options = ("--model.flavor", f"8B, {layers} layers", "--training.seq_len", "8192")
+        options += ("--training.local_batch_size", str(batch), *_KEEP_ALL)
+        variants: list[tuple[str, tuple[str, ...], Any, Any]] = [
+            ("compile", _COMPILE, ("mfu", 0.55), None),
+            ("eager", (), None, None),
+            ("compile, float8", _FLOAT8, None, (f"{size}: eager", 1.3)),
+            ("compile, loss in 2 chunks", (*_COMPILE, "--training.loss_chunks", "2"), None, None),
+            ("compile, plain loss", (*_COMPILE, "--training.loss", "plain"), None, None),
+        ]
+        rows += [
+            Row(f"{size}: {name}", (*options, *more), needs_gb=needs_gb, least=least, times=times)
+            for name, more, least, times in variants
+        ]
+    options = ("--model.flavor", "1B", "--training.seq_len", "8192", "--training.local_batch_size", "4", *_KEEP_ALL)
+    for name, more in (("compile", _COMPILE), ("eager", ()), ("compile, float8", _FLOAT8)):
+        rows.append(Row(f"1B: {name}", (*options, *more), needs_gb=60.0))
+    return rows
 
 
-def cpu_rows() -> list[Row]:
-    """Limits: torchtitan 0.2.2, patched to run on two such cores, all ranks together."""
-    tokens = "tokens_per_sec"
-    return [
-        Row("1 rank, 2 threads", _DEBUG, least=(tokens, 6562)),
-        Row("FSDP 4", _DEBUG, 4, least=(tokens, 5858)),
-        Row("FSDP 2 × TP 2", (*_DEBUG, _TP, "2"), 4, least=(tokens, 3734)),
-        Row("FSDP 2 × PP 2", (*_DEBUG, _PP, "2"), 4, least=(tokens, 4818)),
+def cpu_rows(*, peer: bool) -> list[Row]:
+    """Four layouts; with `peer`, each after torchtitan's run of the same options, with their ratio as its limit."""
+    rows = [
+        Row("1 rank, 2 threads", _DEBUG),
+        Row("FSDP 4", _DEBUG, 4),
+        Row("FSDP 2 × TP 2", (*_DEBUG, _TP, "2"), 4),
+        Row("FSDP 2 × PP 2", (*_DEBUG, _PP, "2"), 4),
     ]
+    if not peer:
+        return rows
+    pairs = [(replace(row, name=f"torchtitan: {row.name}", is_peer=True, readings=[]), row) for row in rows]
+    for other, row in pairs:
+        row.times = (other.name, 1.0 if _TP in row.options else 1.1)
+    return [row for pair in pairs for row in pair]
 
 
 def main() -> None:
@@ -101,66 +142,145 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--exact", action="store_true", help="only the row that --only names in full")
+    parser.add_argument("--gb", type=float, default=0, help="GPU memory; rows that need more are left out")
+    parser.add_argument("--profile", action="store_true", help="summarize a trace of each run's last step")
+    parser.add_argument("--out", type=Path, help="append every reading to this file, as a line of JSON")
+    parser.add_argument("--peer", action="store_true", help=f"also torchtitan {TORCHTITAN} (on the CPU)")
+    parser.add_argument("--peer-env", type=Path, help="its virtual environment, kept; created if it does not exist")
     parser.add_argument("rest", nargs="*", help="further --section.key VALUE for every row, after --")
     chosen = parser.parse_args()
-    rows = [row for row in (gpu_rows if chosen.on == "cuda" else cpu_rows)() if chosen.only in row.name]
+    rows = gpu_rows() if chosen.on == "cuda" else cpu_rows(peer=chosen.peer)
+    rows = [row for row in rows if (chosen.only == row.name if chosen.exact else chosen.only in row.name)]
+    rows = [row for row in rows if not chosen.gb or row.needs_gb <= chosen.gb]
+    if not rows:
+        parser.error(f"no row is left: --only {chosen.only!r}, --gb {chosen.gb:g}")
     with TemporaryDirectory(prefix="titan-bench-") as folder:
         work = Path(folder)
-        (work / "bench_flavors.py").write_text(FLAVORS)
-        (work / "bench.toml").write_text(CONFIG)
-        text = [str(ROOT / name) for name in ("converters", "trainer", "README.md")]
-        _run(work, ["data", "prepare", *text, "--out", "data"], on="cpu")
+        prepare(work)
+        peer = _torchtitan_python(chosen.peer_env or work / "torchtitan") if chosen.peer else None
         for number in range(chosen.rounds):
             for row in rows:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
-                row.readings.append(_read(work, row, steps=chosen.steps, on=chosen.on, rest=chosen.rest))
-        ok = _print_table(rows, machine(work))
+                try:
+                    reading = _read(work, row, chosen, peer)
+                except RunFailed as error:  # such as out of memory: the other rows still count
+                    print(error, file=sys.stderr, flush=True)
+                    reading = {"error": str(error)[-2000:]}
+                row.readings.append(reading)
+                _write(chosen.out, {"row": row.name, "round": number + 1, **reading})
+        ok = _print_table(rows, machine(work), chosen.out)
     raise SystemExit(0 if ok else 1)
 
 
-def _read(work: Path, row: Row, *, steps: int, on: str, rest: list[str]) -> dict[str, float]:
-    """The medians of one run's own log."""
+def prepare(work: Path) -> None:
+    """Configs, tokens for titan and the same text for torchtitan."""
+    (work / "bench_flavors.py").write_text(FLAVORS)
+    (work / "bench.toml").write_text(CONFIG)
+    (work / "torchtitan.toml").write_text(PEER_CONFIG)
+    sources = [ROOT / name for name in ("converters", "trainer", "README.md")]
+    _run([*TITAN, "data", "prepare", *map(str, sources), "--out", "data"], work, {"CUDA_VISIBLE_DEVICES": ""})
+    (work / "documents").mkdir()
+    with (work / "documents" / "train.jsonl").open("w") as file:
+        for path in sorted(ROOT.glob("trainer/**/*.py")):
+            file.write(json.dumps({"text": path.read_text()}) + "\n")
+
+
+def _torchtitan_python(folder: Path) -> Path:
+    """The Python of an environment with torchtitan and this environment's version of torch."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        print(f"installing torchtitan {TORCHTITAN} into {folder}", file=sys.stderr, flush=True)
+        _run([sys.executable, "-m", "venv", str(folder)], Path.cwd(), {})
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _run([*install, f"torch=={version('torch').split('+')[0]}"], Path.cwd(), {})  # first, so that pip keeps it
+        # torchtitan imports triton for kernels that no dense model uses
+        _run([*install, f"torchtitan=={TORCHTITAN}", f"torchao=={version('torchao')}", "triton"], Path.cwd(), {})
+    return python
+
+
+def _read(work: Path, row: Row, chosen: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
+    """The reading of one run: of titan's log, or of torchtitan's."""
     dump = work / "run"
     (dump / "metrics.jsonl").unlink(missing_ok=True)
-    keys = ["--job.dump_folder", str(dump), "--training.steps", str(steps)]
-    _run(work, ["train", "bench.toml", *row.options, *keys, *rest, "--nproc", str(row.nproc)], on=on)
-    records = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()][WARMUP_LINES:]
+    options = [*row.options, "--job.dump_folder", str(dump), "--training.steps", str(chosen.steps), *chosen.rest]
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if chosen.on == "cpu" else {}
+    started = time.perf_counter()
+    if row.is_peer:
+        torchrun = [str(peer), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row.nproc}"]
+        threads = str(max(1, len(os.sched_getaffinity(0)) // row.nproc))
+        environment |= {"OMP_NUM_THREADS": threads, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {"HF_HOME": str(work / "cache")}
+        script = str(Path(__file__).parent / "torchtitan_on_cpu.py")
+        log = _run([*torchrun, script, "--job.config_file", "torchtitan.toml", *options], work, environment)
+        rates = [float(rate.replace(",", "")) for rate in re.findall(r"tps: ([\d,]+)", log)]
+        return {"tokens_per_sec": row.nproc * median(rates[WARMUP_LINES:]), "wall_secs": time.perf_counter() - started}
+    if chosen.profile:
+        options += ["--profiling.enable_profiling", "--profiling.profile_freq", str(chosen.steps)]
+    _run([*TITAN, "train", "bench.toml", *options, "--nproc", str(row.nproc)], work, environment)
+    records = [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
+    counted = records[WARMUP_LINES : -1 if chosen.profile else None]  # the profiled step is slower
     names = ("tokens_per_sec", "mfu", "tflops_per_rank", "memory_gib")
-    return {name: median(r[name] for r in records) for name in names if name in records[0]}
+    reading = {name: median(record[name] for record in counted) for name in names if name in records[0]}
+    reading["first_step_secs"] = records[0]["ntokens_seen"] / records[0]["tokens_per_sec"]
+    reading["wall_secs"] = time.perf_counter() - started
+    if chosen.profile:
+        trace = next((dump / "profile_traces").glob(f"iteration_{chosen.steps}/rank0_trace.json"))
+        summary = summarize(json.loads(trace.read_text()))
+        print_summary(summary)
+        reading["step"] = summary
+    return reading
 
 
-def _run(work: Path, arguments: list[str], *, on: str) -> None:
-    environment = dict(os.environ)
-    if on == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([*TITAN, *arguments], cwd=work, env=environment, capture_output=True, text=True)
+def _run(argv: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Run a process to its end and return its output. Raises RunFailed if it fails."""
+    done = subprocess.run(
+        argv, cwd=folder, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"titan {' '.join(arguments)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        raise RunFailed(f"{' '.join(argv)}\nended with {done.returncode}:\n{done.stdout}")
+    return done.stdout
 
 
-def _print_table(rows: list[Row], place: dict[str, Any]) -> bool:
+def _write(out: Path | None, line: dict[str, Any]) -> None:
+    if out:
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _print_table(rows: list[Row], place: dict[str, Any], out: Path | None) -> bool:
     by_name = {row.name: row for row in rows}
     results = []
     for row in rows:
         result: dict[str, Any] = {"name": row.name, "ok": True, "readings": row.readings}
-        result |= {name: row.middle(name) for name in ("tokens_per_sec", "mfu", "memory_gib")}
+        names = ("tokens_per_sec", "mfu", "memory_gib", "first_step_secs")
+        result |= {name: row.middle(name) for name in names}
+        limit = ""
+        if result["tokens_per_sec"] is None:
+            results.append(result | {"ok": False})
+            print(f"{row.name:40} FAILED")
+            continue
         if row.least:
             result["least"], result["ok"] = row.least, (row.middle(row.least[0]) or 0) >= row.least[1]
+            limit = f"  (at least {row.least[1]:g} of {row.least[0]})"
         if row.times and row.times[0] in by_name:
-            ratio = row.middle("tokens_per_sec") / by_name[row.times[0]].middle("tokens_per_sec")
-            result["ratio"], result["least"], result["ok"] = ratio, row.times, ratio >= row.times[1]
+            other = by_name[row.times[0]]
+            result["least"], rate = row.times, other.middle("tokens_per_sec")
+            result["ratio"] = ratio = row.middle("tokens_per_sec") / rate if rate else None
+            result["ok"] = ratio is not None and ratio >= row.times[1]
+            shown = f"{ratio:.2f}" if ratio else "?"
+            limit = f"  {shown} × {other.name} (at least {row.times[1]:g})"
         results.append(result)
-        mfu = f"MFU {result['mfu']:6.1%}  " if result["mfu"] is not None else ""
-        limit = f"  (at least {result['least'][1]:g} × {result['least'][0]})" if "ratio" in result else ""
-        limit = limit or (f"  (at least {row.least[1]:g} of {row.least[0]})" if row.least else "")
-        ratio = f"  {result['ratio']:.2f} ×" if "ratio" in result else ""
-        print(
-            f"{row.name:38} {result['tokens_per_sec']:10,.0f} tokens/s  {mfu}{result['memory_gib']:6.2f} GiB"
-            f"{ratio}{limit}{'' if result['ok'] else '  TOO SLOW'}"
-        )
+        cells = [f"{row.name:40} {result['tokens_per_sec']:10,.0f} tokens/s"]
+        cells += [f"MFU {result['mfu']:6.1%}"] if result["mfu"] is not None else []
+        cells += [f"{result['memory_gib']:6.2f} GiB"] if result["memory_gib"] is not None else []
+        cells += [f"first step {result['first_step_secs']:5.1f} s"] if result["first_step_secs"] is not None else []
+        print("  ".join(cells) + limit + ("" if result["ok"] else "  TOO SLOW"))
     ok = all(result["ok"] for result in results)
     versions = {name: version(name) for name in ("torch", "torchao")}
-    print(json.dumps({"ok": ok, "machine": place, "versions": versions, "results": results}))
+    summary = {"ok": ok, "machine": place, "versions": versions, "results": results}
+    print(json.dumps(summary))
+    _write(out, summary)
     return ok
 
 

@@ -38,7 +38,7 @@ class Started:
             self.processes.append(FORK_SERVER.Process(target=_be_rank, args=given, daemon=True))
             self.processes[-1].start()
 
-    def wait(self, rank, secs=60):
+    def wait(self, rank, secs=240):
         """The exit code of a rank, which ends in that time."""
         assert wait([self.processes[rank].sentinel], timeout=secs), f"rank {rank} is still there"
         self.processes[rank].join()

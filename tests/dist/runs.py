@@ -137,6 +137,15 @@ def run_and_hear(config: Config) -> tuple[str, str]:
         return run(config), talk.getvalue()
 
 
+def run_without_bf16_products(config: Config) -> tuple[str, str]:
+    """Case: a run on a CPU without bf16 products, or that is said to be one; its error and its output."""
+    whole, trainer.train.multiplies = trainer.train.multiplies, lambda dtype, device: dtype == torch.float32
+    try:
+        return run_and_hear(config)
+    finally:
+        trainer.train.multiplies = whole
+
+
 def run_by_the_manifest_alone(config: Config) -> str:
     """Case: a run that must not read items for the CRC32s that they carry themselves."""
 

@@ -122,3 +122,23 @@ def test_bf16_moments_go_on_bit_equal_and_are_not_cast_in_silence(pools, tmp_pat
     (output, same) = pools[2].run(runs.run, runs.make_config(data, tmp_path / "other", training=keys["training"]))
     assert output == same and "dtype bfloat16 in the checkpoint, float32 in the model" in output
     assert "moments are not cast: set optimizer.state_dtype" in output
+
+
+@pytest.mark.parametrize("degrees", [{}, {"tensor_parallel_degree": 2}], ids=["fsdp 2", "tp 2"])
+def test_a_cpu_without_bf16_products_trains_in_bf16_with_fp32_products(pools, data, tmp_path, degrees):
+    """Within the rounding of bf16: of the difference that bf16 makes at all."""
+    found = {}
+    for name, case, training in (
+        ("fp32", runs.run_and_hear, {}),
+        ("bf16", runs.run_and_hear, BF16),
+        ("products in fp32", runs.run_without_bf16_products, BF16),
+    ):
+        keys = {"parallelism": degrees, "training": {"local_batch_size": 2} | training}
+        (error, output), (other_error, _) = pools[2].run(case, runs.make_config(data, tmp_path / name, **keys))
+        assert (error, other_error) == ("", "")
+        if case is runs.run_without_bf16_products:
+            assert "has no bfloat16 products: they are computed in fp32" in output
+        found[name] = list(runs.read_losses(tmp_path / name).values())
+    rounding = max(abs(a - b) for a, b in zip(found["bf16"], found["fp32"], strict=True))
+    assert found["products in fp32"] == pytest.approx(found["bf16"], abs=3 * rounding, rel=0)
+    assert found["products in fp32"] != found["fp32"]

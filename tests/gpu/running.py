@@ -39,7 +39,8 @@ log_freq = 1
 def titan(*arguments, on_cpu: bool = False) -> subprocess.CompletedProcess:
     """Run a command to its end; `on_cpu` hides the GPUs from it."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in ranks} | {"PYTHONPATH": str(ROOT)}
+    environment = {key: value for key, value in os.environ.items() if key not in ranks}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     if on_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-P", "-m", "titan_tools", *map(str, arguments)]

@@ -1,4 +1,6 @@
-"""What only a GPU can run of training: compiled, in float8, offloaded, saved through pinned memory, watched."""
+"""Training on a GPU: compiled, in float8, offloaded, saved through pinned memory, profiled."""
+
+import json
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ ALL_GATHER = (
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
 )
 
+VALIDATION = ("--validation.enable", "--validation.dataset", "tokens", "--validation.seq_len", "32")
+VALIDATION += ("--validation.freq", "2", "--validation.local_batch_size", "2", "--validation.steps", "2")
+
 CASES = [
     (["--compile.enable"], 1e-4),
     (["--compile.enable", "--training.loss", "plain"], 1e-4),
@@ -28,6 +33,8 @@ CASES = [
     ([*BF16], 3e-2),
     ([*BF16, "--compile.enable"], 3e-2),
     ([*BF16, "--compile.enable", *FLOAT8], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, "--activation_checkpoint.mode", "full"], 5e-2),
+    ([*BF16, "--compile.enable", *FLOAT8, "--activation_checkpoint.mode", "selective"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, "--quantize.linear.float8.recipe_name", "rowwise_with_gw_hp"], 5e-2),
     ([*BF16, "--compile.enable", *FLOAT8, *ALL_GATHER], 5e-2),
@@ -64,6 +71,17 @@ def test_what_is_saved_in_the_background_is_what_is_saved_in_between(job, tmp_pa
     _losses(job, tmp_path / "background", *deterministic, "--checkpoint.async_mode", mode)
     for step in (1, 2, 3):
         titan("diff", *(tmp_path / name / f"checkpoint/step-{step}" for name in ("between", "background")))  # 0: equal
+
+
+def test_validation_in_compiled_code_gives_the_loss_of_eager_code(job, tmp_path):
+    data = ("--validation.dataset_path", job[0].parent / "data")
+    found = []
+    for name, options in (("eager", ()), ("compiled", ("--compile.enable",))):
+        _losses(job, tmp_path / name, *VALIDATION, *data, *options)
+        records = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found.append([record["validation_loss"] for record in records if "validation_loss" in record])
+    eager, compiled = found
+    assert len(eager) == 2 and compiled == pytest.approx(eager, abs=1e-4)
 
 
 def test_traces_and_memory_snapshots_are_written(job, tmp_path):

@@ -170,15 +170,3 @@ class WidenedWeight(LinearWeight):
             rows = slice(start, start + step)
             out[..., rows] = F.linear(wide, weight_NK[rows].float(), None if bias is None else bias[rows].float())
         return out
-
-
-def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of many rows in `dtype` run at the device's full speed; on a CPU, by oneDNN."""
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return True
-    try:
-        if dtype == torch.bfloat16:
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    except AttributeError:  # private to torch (2.4 to 2.13)
-        return True

@@ -24,7 +24,6 @@ from titan_tools.infer.model.linear import (
     can_fuse,
     can_pack,
     fuse,
-    multiplies,
 )
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
@@ -37,6 +36,7 @@ from titan_tools.infer.model.tensor_parallel import (
     summed_inputs,
 )
 from trainer.models.registry import check_parameters, get_trainer_family
+from trainer.parallel.cpu_products import multiplies
 
 _FEW = 4 << 20  # elements of a fused weight that are always allowed, however small the other weights are
 

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tools.infer.model.compiling import compile_all_shapes
-from titan_tools.infer.model.linear import BLOCK_ELEMENTS, multiplies
+from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from trainer.parallel.compile import why_inductor_cannot
+from trainer.parallel.cpu_products import multiplies
 
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel is faster than a cast and a matrix product

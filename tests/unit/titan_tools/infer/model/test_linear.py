@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.tiny_infer import CPU, load
+from tests.tiny_infer import load
 from tests.tiny_llama import write_llama
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.model import linear as widened
 from titan_tools.infer.model import load as loading
 from titan_tools.infer.model import quantize as quantizing
-from titan_tools.infer.model.linear import WidenedWeight, multiplies
+from titan_tools.infer.model.linear import WidenedWeight
 from titan_tools.infer.model.quantize import quantize_weight
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -76,17 +76,3 @@ def test_quantised_weights_are_cast_to_what_the_cpu_multiplies(no_kernels):
     found = F.linear(x, weight)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), F.linear(x.float(), weight.dequantize()), rtol=2**-8, atol=1e-4)
-
-
-def test_which_cpus_multiply_is_what_torch_says(monkeypatch):
-    assert multiplies(torch.float32, CPU) and multiplies(torch.bfloat16, torch.device("cuda"))
-    for answer in (True, False):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda answer=answer: answer)
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda answer=answer: not answer)
-        assert [multiplies(dtype, CPU) for dtype in HALVES] == [answer, not answer]
-
-    def no_operator():
-        raise AttributeError("no such operator")
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", no_operator)
-    assert multiplies(torch.bfloat16, CPU)
