@@ -73,6 +73,9 @@ def _print(config: Config, found: "DryRun") -> None:
             ("together", format_bytes(total)),
         ],
     )
+    if found.communicators:
+        shared = [" = ".join(dict.fromkeys((name, *axes))) for name, axes in found.communicators.items()]
+        print(f"\n{count(len(shared), 'communicator')}: {', '.join(shared)}")
     print("\nCollectives of one step, as this rank issues them")
     table(
         ("axis", "kind", "calls", "size"),

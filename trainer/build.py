@@ -28,6 +28,7 @@ from trainer.observability.log import note
 from trainer.observability.profiling import profiling_machine_problems
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint, set_memory_budget
 from trainer.parallel.async_tensor import async_tensor_machine_problems, enable_async_tp
+from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
@@ -78,7 +79,7 @@ def build(
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(job, stage)
-        parallelize(part, job, meshes, collectives_of=collectives_of or meshes.device_type)
+        parallelize(part, job, meshes, device, collectives_of=collectives_of or meshes.device_type)
         with memory or nullcontext():
             if config.training.enable_cpu_offload:
                 keep_on_cpu(part, device)
@@ -152,7 +153,7 @@ def build_part(job: Job, stage: int) -> Transformer:
     return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: str) -> None:
+def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.device, *, collectives_of: str) -> None:
     """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
@@ -164,7 +165,8 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, *, collectives_of: 
     if config.model.print_after_conversion:
         note(str(part))
     if dims.cp > 1:
-        apply_cp(part, meshes["cp"].get_group())
+        dtype = getattr(torch, training.mixed_precision_param)
+        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device))
     if dims.tp > 1:
         plan = get_trainer_family(job.family.name).tensor_plan(parameters)
         apply_tp(

@@ -22,16 +22,15 @@ from trainer.build import build
 from trainer.config.sections import Config
 from trainer.data.batch import Batch
 from trainer.job import Job
-from trainer.mesh import Meshes, local_part, make_meshes
+from trainer.mesh import ALL_RANKS, Meshes, communicators, local_part, make_meshes
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.float8 import is_float8
+from trainer.parallel.tied import has_group_of_ends
 from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
 
-_AXES = ("pp", "dp_replicate", "fsdp", "tp", "cp", "batch", "loss")
-
-
+_ENDS = "embedding and output"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 _KINDS = {  # by the beginning of an operation's name in torch's two libraries of collectives
     "_allgather_base_": "all-gather",
@@ -137,6 +136,7 @@ class DryRun:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    communicators: Mapping[str, tuple[str, ...]]  # by name, with the mesh axes that use each
     collectives: Mapping[tuple[str, str], Traffic]  # by (mesh axis, kind)
     steps: int
     samples_per_step: int
@@ -179,6 +179,8 @@ def dry_run(job: Job, *, rank: int) -> DryRun:
             parameter_bytes=_bytes(parameters),
             gradient_bytes=_bytes(gradients),
             optimizer_bytes=_bytes(states),
+            communicators=communicators(dims)
+            | ({_ENDS: ()} if has_group_of_ends(job.args, split, coordinates.pp) else {}),
             collectives=_by_axis(count, names),
             steps=config.training.steps,
             samples_per_step=job.samples_per_step,
@@ -259,18 +261,13 @@ def _one_step(
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:
-    """The mesh axis of each group. An axis over all ranks may use torch's default group, which is shared."""
+    """What runs over each group: the first mesh axis that uses it. All ranks last."""
     default = dist.group.WORLD
     assert default is not None
-    named: dict[str, str] = {default.group_name: "all ranks"}
-    for axis in reversed(_AXES):
-        mesh = meshes[axis]
-        name = mesh.get_group().group_name
-        if name != default.group_name:
-            named[name] = axis
-        elif mesh.size() > 1 and axis not in ("batch", "loss"):
-            named[name] = f"{axis} = all ranks"
-    return named
+    users = communicators(meshes.dims)
+    named: dict[str, str] = {meshes.groups[name].group_name: name for name in users if name != ALL_RANKS}
+    axis = next((axis for axis in users.get(ALL_RANKS, ()) if axis != "batch"), "")
+    return named | {default.group_name: f"{axis} = {ALL_RANKS}" if axis else ALL_RANKS}
 
 
 def _by_axis(count: CollectiveCount, names: Mapping[str, str]) -> dict[tuple[str, str], Traffic]:
@@ -279,11 +276,11 @@ def _by_axis(count: CollectiveCount, names: Mapping[str, str]) -> dict[tuple[str
     for (kind, group), traffic in count.traffic.items():
         if group not in names and _size_of(group) == 1:
             continue
-        total = found.setdefault((names.get(group, "embedding and output"), kind), Traffic())
+        total = found.setdefault((names.get(group, _ENDS), kind), Traffic())
         total.calls += traffic.calls
         total.bytes += traffic.bytes
-    order = list(dict.fromkeys([*names.values()][::-1]))
-    return dict(sorted(found.items(), key=lambda item: (order + [item[0][0]]).index(item[0][0])))
+    order = [*names.values(), _ENDS]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0][0])))
 
 
 def _size_of(group_name: str) -> int:

@@ -77,8 +77,7 @@ class Timeouts:
     """
 
     def __init__(self, meshes: "Meshes", comm: "Comm"):
-        axes = ("pp", "dp_replicate", "fsdp", "tp", "batch", "cp", "loss")
-        self._groups = [None, *(meshes[axis].get_group() for axis in axes)]
+        self._groups = [None, *meshes.groups.values()]
         self._comm = comm
         self._is_validated = False
         self._set(comm.init_timeout_seconds)  # torch gives groups of meshes its own default

@@ -86,7 +86,7 @@ class TrainModel:
 
         `num_valid_tokens` counts the targets of the whole optimizer step, over all ranks and accumulated batches; a
         0-dim tensor on the device, so that the host need not wait for it.
-        Shares add up over the `loss` mesh and over `pp` (0 but on the last stage); tp ranks hold the same share.
+        Shares add up over `batch`, `cp` and `pp` (0 but on the last stage); tp ranks hold the same share.
         """
         self._tied.refresh()
         return self._runner.forward_backward(*self._take_shard(batch), num_valid_tokens)

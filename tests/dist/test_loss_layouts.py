@@ -1,9 +1,11 @@
 """The loss in pieces gives the gradients of whole logits in any layout; compiled ones and a user's own fit in alike."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.dist.training import Layout, build_model, global_batch, own_batch, whole_loss
@@ -119,6 +121,38 @@ def test_a_registered_loss_trains_with_whole_logits_or_with_shards(pools):
         Layout("whole", 2, {TP: 2, "disable_loss_parallel": True}, {"loss": "whole"}),
     ]
     assert_alike(pools[2].run(own_losses, layouts, "debug_gqa"), bound=2e-6)
+
+
+def looped_validation(layout: Layout, flavor: str) -> tuple[float, list[int], list[list[str]]]:
+    """The loss of a batch, the stages that this rank computed, and its messages, batch by batch."""
+    model = build_model(layout, flavor)
+    computed, batches = [], []
+    exchange = dist.batch_isend_irecv
+
+    def record(messages):
+        batches.append(sorted(message.op.__name__ for message in messages))
+        return exchange(messages)
+
+    for stage, part in getattr(model._runner, "parts", {0: model.parts[0]}).items():
+        part.register_forward_pre_hook(lambda part, inputs, stage=stage: computed.append(stage))
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", record),
+        mock.patch.object(dist, "send", side_effect=AssertionError),
+        mock.patch.object(dist, "recv", side_effect=AssertionError),
+    ):
+        share = model.forward_loss(own_batch(model, 0))
+    return whole_loss(model, share), computed, batches
+
+
+def test_validation_in_a_looped_pipeline_keeps_all_ranks_busy_with_batched_messages(pools):
+    """A rank computes two microbatches of its first stage while the first one passes the other rank and comes back."""
+    looped = Layout("looped", 2, {PP: 2, MICROBATCH: 2, "pipeline_parallel_schedule": "Interleaved1F1B"})
+    ((expected, _, _),) = pools[1].run(looped_validation, Layout("one"), "debug_gqa")
+    first, last = pools[2].run(looped_validation, looped, "debug_gqa")
+    assert first[0] == last[0] == pytest.approx(expected, rel=1e-6)
+    assert first[1] == [0, 0, 2, 2, 0, 0, 2, 2] and last[1] == [1, 1, 3, 3, 1, 1, 3, 3]
+    assert first[2][:3] == [["isend"], ["irecv", "isend"], ["irecv", "isend"]]
+    assert sum(map(len, first[2])) == sum(map(len, last[2])) == 3 * 4  # between four stages, of four microbatches
 
 
 def unevenly_valid_step(layout: Layout, samples: Batch) -> tuple[float, float, int]:

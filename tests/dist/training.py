@@ -219,15 +219,16 @@ class _CountCollectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count = {"all_gather": 0, "reduce_scatter": 0}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.__name__.startswith(("all_gather_into", "reduce_scatter"))
+        for kind in self.count:
+            self.count[kind] += func.__name__.startswith(f"{kind}_")
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(layout: Layout, flavor: str) -> int:
-    """Functional collectives of one forward and backward."""
+def count_collectives(layout: Layout, flavor: str) -> dict[str, int]:
+    """Functional collectives of one forward and backward, by kind."""
     model = build_model(layout, flavor)
     with _CountCollectives() as counted:
         model.forward_backward(own_batch(model, 0), global_batch(0).num_valid_tokens)

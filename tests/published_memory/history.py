@@ -3,11 +3,13 @@
 Both follow from the row's columns alone. Torch-free; `historical_build.py` rebuilds what differs.
 """
 
+import json
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from converters.families.registry import get_family
-from tests.published_memory.rows import Row
+from tests.published_memory.rows import MICROBATCH_OF_ONE, Row
 
 # Dates of torchtitan's git log, unless another source is named.
 # #1625: tok_embeddings and [norm, output] in FSDP groups of their own, the last block resharded, fused AdamW by default
@@ -16,8 +18,11 @@ SEPARATE_ENDS = "2025-08-22"
 FUSED_NORM = "2025-07-20"
 # The logits are deleted before backward; earlier they were kept until the next step's
 LOGITS_DELETED = "2024-04"
-# A microbatch is one sample; earlier a batch was cut into as many as there were stages
-MICROBATCH_OF_ONE = "2025-04"
+# #781: as many microbatches as stages, where no number was set; earlier as many as pipeline ranks
+MICROBATCHES_OF_STAGES = "2025-01-07"
+# #1103: the embedding and the output count as a layer each. Earlier layers alone were split evenly, and those that do
+# not divide went to the stages after the first
+WEIGHTED_ENDS = "2025-04-15"
 # #985: torch's own RMSNorm in place of the model's, if a row does not say which one it was
 NATIVE_NORM = "2025-03-19"
 # #642: the loss casts the logits; earlier the model ended in fp32
@@ -26,7 +31,8 @@ CAST_IN_LOSS = "2024-10-23"
 LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
 
 # Tensor-parallel collectives recorded streams, which keeps their tensors until the GPU has caught up (#735,
-# pytorch#147168), unless TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them
+# pytorch#147168), unless TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them. Asynchronous
+# TP copies between GPUs instead
 STREAMS_NOT_RECORDED = "2025-04-10"
 
 _PRESETS = {"llama2": "llama3_8b", "llama3": "llama3_8b", "qwen3": "qwen3_32b"}
@@ -89,7 +95,7 @@ def build_of(row: Row) -> HistoricalBuild:
         is_loss_compiled=row.loss.is_compiled
         or (row.is_compiled and any(since <= row.date < until for since, until in LOSS_COMPILED)),
         gathers_keys=row.cp > 1,
-        is_floor=row.tp > 1 and row.date < STREAMS_NOT_RECORDED,
+        is_floor=row.tp > 1 and row.date < STREAMS_NOT_RECORDED and not row.has_async_tp,
     )
 
 
@@ -117,10 +123,9 @@ def settings_of(row: Row) -> tuple[str, ...]:
         settings |= {
             "parallelism.pipeline_parallel_schedule": row.schedule,
             "parallelism.pipeline_parallel_microbatch_size": microbatch_size(row),
-            # torchtitan's stages were cut evenly
-            "parallelism.pipeline_parallel_first_stage_less_layers": 0,
-            "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         }
+    if row.pp > 1 and row.date < WEIGHTED_ENDS:
+        settings["parallelism.module_fqns_per_model_part"] = json.dumps(_stages(row))
     if row.is_compiled:
         settings |= {
             "compile.enable": "true",
@@ -132,9 +137,31 @@ def settings_of(row: Row) -> tuple[str, ...]:
 
 
 def microbatch_size(row: Row) -> int:
-    """Samples."""
-    num_stages = row.pp * (1 if row.schedule in ("1F1B", "GPipe") else 2)
-    return max(row.local_batch_size // num_stages, 1) if row.date < MICROBATCH_OF_ONE else 1
+    """Samples: the row's, else torchtitan's default at its date."""
+    if row.microbatch_size is not None:
+        return row.microbatch_size
+    if row.date >= MICROBATCH_OF_ONE:
+        return 1
+    return max(row.local_batch_size // (row.pp if row.date < MICROBATCHES_OF_STAGES else _num_stages(row)), 1)
+
+
+def possible_microbatch_sizes(row: Row) -> list[int]:
+    """One or the other end of what a run may have set: torchtitan's default, and one sample."""
+    is_open = row.pp > 1 and row.date < MICROBATCH_OF_ONE and row.microbatch_size is None
+    return sorted({microbatch_size(row), 1}, reverse=True) if is_open else [microbatch_size(row)]
+
+
+def _num_stages(row: Row) -> int:
+    return row.pp * (1 if row.schedule in ("1F1B", "GPipe") else 2)
+
+
+def _stages(row: Row) -> list[list[str]]:
+    """Module names by stage, before #1103."""
+    num_stages, num_layers = _num_stages(row), get_family(row.family).flavors[row.flavor].num_layers
+    least, more = divmod(num_layers, num_stages)
+    layers = iter(f"layers.{number}" for number in range(num_layers))
+    first, *middle = (list(islice(layers, least + (0 < stage <= more))) for stage in range(num_stages - 1))
+    return [["tok_embeddings", *first], *middle, [*layers, "norm", "output"]]
 
 
 def _float8(row: Row) -> dict[str, str]:

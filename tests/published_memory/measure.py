@@ -8,7 +8,7 @@ from typing import get_args
 from converters.errors import UnsupportedError, list_offenders
 from converters.sizes import GIB
 from tests.published_memory.historical_build import historical_build
-from tests.published_memory.history import HistoricalBuild, build_of, settings_of
+from tests.published_memory.history import HistoricalBuild, build_of, possible_microbatch_sizes, settings_of
 from tests.published_memory.rows import Row
 from titan_tools.memory.expand.ranks import global_rank, kinds_of_ranks, trace_rank
 from titan_tools.memory.replay.allocator import AllocatorName
@@ -43,10 +43,10 @@ class RowEstimate:
 
 def estimate(row: Row) -> RowEstimate:
     """Raises ConfigError for a run that cannot be, UnsupportedError for one that no trace follows."""
-    build = build_of(row)
     peaks, verdicts = [], []
     for variant in _variants(row):
-        trace, peak = _fullest(variant, _traces(settings_of(variant), row.world_size, row.gpu, build))
+        traces = _traces(settings_of(variant), row.world_size, row.gpu, build_of(variant))
+        trace, peak = _fullest(variant, traces)
         peaks.append(peak)
         verdict = judge(
             replace(row.gpu, usable_gib=row.total_gib),
@@ -59,7 +59,7 @@ def estimate(row: Row) -> RowEstimate:
     found = [_in_metric(row, peak) / GIB for peak in peaks]
     return RowEstimate(
         row,
-        build,
+        build_of(row),
         low_gib=min(found),
         high_gib=max(found),
         allocated_gib=peaks[0].allocated_bytes / GIB,
@@ -73,7 +73,8 @@ def _variants(row: Row) -> Iterator[Row]:
     if row.is_scored:
         return
     compiled = replace(row, is_compiled=True, loss=replace(row.loss, is_compiled=True))
-    for each in [row] if row.has_flags else [row, compiled]:
+    builds = [row] if row.has_flags else [row, compiled]
+    for each in (replace(build, microbatch_size=size) for build in builds for size in possible_microbatch_sizes(row)):
         for is_first_step in [row.is_first_step] if row.has_step else [True, False]:
             for allocator in get_args(AllocatorName):
                 yield replace(each, is_first_step=is_first_step, allocator=allocator)

@@ -14,6 +14,10 @@ from trainer.gpus import Gpu
 
 T = TypeVar("T")
 
+# #1073: a microbatch is one sample. Earlier their number was set (`pipeline_parallel_microbatches`), and no published
+# table states it
+MICROBATCH_OF_ONE = "2025-04-08"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -41,12 +45,13 @@ class Row:
     has_async_tp: bool
     loss: cells.Loss
     reshard: str
+    microbatch_size: int | None  # samples; None: not known
     norm: cells.NormName | None
     metric: cells.MetricName
     gib: float | None
     is_first_step: bool
     allocator: AllocatorName
-    is_scored: bool  # all flags of the run are known
+    is_scored: bool  # all flags of the run are known, also its microbatches
     has_flags: bool  # else not even the columns are sure: whether it was compiled is open
     has_step: bool  # else it may have been the first one
 
@@ -115,6 +120,9 @@ def _row(line: Mapping[str, str]) -> Row:
     rest = max(world_size // prod(degrees.values()), 1)
     dp_shard = rest if line.get("dp_shard") == "-1" else read("dp_shard", cells.count, otherwise=rest)
     allocator = read("allocator", cells.allocator)
+    has_open_microbatches = (
+        degrees["pp"] > 1 and line.get("date", "") < MICROBATCH_OF_ONE and not line.get("microbatch_size")
+    )
     notes = line.get("notes", "")
     return Row(
         id=line["id"],
@@ -139,12 +147,13 @@ def _row(line: Mapping[str, str]) -> Row:
         has_async_tp=cells.has_async_tp(*(text for name, text in line.items() if name != "source")),
         loss=read("loss", cells.loss),
         reshard=line.get("fsdp_reshard", ""),
+        microbatch_size=read("microbatch_size", cells.count) if line.get("microbatch_size") else None,
         norm=read("norm", cells.norm),
         metric=read("metric", cells.metric),
         gib=read("value_gib", cells.peak_gib),
         is_first_step=line.get("step", "") in ("1", "step 1"),
         allocator=allocator or "expandable",
-        is_scored=line.get("flags_known", "").lower() == "yes" and allocator is not None,
+        is_scored=line.get("flags_known", "").lower() == "yes" and allocator is not None and not has_open_microbatches,
         has_flags="flags not given" not in notes,
         has_step="matches step-1" not in notes,
     )

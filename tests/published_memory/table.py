@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tests.published_memory.history import possible_microbatch_sizes
 from tests.published_memory.measure import RowEstimate
 from tests.published_memory.rows import RejectedRow
 from titan_tools.memory.verdict import DOES_NOT_FIT
@@ -79,7 +80,9 @@ def document(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = 
 
 _NOT_SCORED = (
     "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
-    " where not even the columns are sure, over step 1 and later where the notes leave it open."
+    " where not even the columns are sure, over step 1 and later where the notes leave it open. In a pipeline before"
+    " #1073 also over microbatches of one sample and torchtitan's default: their number could be set, and is not"
+    " published. Such rows say about."
 )
 _HEAD = """# `titan estimate-memory` against published peaks
 
@@ -90,9 +93,10 @@ Each row's run is traced as `titan train` would run it, on fake tensors, except 
 at the row's date, and replayed with the allocator that the run used. The differences follow from the row's columns
 alone (`tests/published_memory/history.py`) and are rebuilt in `historical_build.py`: norms, FSDP groups, rotary
 embedding, repeated key and value heads, plain loss on whole logits (torch's loss parallelism under TP), flash
-attention, optimizer states created by the first step, an output layer that float8 leaves in bf16. Nothing is fitted to
-a row. Not rebuilt: what NCCL's recorded streams kept under tensor parallelism before torch 2.8 (such rows say ≥), and
-the ring that context ranks ran over the keys that they had gathered.
+attention, optimizer states created by the first step, an output layer that float8 leaves in bf16, pipeline stages and
+microbatches. Nothing is fitted to a row. Not rebuilt: what NCCL's recorded streams kept under tensor parallelism
+before torch 2.8, where it was not asynchronous (such rows say ≥), and the ring that context ranks ran over the keys
+that they had gathered.
 
 """
 
@@ -103,7 +107,9 @@ def _line(estimate: RowEstimate) -> str:
     found = f"{estimate.high_gib:.2f}"
     if estimate.high_gib - estimate.low_gib >= 0.005:
         found = f"{estimate.low_gib:.2f} … {found}"
-    if estimate.build.is_floor:
+    if len(possible_microbatch_sizes(row)) > 1:
+        found = f"about {found}"
+    elif estimate.build.is_floor:
         found = f"≥ {found}"
     if row.gib is None:
         found = f"{found}: {estimate.verdict}"

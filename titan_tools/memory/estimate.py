@@ -21,6 +21,8 @@ from titan_tools.memory.verdict import Verdict, assumptions_of, judge, nvidia_sm
 from trainer.config.sections import Config
 from trainer.gpus import DEFAULT_GPU, GPUS, Gpu
 from trainer.job import Job
+from trainer.mesh import communicators
+from trainer.parallel.tied import has_group_of_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
     """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on all types."""
     run, traced_gpu, dims = run_shape(job), gpu or DEFAULT_GPU, job.dims
     gaps = formula_gaps(job)
-    num_communicators = sum(degree > 1 for degree in (dims.pp, dims.dp_replicate, dims.fsdp, dims.tp, dims.cp))
+    num_shared = len(communicators(dims))
+
+    def num_communicators(pp_rank: int) -> int:
+        return num_shared + has_group_of_ends(job.args, job.split, pp_rank)
 
     def of_rank(pp_rank: int, replayed: Replayed) -> RankEstimate:
         return RankEstimate(
@@ -96,7 +101,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
             replayed.worst(),
             nvidia_smi_gib(
                 replayed.reserved_bytes,
-                num_communicators=num_communicators,
+                num_communicators=num_communicators(pp_rank),
                 symmetric_bytes=replayed.trace.symmetric_bytes,
             ),
             None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=traced_gpu),
@@ -104,13 +109,14 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
 
     ranks, fullest = _all_ranks(job, gpu_kernels(traced_gpu), allocator, of_rank)
     other = replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")
+    num_fullest = num_communicators(max(ranks, key=_fullness).pp_rank)
     verdicts = [
         judge(
             candidate,
             reserved_bytes=fullest.reserved_bytes,
             trace=fullest.trace,
             allocator=allocator,
-            num_communicators=num_communicators,
+            num_communicators=num_fullest,
         )
         for candidate in ([gpu] if gpu else GPUS.values())
     ]
@@ -123,7 +129,11 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
         verdicts=tuple(verdicts),
         formula_gaps=tuple(gaps),
         assumptions=assumptions_of(
-            traced_gpu, allocator, uses_cp=dims.cp > 1, has_symmetric_memory=has_symmetric_memory
+            traced_gpu,
+            allocator,
+            num_communicators=num_fullest,
+            uses_cp=dims.cp > 1,
+            has_symmetric_memory=has_symmetric_memory,
         ),
         changes=tuple(changes(job, traced_gpu)),
     )

@@ -67,7 +67,9 @@ def judge(gpu: Gpu, *, reserved_bytes: int, trace: Trace, allocator: AllocatorNa
     return Verdict(gpu, DOES_NOT_FIT if runs_out else TOO_CLOSE, needed)
 
 
-def assumptions_of(gpu: Gpu, allocator: AllocatorName, *, uses_cp: bool, has_symmetric_memory: bool) -> tuple[str, ...]:
+def assumptions_of(
+    gpu: Gpu, allocator: AllocatorName, *, num_communicators: int, uses_cp: bool, has_symmetric_memory: bool
+) -> tuple[str, ...]:
     """What an estimate assumes of a run on a GPU type, in sentences."""
     import torch
 
@@ -81,7 +83,7 @@ def assumptions_of(gpu: Gpu, allocator: AllocatorName, *, uses_cp: bool, has_sym
         " leaks",
         "active memory equals allocated memory: with NCCL, since torch 2.8, no freed block waits for another stream",
         f"nvidia-smi: reserved ± {RESERVED_ERROR:.0%}, {CONTEXT_GIB:g} GiB of CUDA context, and"
-        f" {low:g} to {high:g} GiB for each NCCL communicator",
+        f" {low:g} to {high:g} GiB for each NCCL communicator, of which the fullest rank has {num_communicators}",
         f"cuBLAS workspaces of {gpu.cublas_mib:g} MiB each for forward and backward",
     ]
     if has_symmetric_memory:
@@ -93,7 +95,7 @@ def assumptions_of(gpu: Gpu, allocator: AllocatorName, *, uses_cp: bool, has_sym
         lines.append(f"PYTORCH_ALLOC_CONF sets {', '.join(left_out)}, which is not modelled")
     if uses_cp:
         lines.append(
-            "context parallel: queries attend to gathered keys with flash attention. Where torch finds no fused kernel"
-            " for them it keeps all scores, and the estimate is a lower bound"
+            "context parallel: queries attend to gathered keys with cuDNN's attention on Hopper, else with flash"
+            " attention. Where torch finds no fused kernel it keeps all scores, and the estimate is a lower bound"
         )
     return tuple(lines)

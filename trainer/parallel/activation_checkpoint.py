@@ -98,10 +98,10 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
 
 @cache
 def _kept_operations() -> frozenset[Any]:
-    """Operations that are costly to recompute: attention and collectives. Matrix products are handled separately.
+    """Operations whose results are kept, as torchtitan keeps them; matrix products are handled separately.
 
-    Only functional operations: one that fills a buffer, as c10d's collectives do, would leave it empty if it were not
-    run again.
+    All-gathers run again: what they gather is tp times what they are made of. Only functional operations: one that
+    fills a buffer, as c10d's collectives do, would leave it empty if it were not run again.
     """
     import torch
 
@@ -114,7 +114,6 @@ def _kept_operations() -> frozenset[Any]:
             aten._scaled_dot_product_cudnn_attention.default,
             aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
-            torch.ops._c10d_functional.all_gather_into_tensor.default,
             aten.max.default,  # float8's scales: one number each
         }
     )
@@ -129,7 +128,7 @@ def _matrix_products() -> frozenset[Any]:
 
 
 def _save_costly_operations() -> Any:
-    """Contexts for one checkpointed layer that save attention, collectives, and every second matrix product.
+    """Contexts for one checkpointed layer that save attention, reduce-scatters, and every second matrix product.
 
     Half of the products balance memory and time, as in torchtitan. Forward and recomputation count separately, so that
     they decide alike.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from converters.families.base import ModelArgs
 from trainer.models.llama3.model import CausalAttention, Transformer
 
 _HOPPER = 9
@@ -19,8 +20,7 @@ def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
 
     cuDNN is not used on Blackwell, where it may be wrong for fewer than 8 KV heads (pytorch#193893), as under TP.
 
-    Backward must run inside it too, so that recomputation uses the same kernel. With context parallelism there are
-    fewer queries than keys; cuDNN has no such mask, and torch selects flash attention itself.
+    Backward must run inside it too, so that recomputation uses the same kernel.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -28,6 +28,20 @@ def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
     if torch.cuda.get_device_capability(device)[0] == _HOPPER:
         order = [SDPBackend.CUDNN_ATTENTION, *order]
     return sdpa_kernel(order, set_priority=True)
+
+
+def selects_cudnn(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch's attention runs cuDNN's kernel for causal attention of a model in this dtype on this device."""
+    if device.type != "cuda":
+        return False
+    with attention_backends(device):
+        q, k = (
+            torch.empty(1, heads, 128, args.head_dim, dtype=dtype, device=device, requires_grad=True)
+            for heads in (args.num_heads, args.num_kv_heads)
+        )
+        grouped = args.num_heads != args.num_kv_heads
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped))
+    return chosen == SDPBackend.CUDNN_ATTENTION
 
 
 class WideAttention(nn.Module):

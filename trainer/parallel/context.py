@@ -61,19 +61,20 @@ class ContextParallelAttention(nn.Module):
     outside the causal triangle's bounding box is computed.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, *, uses_cudnn: bool = False):
         super().__init__()
-        self.group = group
+        self.group, self.uses_cudnn = group, uses_cudnn
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         kv_BSKH = gather_sequence(torch.cat((k_BLKH, v_BLKH), dim=-1), self.group)  # in one message
         k_BSKH, v_BSKH = kv_BSKH.chunk(2, dim=-1)
         chunk_len = q_BLNH.shape[1] // 2
+        attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
         for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
             end = (chunk + 1) * chunk_len
-            outputs.append(attend_to_prefix(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
+            outputs.append(attend(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
         return torch.cat(outputs, dim=1)
 
 
@@ -103,8 +104,91 @@ def _flash_takes(q_BCNH: Tensor) -> bool:
     return q_BCNH.dtype in (torch.bfloat16, torch.float16) and q_BCNH.shape[-1] % 8 == 0
 
 
-def apply_cp(model: "Transformer", group: dist.ProcessGroup) -> None:
-    """Replace the inner attention of every layer."""
+def attend_with_cudnn(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+    """`attend_to_prefix` by cuDNN's kernel."""
+    q_BNCH, k_BKEH, v_BKEH = q_BCNH.transpose(1, 2), k_BEKH.transpose(1, 2), v_BEKH.transpose(1, 2)
+    out_BNCH: Tensor = _CudnnAttention.apply(q_BNCH, k_BKEH, v_BKEH)  # type: ignore[no-untyped-call]
+    return out_BNCH.transpose(1, 2)
+
+
+class _CudnnAttention(torch.autograd.Function):
+    """Attention of the last C of E tokens with a kernel whose causal mask needs as many queries as keys.
+
+    The keys before the queries' own, which all queries see, and their own are attended to separately, and the results
+    merged by their logarithms of sums, as in ring attention (torch's _templated_ring_attention). The gradients of each
+    part follow from the merged result, since softmax's are those of its normalized values.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor) -> Tensor:
+        parts = _parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2])
+        results = [cudnn_forward(q_BNCH, k_BKEH[:, :, own], v_BKEH[:, :, own], causal) for own, causal in parts]
+        (out_BNCH, sums_BNC1, *random), *others = results
+        for other_BNCH, other_BNC1, *other_random in others:
+            difference = other_BNC1 - sums_BNC1
+            change = torch.sigmoid(difference) * (other_BNCH.float() - out_BNCH.float())
+            out_BNCH = (out_BNCH.float() + change).type_as(q_BNCH)
+            sums_BNC1 = sums_BNC1 - F.logsigmoid(-difference)
+            random += other_random
+        ctx.save_for_backward(q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random)
+        return out_BNCH
+
+    @staticmethod
+    def backward(ctx: Any, gradient_BNCH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random = ctx.saved_tensors
+        gradients = [
+            cudnn_backward(
+                gradient_BNCH,
+                q_BNCH,
+                k_BKEH[:, :, own],
+                v_BKEH[:, :, own],
+                out_BNCH,
+                sums_BNC1,
+                (random[2 * number], random[2 * number + 1]),
+                is_causal,
+            )
+            for number, (own, is_causal) in enumerate(_parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2]))
+        ]
+        if len(gradients) == 1:
+            return gradients[0]
+        of_q, of_k, of_v = zip(*gradients, strict=True)
+        return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
+
+
+def _parts(num_keys: int, *, num_own: int) -> list[tuple[slice, bool]]:
+    """The keys of each call of the kernel, and whether it is causal."""
+    num_before = num_keys - num_own
+    own = (slice(num_before, None), True)
+    return [(slice(num_before), False), own] if num_before else [own]
+
+
+def cudnn_forward(q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    """The result, the logarithm of each row's sum [B, N, C, 1] in fp32, and dropout's random state, which is unused."""
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, sums, _, _, _, _, seed, offset, _ = attention(q_BNCH, k_BKEH, v_BKEH, None, True, 0.0, is_causal)
+    return out, sums, seed, offset
+
+
+def cudnn_backward(
+    gradient_BNCH: Tensor,
+    q_BNCH: Tensor,
+    k_BKEH: Tensor,
+    v_BKEH: Tensor,
+    out_BNCH: Tensor,
+    sums_BNC1: Tensor,
+    random: tuple[Tensor, Tensor],
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, for results of this and other keys."""
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(gradient_BNCH, q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random, None, None, None),
+        *(q_BNCH.shape[2], k_BKEH.shape[2], 0.0, is_causal),
+    )
+    return found
+
+
+def apply_cp(model: "Transformer", group: dist.ProcessGroup, *, uses_cudnn: bool = False) -> None:
+    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel."""
     for layer in model.layers.values():
         attention: Any = layer.attention
-        attention.inner_attention = ContextParallelAttention(group)
+        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn)

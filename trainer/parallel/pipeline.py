@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages are the model with modules removed; torch's schedules run the microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -126,21 +126,53 @@ class Pipeline:
 
     @torch.no_grad()
     def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only.
+        """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only, no logits are kept.
 
-        Each microbatch is sent to the next rank, which computes while this one continues; no logits are kept.
+        All ranks compute one microbatch of a stage, then exchange results. What a rank sends and receives is one batch:
+        NCCL would run single messages of a group one after the other, and a rank of several stages would wait for a
+        microbatch to come back before it starts the next.
         """
         total = torch.zeros((), device=self.device)
-        size, ranks = self.microbatch.size, self.split.ranks
-        for tokens_mb, targets_mb in zip(torch.split(tokens, size), torch.split(targets, size), strict=True):
-            x = tokens_mb
-            for index, part in self.parts.items():
-                if index > 0 and index - 1 not in self.parts:
-                    x = self.microbatch.hidden_like(tokens_mb)
-                    dist.recv(x, group=self.group, group_src=ranks[index - 1])
-                x = part(x, positions, targets_mb)
-                if index == self.split.num_stages - 1:
-                    total += x
-                elif index + 1 not in self.parts:
-                    dist.send(x.contiguous(), group=self.group, group_dst=ranks[index + 1])
+        own, ranks, last = dist.get_rank(self.group), self.split.ranks, self.split.num_stages - 1
+        samples = [torch.split(each, self.microbatch.size) for each in (tokens, targets)]
+        inputs = {(0, number): each for number, each in enumerate(samples[0])}  # by stage and microbatch
+        for computed in forward_order(ranks, len(samples[0])):
+            messages = []
+            if own in computed:
+                stage, number = computed[own]
+                result = self.parts[stage](inputs.pop(computed[own]), positions, samples[1][number])
+                if stage == last:
+                    total += result
+            for rank, (stage, number) in computed.items():
+                if stage == last or own not in (rank, ranks[stage + 1]):
+                    continue
+                following = stage + 1, number
+                if rank == ranks[stage + 1]:
+                    inputs[following] = result
+                elif rank == own:
+                    messages.append(
+                        dist.P2POp(dist.isend, result.contiguous(), group=self.group, group_peer=ranks[stage + 1])
+                    )
+                else:
+                    inputs[following] = self.microbatch.hidden_like(samples[0][number])
+                    messages.append(dist.P2POp(dist.irecv, inputs[following], group=self.group, group_peer=rank))
+            for sent in dist.batch_isend_irecv(messages) if messages else ():
+                sent.wait()
         return total
+
+
+def forward_order(ranks: Sequence[int], num_microbatches: int) -> Iterator[dict[int, tuple[int, int]]]:
+    """What the pipeline ranks compute at the same time, forward only: {rank: (stage, microbatch)}, in time order.
+
+    `ranks` are those of the stages. A stage can compute what the stage before it has computed earlier; of several, a
+    rank takes the last stage, so that it works on while other ranks compute the stages between its own.
+    """
+    done = [0] * len(ranks)  # microbatches of each stage
+    while done[-1] < num_microbatches:
+        computed: dict[int, tuple[int, int]] = {}
+        for stage in reversed(range(len(ranks))):
+            if done[stage] < (done[stage - 1] if stage else num_microbatches):
+                computed.setdefault(ranks[stage], (stage, done[stage]))
+        for stage, _ in computed.values():
+            done[stage] += 1
+        yield computed

@@ -10,6 +10,7 @@ from torch import nn
 from converters.families.base import ModelArgs
 from trainer.mesh import Meshes, local_part
 from trainer.optim.clip import local_gradient
+from trainer.parallel.stages import StageSplit
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
@@ -53,6 +54,12 @@ class TiedCopies:
         if self._group is not None:
             for parameter in self._shared:
                 dist.all_reduce(local_gradient(parameter), group=self._group)
+
+
+def has_group_of_ends(args: ModelArgs, split: StageSplit, pp_rank: int) -> bool:
+    """Whether this pipeline rank sums the embedding's gradient over a group other than pp's, which two ranks use."""
+    is_end = pp_rank in (split.ranks[0], split.ranks[-1])
+    return args.tied and is_end and not split.ends_meet and max(split.ranks) > 1
 
 
 def _weight(module: nn.Module) -> nn.Parameter:

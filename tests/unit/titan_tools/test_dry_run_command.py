@@ -30,6 +30,8 @@ def test_a_job_of_512_ranks_is_reported_on_one(train, tmp_path):
     assert message["stages"] == {"1": ["layers.2", "layers.3", "norm", "output"]} and message["num_stages"] == 2
     assert (message["samples_per_step"], message["tokens_per_step"], message["steps"]) == (512, 512 * 256, 3)
     traffic = {(t["axis"], t["kind"]): t["calls"] for t in message["collectives"]}
+    shared = {"all ranks": [], "pp": ["pp"], "fsdp": ["fsdp", "batch"], "tp": ["tp"]}
+    assert message["communicators"] == shared
     assert traffic["fsdp", "reduce-scatter"] == 3  # two layers, and norm with output
     assert traffic["pp", "receive"] == traffic["pp", "send"] == message["num_microbatches"] == 2
     assert list(tmp_path.iterdir()) == []  # nothing is written, no data is needed
@@ -45,6 +47,7 @@ def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(train):
     assert "rank 0        pp 0 of 2, dp_shard 0 of 2, tp 0 of 2" in lines
     assert "stage         0 of 2: tok_embeddings, layers.{0..1}" in lines
     assert "step          32 samples, 8,192 tokens; 4 forward and backward passes; 2 microbatches each" in lines
+    assert "4 communicators: all ranks, pp, fsdp = batch, tp" in lines
     assert any(line.split()[:3] == ["tp", "all-gather", "72"] for line in lines), done.stdout
     assert "left out: compile" in done.stderr and "estimate-memory" in done.stderr
     assert done.stderr.count("left out:") == 3

@@ -39,8 +39,12 @@ def trace_ranks(job: Job, *, kernels: Kernels, num_steps: int = 2) -> dict[int, 
 
 
 def global_rank(job: Job, pp_rank: int) -> int:
-    """The first rank with this pipeline coordinate: the pipeline's axis is the outermost one."""
-    return pp_rank * (job.dims.world_size // job.dims.pp)
+    """The first rank with this pipeline coordinate, the outermost one, and the second of its context ranks.
+
+    The first of them keeps less of attention: for its first chunk there are no keys before the chunk's own.
+    """
+    dims = job.dims
+    return pp_rank * (dims.world_size // dims.pp) + (dims.tp if dims.cp > 1 else 0)
 
 
 def kinds_of_ranks(job: Job) -> list[list[int]]:

@@ -66,6 +66,7 @@ class BlockTensors:
     head_norms: int  # what the norms of q and k keep, the results of wq and wk included; 0 without such norms
     masks: int  # context parallelism on a CPU: of both chunks of a rank's queries, as floats
     scores: int  # of all queries and keys, where attention is plain products; else 0
+    parts: int  # what op-level checkpointing keeps of attention in two parts, beyond their merged result; else 0
 
 
 def block_tensors(run: RunShape) -> BlockTensors:
@@ -87,6 +88,7 @@ def block_tensors(run: RunShape) -> BlockTensors:
         head_norms=query + key + (query + key) // element // args.head_dim * FP32 if run.has_head_norms else 0,
         masks=_mask_elements(run.seq_len, run.mesh.cp) * element if run.cpu_attention else 0,
         scores=tokens * args.num_heads // tp * run.seq_len * element if run.keeps_scores else 0,
+        parts=query + tokens * args.num_heads * FP32 // tp if run.splits_keys else 0,
     )
 
 
@@ -120,19 +122,15 @@ def kept_block(run: RunShape, layer: int) -> int:
         return kept_whole_block(run)
     if run.recompute.mode == "full":
         return t.stream
-    kept = _reused_by_recompute(t, run) + t.whole  # w2's result, which backward never reads
+    kept = _reused_by_recompute(t) + t.parts + t.whole  # w2's result, which backward never reads
     return kept + (2 * t.stream if run.mesh.tp > 1 else 0)  # both reduce-scatters
 
 
-def _reused_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What op-level checkpointing keeps and recomputation reads or frees.
-
-    The block's input, and the results of wq, wv and w1 (every second product), of attention, of TP's two all-gathers,
-    and of CP's, which is freed once its keys and values are in sequence order.
+def _reused_by_recompute(t: BlockTensors) -> int:
+    """What op-level checkpointing keeps and recomputation reads: the block's input, and the results of wq, wv and w1
+    (every second product) and of attention. All-gathers run again.
     """
-    reused = t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
-    reused += 2 * t.key_gathered if run.mesh.cp > 1 else 0
-    return reused + (2 * t.whole if run.mesh.tp > 1 else 0)
+    return t.stream + t.query + t.key + t.query + t.hidden + (0 if t.scores else t.logsumexp)
 
 
 def moments(run: RunShape, layer: int) -> tuple[BlockMoment, ...]:
@@ -154,7 +152,7 @@ def added_by_feed_forward(run: RunShape, layer: int) -> int:
     made = t.stream + max(2 * t.hidden, t.whole + t.hidden if run.mesh.tp > 1 else 0)
     if run.recompute.mode != "op":
         return kept_whole_block(run) - kept_block(run, layer) + made
-    rest = kept_whole_block(run) - _reused_by_recompute(t, run) - _freed_by_recompute(t, run)
+    rest = kept_whole_block(run) - _reused_by_recompute(t) - _freed_by_recompute(t, run)
     return rest + t.whole + 2 * t.hidden
 
 
@@ -162,16 +160,16 @@ def added_by_collectives(run: RunShape, layer: int) -> int:
     """What the backward of a block adds at TP's collectives, before any weight's gradient; 0 without TP.
 
     A copy puts a gather's parts in sequence order, and splits a sum into its ranks' parts. The gradient of w2's result
-    is gathered first, since it triggers the recomputation, which reduces the results of wo and w2 again. Callers still
-    hold a norm's result, and wo's.
+    is gathered first, since it triggers the recomputation, which reduces the results of wo and w2 again, or with
+    checkpointing by operation only copies them for that. Callers still hold a norm's result, and wo's.
     """
     if run.mesh.tp == 1:
         return 0
     t = block_tensors(run)
     incoming = t.stream + t.whole  # the gradient, and the same gathered
-    if run.recompute.mode == "op":  # wo's; the gathers of both inputs were kept, and the first is freed
-        rotated = t.head_norms + t.query + 2 * t.key_gathered
-        return incoming + 2 * t.whole + rotated + t.stream + t.norm
+    if run.recompute.mode == "op":
+        again = kept_whole_block(run) - _reused_by_recompute(t) - t.parts
+        return incoming + again + (0 if run.recompute.stops_early else t.whole)
     rest = kept_whole_block(run) - kept_block(run, layer)
     if rest == 0 or run.recompute.stops_early:
         return rest + incoming + t.whole
@@ -189,13 +187,14 @@ def embedding_backward_bytes(run: RunShape) -> int:
 
 
 def _freed_by_recompute(t: BlockTensors, run: RunShape) -> int:
-    """What was kept and is freed by then: w2's result, or under TP both sums, unless recomputation stops before them.
+    """What was kept and is freed by then: w2's result, or under TP both sums, unless recomputation stops before them;
+    and parts of attention's result.
 
     Under TP the reduce-scatter's copy of w2's result takes its place. Its first sum is freed in any case.
     """
     if run.mesh.tp > 1:
-        return t.stream if run.recompute.stops_early else 2 * t.stream
-    return 0 if run.recompute.stops_early else t.whole
+        return t.parts + (t.stream if run.recompute.stops_early else 2 * t.stream)
+    return t.parts + (0 if run.recompute.stops_early else t.whole)
 
 
 def eager_activations(run: RunShape, gpu: Gpu) -> Activations:
@@ -228,19 +227,19 @@ def _eager_backward(run: RunShape, layer: int, gpu: Gpu) -> BlockMoment:
 
 
 def attention_backward_bytes(run: RunShape, t: BlockTensors, gpu: Gpu) -> int:
-    """In attention's backward kernel: queries' gradients in fp32 and a row sum.
+    """In attention's backward kernel: queries' gradients in fp32 and a row sum; under CP of one chunk's queries.
 
-    cuDNN's on Hopper, which groups heads itself; else, and always under CP, flash attention's, which makes keys' and
-    values' gradients per query head (csrc/flash_attn/flash_api.cpp, mha_bwd) and pads queries to 128, heads to 32.
-    In fp32 the memory-efficient one (cuda/mem_eff_attention/kernel_backward.h) accumulates in the results.
+    cuDNN's on Hopper, which groups heads itself; else flash attention's, which makes keys' and values' gradients per
+    query head (csrc/flash_attn/flash_api.cpp, mha_bwd) and pads queries to 128, heads to 32. In fp32 the
+    memory-efficient one (cuda/mem_eff_attention/kernel_backward.h) accumulates in the results.
     """
     args, cp = run.args, run.mesh.cp
     if run.compute_bytes == FP32 or run.cpu_attention:
         return 0
     heads, dim, length = args.num_heads // run.mesh.tp, args.head_dim, run.seq_len // cp
-    if cp == 1 and gpu.sm == HOPPER:
-        return run.num_tokens * heads * FP32 * (dim + 1)
     chunk = length // 2 if cp > 1 else length
+    if gpu.sm == HOPPER:
+        return run.microbatch_size * chunk * heads * FP32 * (dim + 1)
     rows = run.microbatch_size * heads * -(-chunk // 128) * 128
     grouped = 2 * t.key_gathered * (args.num_heads // args.num_kv_heads) if args.num_heads != args.num_kv_heads else 0
     return rows * FP32 * (-(-dim // 32) * 32 + 1) + grouped

@@ -7,6 +7,7 @@ Compared with the trace in every estimate, and with torch on a CPU in tests; res
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from titan_tools.memory.formula import float8
 from titan_tools.memory.formula.activations import Activations, eager_activations
@@ -25,7 +26,7 @@ from titan_tools.memory.formula.passes import (
 from titan_tools.memory.formula.rank import Instant, Rank, groups_of_stage
 from titan_tools.memory.formula.run_shape import FP32, RunShape
 from titan_tools.memory.schedules import Action, Kind, actions_of_rank
-from trainer.gpus import Gpu
+from trainer.gpus import HOPPER, Gpu
 
 _BATCH_ELEMENTS = 1 << 26  # trainer's optimizer with other moments makes fp32 copies of this many elements at once
 
@@ -65,6 +66,8 @@ _INSTANTS: dict[Kind, Callable[[Rank, Action], Iterator[Instant]]] = {
 
 def activations(run: RunShape, gpu: Gpu) -> Activations:
     """What a microbatch takes in the run's blocks: eager or compiled, in bf16 or in float8."""
+    if run.mesh.cp > 1 and gpu.sm == HOPPER and run.compute_bytes < FP32 and not run.cpu_attention:
+        run = replace(run, splits_keys=True)
     if run.float8 is None:
         return compiled_activations(run, gpu) if run.compiles_model else eager_activations(run, gpu)
     return float8.compiled_activations(run, gpu) if run.compiles_model else float8.eager_activations(run)

@@ -7,8 +7,7 @@ pointwise operations are fused into their readers (torch/_functorch/partitioners
 recomputed, and ban_recompute_materialized_backward). That is the inputs of products; those results of products, of
 attention and of collectives that pointwise backwards need; a number per row of a norm. So of the eager block's tensors
 only silu(w1) is not kept: the kernel that reads it computes it from w1's result. Under `op`, w2's result, which eager
-mode keeps and no backward reads, is left out; of keys and values before and after CP's gather only the gathered ones
-are kept.
+mode keeps and no backward reads, is left out.
 
 Backward: fused operations have no tensors in between. There are two maxima: the kernel for the backward of silu and its
 product; and attention's backward, while the feed-forward's results are still held. Inductor reuses a buffer for the
@@ -37,7 +36,6 @@ class Products:
     """Bytes of a compiled block that depend on the dtype of its products."""
 
     whole: int  # what a block without recomputation keeps
-    gathered: int  # an input of products, gathered over TP
     feed_forward: int  # of `whole`, what is freed before attention's backward
     held: int  # made before attention's backward and held in it
 
@@ -68,16 +66,15 @@ def of_compiled_blocks(
 def _kept_block(run: RunShape, t: BlockTensors, products: Products, layer: int) -> int:
     """What block `layer` keeps from forward to backward.
 
-    With checkpointing by operation: the input; the results of wq, wv (gathered under CP, then with the keys), w1 and
-    attention; under TP, where collectives are kept, both gathered inputs of products, and wo's result after its sum.
+    With checkpointing by operation: the input; the results of wq, wv, w1 and attention; under TP, where sums are kept,
+    that of wo after its sum.
     """
     if keeps_whole_block(run, layer):
         return products.whole
     if run.recompute.mode == "full":
         return t.stream
-    keys = t.key if run.mesh.cp == 1 else 2 * t.key_gathered
-    moved = 2 * products.gathered + t.stream if run.mesh.tp > 1 else 0
-    return t.stream + t.query + keys + t.query + t.logsumexp + t.hidden + moved
+    summed = t.stream if run.mesh.tp > 1 else 0
+    return t.stream + t.query + t.key + t.query + t.logsumexp + t.parts + t.hidden + summed
 
 
 def _products(run: RunShape, t: BlockTensors) -> Products:
@@ -90,7 +87,7 @@ def _products(run: RunShape, t: BlockTensors) -> Products:
     held = 2 * t.whole + t.stream + t.query
     if run.mesh.tp > 1:
         held += 2 * t.whole + t.stream if run.microbatch_size == 1 else t.whole
-    return Products(kept_whole_block(run) - t.hidden, t.whole, 3 * t.hidden + t.whole, held)
+    return Products(kept_whole_block(run) - t.hidden, 3 * t.hidden + t.whole, held)
 
 
 def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int) -> tuple[BlockMoment, ...]:
@@ -112,9 +109,9 @@ def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int
         )
     if run.recompute.mode == "full":
         again = products.whole - t.stream + incoming
-    else:  # w3's result and the product; the second norm's and its input; under TP, which kept those, rotated keys
-        again = incoming + 2 * t.hidden + (t.key if run.mesh.tp > 1 else t.whole + t.stream)
-        again += t.query if run.mesh.cp > 1 else 0  # both chunks' results, concatenated
+    else:  # w3's result and the product; the second norm's, and without TP its input
+        again = incoming + 2 * t.hidden + t.whole + (0 if run.mesh.tp > 1 else t.stream)
+        again += t.query - t.parts if run.mesh.cp > 1 else 0  # both chunks' results, concatenated
     return (
         BlockMoment(recompute=again + 3 * t.hidden),
         BlockMoment(recompute=again, gradients=gradient),

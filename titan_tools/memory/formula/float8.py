@@ -82,7 +82,7 @@ def _products(run: RunShape, t: BlockTensors) -> Products:
         held += 2 * sizes.whole
     else:
         held += 2 * t.whole + t.stream + 4 * sizes.whole if run.microbatch_size == 1 else sizes.whole - t.whole
-    return Products(whole, sizes.whole, 2 * t.hidden + (sizes.whole if uses_tp else 0), held)
+    return Products(whole, 2 * t.hidden + (sizes.whole if uses_tp else 0), held)
 
 
 def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int) -> tuple[BlockMoment, ...]:
@@ -90,9 +90,9 @@ def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int
 
     It reads the results of w1 and w3 and the product's gradient, and writes the product in column-major order and both
     gradients in both orders, in float8. Weights cast by a product in forward, the second norm's result and keys are
-    held for backward. Under TP the cast incoming gradient is gathered. A copy puts a gather of several samples in
-    order: of the second norm's result if that was kept; of the first norm's, with full recomputation, one each for wq,
-    wk and wv, which are held too.
+    held for backward. Under TP the cast incoming gradient is gathered, with checkpointing by operation also the second
+    norm's result; a copy puts a gather of several samples in order. With full recomputation the first norm's has one
+    each for wq, wk and wv, which are held too.
     """
     sizes = _Sizes(run, t)
     kernel = t.hidden + 5 * sizes.hidden
@@ -101,11 +101,11 @@ def _feed_forward(run: RunShape, t: BlockTensors, products: Products, layer: int
     is_full, again = run.recompute.mode == "full", t.stream
     again += products.whole - t.stream + 2 * sizes.weight if is_full else t.hidden + sizes.weight
     if run.mesh.tp > 1:
-        again += sizes.whole * (1 if run.microbatch_size == 1 else 4 if is_full else 2)
+        again += sizes.whole * (1 + (not is_full) if run.microbatch_size == 1 else 4 if is_full else 3)
     else:
         again += sizes.stream + (0 if is_full else t.stream) + (0 if _gathers(run) else t.key)
     if not is_full and run.mesh.cp > 1:
-        again += t.query
+        again += t.query - t.parts
     return (BlockMoment(recompute=again + kernel),)
 
 

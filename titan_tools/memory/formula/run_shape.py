@@ -64,6 +64,7 @@ class RunShape:
     compiles_loss: bool = False
     float8: Float8Products | None = None
     uses_copies: bool = False  # one rank casts its weights as FSDP2, but reduces nothing: trainer/parallel/one_rank.py
+    splits_keys: bool = False  # context parallel: cuDNN attends to the keys before a chunk and to its own separately
     cpu_attention: bool = False  # a CPU's kernels: context parallel's masks are tensors, and no buffers in backward
     has_head_norms: bool = field(init=False)  # every head of q and k is normalized before attention
 

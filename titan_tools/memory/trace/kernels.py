@@ -24,6 +24,7 @@ from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
+from trainer.parallel.context import attend_with_cudnn
 
 aten: Any = torch.ops.aten
 
@@ -67,7 +68,8 @@ def use_kernels(kernels: Kernels) -> Iterator[None]:
         if kernels.attention != "own":
             attend = _cudnn_attention if kernels.attention == "cudnn" else _flash_attention
             attend = _choose_by_dtype(attend, fp32=_attend_in_fp32)
-            attend_to_prefix = _choose_by_dtype(_attend_to_prefix, fp32=_attend_to_prefix_in_fp32)
+            prefix = attend_with_cudnn if kernels.attention == "cudnn" else _attend_to_prefix
+            attend_to_prefix = _choose_by_dtype(prefix, fp32=_attend_to_prefix_in_fp32)
             patches.enter_context(patch.object(F, "scaled_dot_product_attention", attend))
             patches.enter_context(patch.object(trainer.parallel.context, "attend_to_prefix", attend_to_prefix))
         if kernels.norm == "fused":

@@ -18,7 +18,7 @@ from converters.layout import MeshShape
 from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build
-from tests.published_memory.history import build_of, settings_of
+from tests.published_memory.history import build_of, microbatch_size, possible_microbatch_sizes, settings_of
 from tests.published_memory.measure import _variants, estimate
 from tests.published_memory.rows import read_rows
 from tests.published_memory.table import markdown, score
@@ -113,9 +113,9 @@ def test_a_row_says_its_layout_in_keys_of_ours():
     config = load_config(preset, overrides)
     assert (config.model.name, config.model.flavor) == ("llama3", "8B")
     assert config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
-    # four ranks with two stages each, so eight microbatches: #1033's time later made them of one sample
-    assert config.parallelism.pipeline_parallel_microbatch_size == 1
-    assert (build_of(row).num_logits_kept, build_of(row).has_ends_in_root) == (8, True)
+    # four ranks, so four microbatches
+    assert config.parallelism.pipeline_parallel_microbatch_size == 2
+    assert (build_of(row).num_logits_kept, build_of(row).has_ends_in_root) == (4, True)
     assert config.float8.recipe_name == "rowwise"
     assert config.compile.components == ("model",)
 
@@ -146,6 +146,32 @@ def test_what_a_date_tells():
     assert [describe(date=day, norm="").norm for day in ("2025-03-18", "2025-03-19")] == ["python", "composite"]
     assert [describe(date=day).is_floor for day in ("2025-04-09", "2025-04-10")] == [True, False]
     assert not describe(tp="1", world="8").is_floor
+    assert not describe(date="2025-04-09", notes="async TP").is_floor
+
+
+@pytest.mark.parametrize(
+    ("date", "schedule", "size", "possible"),
+    [
+        ("2024-12-26", "1F1B", 4, [4, 1]),  # as many microbatches as pipeline ranks
+        ("2024-12-26", "Interleaved 1F1B", 4, [4, 1]),
+        ("2025-01-07", "Interleaved 1F1B", 2, [2, 1]),  # #781: as many as stages
+        ("2025-04-08", "Interleaved 1F1B", 1, [1]),  # #1073
+    ],
+)
+def test_microbatches_of_a_pipelines_date(date, schedule, size, possible):
+    row = row_of(PIPELINED, date=date, pp_sched=schedule, pp="8", world="64", local_bs="32", flags_known="yes")
+    assert (microbatch_size(row), possible_microbatch_sizes(row)) == (size, possible)
+    assert row.is_scored == (len(possible) == 1)
+
+
+def test_stages_of_a_pipelines_date():
+    """generate_split_points before #1103: what does not divide goes to the stages after the first."""
+    row = row_of(PIPELINED, model="Llama3.1-405B", date="2024-12-26", pp="8", world="512", tp="8", pp_sched="1F1B")
+    stages = load_config(settings_of(row)[0], settings_of(row)[1:]).parallelism.module_fqns_per_model_part
+    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == [15, *[16] * 6, 15]
+    assert [name for stage in stages for name in stage if name.startswith("layers.")][-1] == "layers.125"
+    row = replace(row, date="2025-04-15")
+    assert load_config(settings_of(row)[0], settings_of(row)[1:]).parallelism.module_fqns_per_model_part is None
 
 
 @pytest.mark.parametrize("date", ["2025-02-05", "2025-09-05"])

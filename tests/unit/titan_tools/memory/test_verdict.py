@@ -62,12 +62,12 @@ def test_symmetric_memory_counts():
 @pytest.mark.parametrize(
     ("degrees", "wanted"),
     [
-        pytest.param({}, 1, marks=pytest.mark.slow),  # FSDP's alone
-        pytest.param({"context_parallel": 2}, 2, marks=pytest.mark.slow),
-        ({"tensor_parallel": 2, "data_parallel_replicate": 2}, 3),
+        pytest.param({}, 1, marks=pytest.mark.slow),  # all ranks: FSDP's too
+        pytest.param({"context_parallel": 2}, 3, marks=pytest.mark.slow),  # all ranks; cp; batch
+        ({"tensor_parallel": 2, "data_parallel_replicate": 2}, 5),  # all ranks; replicas; shards; tp; batch
     ],
 )
-def test_each_axis_that_communicates_has_a_communicator(degrees, wanted):
+def test_each_set_of_ranks_that_communicates_has_a_communicator(degrees, wanted):
     named = {"data_parallel_shard": 2, "tensor_parallel": 1, "pipeline_parallel": 1} | degrees
     words = [f"--parallelism.{axis}_degree={degree}" for axis, degree in named.items()]
     config = load_config("debug", [*words, "--training.mixed_precision_param=bfloat16"])

@@ -14,6 +14,8 @@ from trainer.config.load import load_config
 from trainer.config.sections import ActivationCheckpoint, Compile
 from trainer.models.llama3.model import Transformer
 from trainer.parallel.activation_checkpoint import (
+    _kept_operations,
+    _matrix_products,
     activation_checkpoint_problems,
     apply_activation_checkpoint,
     set_memory_budget,
@@ -59,6 +61,44 @@ def test_gradients_are_bit_equal_and_the_right_things_run_twice(mode, option, at
     assert all(gradients[fqn].equal(PLAIN[fqn]) for fqn in PLAIN)
     assert calls[ATTENTION] - PLAIN_CALLS[ATTENTION] == attentions_again
     assert 0 < calls[PRODUCT] - PLAIN_CALLS[PRODUCT] <= products_again
+
+
+# torchtitan v0.2.2, torchtitan/models/llama3/infra/parallelize.py, _op_sac_save_list
+TORCHTITAN_KEEPS = {
+    "aten.mm.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "aten.max.default",
+    "flex_attention",
+    "torch_attn._varlen_attn.default",
+    "inductor_compiled_code",
+}
+# Torch never dispatches the first; the others' kernels do not run here: on other devices, in other models, compiled
+# pieces of a layer
+NOT_HERE = {
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "flex_attention",
+    "torch_attn._varlen_attn.default",
+    "inductor_compiled_code",
+}
+# The attention of CPUs, and of context ranks in fp32; products of Linears with a bias, of plain attention, in float8
+OWN = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._efficient_attention_forward.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_mm.default",
+}
+
+
+def test_what_op_keeps_is_what_torchtitan_keeps():
+    kept = {str(operation) for operation in _kept_operations() | _matrix_products()}
+    assert kept == (TORCHTITAN_KEEPS - NOT_HERE) | OWN
 
 
 def test_every_nth_layer_counts_in_the_whole_model():

@@ -1,9 +1,12 @@
 """Compiled blocks: the same numbers, one graph for all layers and steps, and what is refused with its reason."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
@@ -61,6 +64,29 @@ def gradients(model: torch.nn.Module, seq_len: int = 16) -> dict[str, torch.Tens
     model.zero_grad()
     model(torch.arange(2 * seq_len).reshape(2, -1)).logsumexp(-1).sum().backward()
     return {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_no_graph_of_a_compiled_block_has_complex_numbers(family):
+    """Inductor has no code for them. The eager rotation of interleaved pairs is one complex product."""
+    dtypes = set()
+
+    def look(graph, inputs):
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        dtypes.update(value.dtype for value in values if isinstance(value, torch.Tensor))
+        return make_boxed_func(graph.forward)
+
+    gradients(build(family, "op", aot_autograd(fw_compiler=look, bw_compiler=look)))
+    assert torch.float32 in dtypes
+    assert not [dtype for dtype in dtypes if dtype.is_complex]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_inductor_warns_of_no_complex_numbers(family):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Torchinductor does not support code generation for complex")
+        gradients(build(family, "op", "inductor"))
 
 
 @pytest.mark.parametrize(

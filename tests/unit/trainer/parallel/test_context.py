@@ -4,8 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.parallel.context import attend_to_prefix, head_tail_positions
+import trainer.parallel.context
+from converters.families.llama3 import FLAVORS
+from trainer.parallel.attention_backend import selects_cudnn
+from trainer.parallel.context import attend_to_prefix, attend_with_cudnn, head_tail_positions
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -25,6 +30,76 @@ def test_queries_see_the_keys_up_to_their_own(start):
     ).transpose(1, 2)
     part = attend_to_prefix(q[:, start : start + 8], k[:, : start + 8], v[:, : start + 8])
     assert torch.allclose(part, whole[:, start : start + 8], atol=1e-6)
+
+
+def cpu_forward(q, k, v, is_causal):
+    """A CPU's kernel in place of cuDNN's, which also returns the logarithms of sums."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    return out, sums.unsqueeze(-1), torch.empty(0), torch.empty(0)
+
+
+def cpu_backward(gradient, q, k, v, out, sums, random, is_causal):
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(gradient, q, k, v, out, sums.squeeze(-1), 0.0, is_causal)
+
+
+@pytest.mark.parametrize("start", [0, 8, 24])
+def test_attention_in_parts_is_that_of_the_whole(start, monkeypatch):
+    """Results, and gradients of queries, keys and values; with kernels that mask as many queries as keys."""
+    monkeypatch.setattr(trainer.parallel.context, "cudnn_forward", cpu_forward)
+    monkeypatch.setattr(trainer.parallel.context, "cudnn_backward", cpu_backward)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    q, k, v, weights = (torch.randn(2, length, 4, 16, generator=generator) for length in (8, start + 8, start + 8, 8))
+    for attend in (attend_with_cudnn, attend_to_prefix):
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        out = attend(*inputs)
+        (out * weights).sum().backward()
+        found.append([out, *(each.grad for each in inputs)])
+    for parts, whole in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, atol=2e-6, rtol=1e-5)
+
+
+def test_cudnn_is_called_for_keys_before_the_queries_and_for_their_own():
+    """With shapes only; with grouped queries, whose heads the kernel groups itself."""
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is forward:
+                called.append(("forward", args[1].shape[2], args[6:] == (True,)))  # defaults are left out
+            if func is backward:
+                called.append(("backward", args[2].shape[2], args[14]))
+            return func(*args, **(kwargs or {}))
+
+    shapes = ((8, 4), (32, 2), (32, 2))  # tokens and heads of q, k, v
+    with FakeTensorMode(), Calls():
+        inputs = [torch.empty(1, n, heads, 128, dtype=torch.bfloat16, requires_grad=True) for n, heads in shapes]
+        out = attend_with_cudnn(*inputs)
+        out.sum().backward()
+    assert out.shape == inputs[0].shape
+    assert [each.grad.shape for each in inputs] == [each.shape for each in inputs]
+    keys = [(24, False), (8, True)]
+    assert called == [(which, *each) for which in ("forward", "backward") for each in keys]
+
+
+@pytest.mark.parametrize("chosen", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
+def test_torchs_own_choice_of_kernel_is_followed(chosen, monkeypatch):
+    asked = []
+
+    def choose(q, k, v, **options):
+        asked.append((q.shape[1], k.shape[1], q.dtype, options))
+        return chosen.value
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        found = selects_cudnn(FLAVORS["8B"], torch.bfloat16, torch.device("cuda", 0))
+    assert found == (chosen == SDPBackend.CUDNN_ATTENTION)
+    assert asked == [(32, 8, torch.bfloat16, {"is_causal": True, "enable_gqa": True})]
+    assert not selects_cudnn(FLAVORS["8B"], torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,6 +1,7 @@
 """What compiled blocks and losses ask for: held to real compiled steps on a CPU, and to what partitioning must keep."""
 
 import shlex
+import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -119,7 +120,9 @@ def on_gpu():
     eager = replace(compiled, compile=replace(compiled.compile, enable=False))
     args, dims = replace(args_of("debug_gqa"), num_layers=3), resolve(compiled.parallelism, layout.world_size)
     kernels = gpu_kernels(GPUS["h100-80"])
-    return [capture(Job.of(config, args, dims), rank=0, kernels=kernels) for config in (eager, compiled)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Torchinductor does not support code generation for complex")
+        return [capture(Job.of(config, args, dims), rank=0, kernels=kernels) for config in (eager, compiled)]
 
 
 def test_compiled_layer_keeps_for_a_gpu_what_it_keeps_eagerly_but_a_product_that_backward_never_asks_for(on_gpu):
