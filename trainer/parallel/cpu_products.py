@@ -32,16 +32,18 @@ def fp32_products() -> Iterator[None]:
     them. torch's own loop takes ten times as long or more. It replaces torch's CPU kernels of `mm`, `addmm`, `bmm` and
     `baddbmm` in this process, below autograd, DTensor and FSDP, and compiled code calls them too.
     """
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*overridden.*")
             for name in _PRODUCTS:
                 for overload in (name, f"{name}.out"):
-                    library.impl(overload, _in_fp32(overload), "CPU", with_keyset=True)
+                    library.impl(  # type: ignore[no-untyped-call]
+                        overload, _in_fp32(overload), "CPU", with_keyset=True
+                    )
         yield
     finally:
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _in_fp32(overload: str) -> Any:
