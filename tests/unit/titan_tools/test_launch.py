@@ -113,6 +113,18 @@ def test_the_first_failing_rank_is_reported(run):
     assert failure.value.exit_code == 2
 
 
+def test_of_two_errors_that_of_the_first_failing_rank_is_reported():
+    message = {"traceback": "", "exit_code": 2, "hint": "", "tries": []}
+    failures = {
+        rank: SimpleNamespace(
+            exitcode=2, timestamp=9, error_file_data={"titan": message | {"message": f"rank {rank}", "secs": secs}}
+        )
+        for rank, secs in ((0, 3.5), (1, 2.5), (2, 4.5))
+    }
+    with pytest.raises(RankFailure, match="^rank 1$"):
+        _raise_first_failure(failures)
+
+
 def test_an_unexpected_error_comes_with_one_traceback(run, capfd):
     with pytest.raises(RankFailure, match="ZeroDivisionError: oops") as failure:
         run("if RANK == 1: raise ZeroDivisionError('oops')\nelse: time.sleep(60)")
