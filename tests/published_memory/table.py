@@ -80,8 +80,8 @@ def document(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = 
 _NOT_SCORED = (
     "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
     " where not even the columns are sure, over step 1 and later where the notes leave it open. Pipelines say about,"
-    " and none is a bound: before #1073 the number of microbatches could be set and is not published, so their interval is"
-    " also over microbatches of one sample and torchtitan's default."
+    " and none is a bound: before #1073 the number of microbatches could be set and is not published, so their interval"
+    " is also over microbatches of one sample and torchtitan's default."
 )
 _HEAD = """# `titan estimate-memory` against published peaks
 
