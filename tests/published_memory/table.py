@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tests.published_memory.history import possible_microbatch_sizes
 from tests.published_memory.measure import RowEstimate
 from tests.published_memory.rows import RejectedRow
 from titan_tools.memory.verdict import DOES_NOT_FIT
@@ -80,9 +79,9 @@ def document(estimates: Sequence[RowEstimate], refused: Sequence[RejectedRow] = 
 
 _NOT_SCORED = (
     "Rows whose flags are not all known, not scored: an interval over both allocators, over eager and compiled"
-    " where not even the columns are sure, over step 1 and later where the notes leave it open. In a pipeline before"
-    " #1073 also over microbatches of one sample and torchtitan's default: their number could be set, and is not"
-    " published. Such rows say about."
+    " where not even the columns are sure, over step 1 and later where the notes leave it open. Pipelines say about,"
+    " and none is a bound: before #1073 the number of microbatches could be set and is not published, so their interval"
+    " is also over microbatches of one sample and torchtitan's default."
 )
 _HEAD = """# `titan estimate-memory` against published peaks
 
@@ -107,7 +106,7 @@ def _line(estimate: RowEstimate) -> str:
     found = f"{estimate.high_gib:.2f}"
     if estimate.high_gib - estimate.low_gib >= 0.005:
         found = f"{estimate.low_gib:.2f} … {found}"
-    if len(possible_microbatch_sizes(row)) > 1:
+    if row.pp > 1 and not row.is_scored:
         found = f"about {found}"
     elif estimate.build.is_floor:
         found = f"≥ {found}"

@@ -19,7 +19,7 @@ from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
 from tests.published_memory.historical_build import historical_build
 from tests.published_memory.history import build_of, microbatch_size, possible_microbatch_sizes, settings_of
-from tests.published_memory.measure import _variants, estimate
+from tests.published_memory.measure import RowEstimate, _variants, estimate
 from tests.published_memory.rows import read_rows
 from tests.published_memory.table import markdown, score
 from titan_tools.memory.expand.layers import expand_layers, shallow_model
@@ -305,3 +305,14 @@ def test_a_pipeline_is_estimated_by_its_fullest_rank(monkeypatch):
     assert build_of(row).num_logits_kept == 2
     # the last rank keeps the logits of both microbatches of two samples, in bf16
     assert made.allocated_gib > 4 * 256 * 2**16 * 2 / 2**30
+
+
+def test_a_row_says_at_least_only_where_it_is_a_bound():
+    def said(**cells):
+        row = row_of(PIPELINED, **cells)
+        made = RowEstimate(row, build_of(row), low_gib=60.0, high_gib=65.0, allocated_gib=50.0, verdict="fits")
+        return markdown([made]).rstrip().splitlines()[-1].split(" | ")[6]
+
+    assert said() == said(notes="async TP") == "about 60.00 … 65.00"
+    assert said(pp="1", world="4") == "≥ 60.00 … 65.00"  # streams that collectives recorded
+    assert said(pp="1", world="4", notes="async TP") == "60.00 … 65.00"
