@@ -92,9 +92,9 @@ def _saved(dump):
 # Steps from the fourth of a process wait: the first SIGTERM ends the wait, a kill the process.
 WAITING = """
 import signal, time
-from torch.optim import AdamW
+from trainer.optim.adam import LocalAdam
 
-whole, calls, stops = AdamW.step, [], []
+whole, calls, stops = LocalAdam.step, [], []
 
 def step(*args, **keys):
     if not calls:
@@ -105,7 +105,7 @@ def step(*args, **keys):
         time.sleep(0.02)
     return whole(*args, **keys)
 
-AdamW.step = step
+LocalAdam.step = step
 """
 
 
@@ -143,9 +143,9 @@ FAULT = """
 import os, signal
 
 if os.environ.get("RANK") == "1":
-    from torch.optim import AdamW
+    from trainer.optim.adam import LocalAdam
 
-    whole, calls = AdamW.step, []
+    whole, calls = LocalAdam.step, []
 
     def step(*args, **keys):
         calls.append(1)
@@ -153,7 +153,7 @@ if os.environ.get("RANK") == "1":
             {fault}
         return whole(*args, **keys)
 
-    AdamW.step = step
+    LocalAdam.step = step
 """
 
 

@@ -38,11 +38,11 @@ def _fault(phase, what, rank):
             what()
 
     from torch import Tensor
-    from torch.optim import AdamW
 
     from trainer import train
     from trainer.models.llama3.model import TransformerBlock
     from trainer.observability.report import Report
+    from trainer.optim.adam import LocalAdam
 
     def before(owner, name, happen):
         original = getattr(owner, name)
@@ -73,7 +73,7 @@ def _fault(phase, what, rank):
         case "backward":
             before(Tensor, "backward", lambda loss, *_: loss.register_hook(lambda _: count()))
         case "optim":
-            before(AdamW, "step", lambda *_: count())
+            before(LocalAdam, "step", lambda *_: count())
 
 
 def _kill_oneself():

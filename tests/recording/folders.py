@@ -48,6 +48,7 @@ local_batch_size = 2
 global_batch_size = 4
 seq_len = 32
 steps = {STEPS}
+loss_chunks = 8
 mixed_precision_param = "float32"
 [checkpoint]
 enable = true
