@@ -108,8 +108,10 @@ class TrainStep:
             return result
         guarded: Any = optimizer
         guarded.found_inf = verdict.found_inf
-        self._update(optimizer)
-        del guarded.found_inf
+        try:
+            self._update(optimizer)
+        finally:
+            del guarded.found_inf
         return verdict.read()
 
     def compute_gradients(self, samples: Batch, *, stop_requested: bool) -> Verdict:

@@ -25,6 +25,7 @@ LAYOUTS = {
     "every other layer": Layout("", 1, {}, BF16, EVERY_OTHER),
     "op": Layout("", 1, {}, BF16, OP),
     "accumulated": Layout("", 1, {}, BF16 | {"local_batch_size": 2}, FULL),
+    "bf16 weights": Layout("", 1, {}, {"dtype": "bfloat16", "mixed_precision_param": "float32", "local_batch_size": 2}),
     "plain loss": Layout("", 1, {}, BF16 | {"loss": "plain"}),
     "chunks": Layout("", 1, {}, BF16 | {"loss_chunks": 7}),
     "never": Layout("", 1, {"fsdp_reshard_after_forward": "never"}, BF16),
@@ -33,7 +34,7 @@ LAYOUTS = {
     "float8": Layout("", 1, {}, BF16, FLOAT8 | FULL),
     "bf16 moments": Layout("", 1, {}, BF16, {"optimizer": {"state_dtype": "bfloat16"}}),
 }
-OFTEN = {"accumulated", "compiled"}  # with full checkpointing, and by operation
+OFTEN = {"accumulated", "bf16 weights", "compiled"}  # with full checkpointing, and by operation
 NUM_STEPS = 20
 
 

@@ -1,6 +1,7 @@
 """Nodes that do not see the same checkpoint folder are found at the start; what they share is left as it was."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,23 @@ def run_on_nodes(config, folders, fault="") -> str:
         return runs.run(replace(config, job=replace(config.job, dump_folder=str(folders[rank]))))
     finally:
         shared_folder.PATIENCE_SECS, shared_folder.socket.gethostname, Path.touch = originals
+
+
+def run_on_a_stale_mount(config) -> str:
+    """Case: NFS answers ESTALE for a folder that was just made, once on each rank; the error of the run, if any."""
+    whole, stale = Path.exists, []
+
+    def exists(path, *args, **keys):
+        if path.parent.name.startswith(".tmp-") and not stale:
+            stale.append(path)
+            raise OSError(116, "Stale file handle")
+        return whole(path, *args, **keys)
+
+    Path.exists = exists
+    try:
+        return runs.run(config) or ("" if stale else "nothing was asked")
+    finally:
+        Path.exists = whole
 
 
 def files(folder: Path) -> list[str]:
@@ -84,3 +102,16 @@ def test_a_step_that_a_node_does_not_see_is_not_resumed(pools, data, whole, tmp_
     assert pools[2].run(run_on_nodes, config, [folders[0]] * 2) == ["", ""]
     assert [name for name in files(folders[0]) if name.startswith("checkpoint/")] == listed
     assert os.stat(folders[0] / "checkpoint").st_mtime_ns == changed
+
+
+def test_a_stale_handle_is_asked_again(pools, data, tmp_path):
+    config = runs.make_config(data, tmp_path, steps=2, **runs.FSDP2)
+    assert pools[2].run(run_on_a_stale_mount, config) == ["", ""]
+
+
+def test_files_that_do_not_appear_share_one_time_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_folder, "PATIENCE_SECS", 0.5)
+    (tmp_path / "3").touch()
+    started = time.monotonic()
+    assert shared_folder._missing(tmp_path, range(8)) == [0, 1, 2, 4, 5, 6, 7]
+    assert time.monotonic() - started < 3

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.dist.training import Layout, build_model, make_step, own_batch
 from trainer.data.batch import Batch
 from trainer.mesh import local_part
 from trainer.optim.optimizer import build_optimizer
+from trainer.step import TrainStep
 
 BF16 = {"mixed_precision_param": "bfloat16"}
 
@@ -181,3 +183,16 @@ def updated_by_torch_too(layout: Layout) -> list[str]:
 )
 def test_parts_of_dtensors_are_updated_as_torch_updates_dtensors(pools, layout):
     assert pools[layout.world_size].run(updated_by_torch_too, layout) == [[]] * layout.world_size
+
+
+def test_an_error_of_the_update_leaves_no_guard_on_the_optimizer():
+    def fail(optimizer):
+        raise RuntimeError("a hook")
+
+    step = SimpleNamespace(
+        compute_gradients=lambda samples, stop_requested: SimpleNamespace(found_inf=torch.ones(())), _update=fail
+    )
+    optimizer = SimpleNamespace(_step_supports_amp_scaling=True)
+    with pytest.raises(RuntimeError, match="a hook"):
+        TrainStep.run(step, None, optimizer, stop_requested=False)
+    assert not hasattr(optimizer, "found_inf")

@@ -30,7 +30,7 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
         on_first(group, lambda: _make_token(place))
         problems = on_each(group, lambda: _visit(place, group.rank()))
         visited = [rank for rank, problem in enumerate(problems) if not problem]
-        for lost in on_first(group, lambda: [rank for rank in visited if not _finds(place / str(rank))]):
+        for lost in on_first(group, lambda: _missing(place, visited)):
             problems[lost] = "what it writes there does not reach rank 0"
         what = f"{folder} is not one folder that all nodes can write to"
         _refuse(what, problems, folder, group, tries=["--job.dump_folder SHARED_FOLDER"])
@@ -63,13 +63,28 @@ def _visit(place: Path, rank: int) -> str:
     return ""
 
 
-def _finds(path: Path) -> bool:
+def _missing(place: Path, ranks: Sequence[int]) -> list[int]:
+    """Ranks whose files do not appear, within one time limit for all of them."""
     deadline = time.monotonic() + PATIENCE_SECS
-    while not path.exists():
+    return [rank for rank in ranks if not _finds(place / str(rank), deadline)]
+
+
+def _finds(path: Path, deadline: float | None = None) -> bool:
+    """Whether the path can be seen before `deadline`, by default PATIENCE_SECS from now."""
+    deadline = deadline or time.monotonic() + PATIENCE_SECS
+    while not _is_seen(path):
         if time.monotonic() > deadline:
             return False
         time.sleep(_RETRY_SECS)
     return True
+
+
+def _is_seen(path: Path) -> bool:
+    """False also where it cannot be asked: NFS answers ESTALE for a folder that was just made."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _refuse(

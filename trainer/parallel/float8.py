@@ -133,7 +133,8 @@ def _chunk_problems(
         return []
     nearest = max(n for n in range(1, num_chunks + 1) if ceil(num_tokens / n) % _MULTIPLE == 0)
     return [
-        f"float8 products need a multiple of {_MULTIPLE} tokens, and training.loss_chunks = {num_chunks} splits"
+        f"float8 products need a multiple of {_MULTIPLE} tokens, and training.loss_chunks = {num_chunks}"
+        f"{'' if training.loss_chunks else ' (chosen by size)'} splits"
         f' {num_tokens} differently; nearest: training.loss_chunks = {nearest}, or {_SECTION}.filter_fqns = ["output"]'
     ]
 

@@ -50,6 +50,8 @@ class ComputeCopy:
         if self._parameter.grad is None:
             self._parameter.grad = gradient.to(self._parameter.dtype)
         else:
+            if gradient.dtype.itemsize > self._parameter.dtype.itemsize:
+                gradient = gradient.to(self._parameter.dtype)  # rounded before the sum, as by FSDP
             self._parameter.grad += gradient
 
 
