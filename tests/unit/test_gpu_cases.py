@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from converters.families import registry
 from tests.gpu.running import write_job
 from tests.gpu.test_infer import ASK, COMMANDS
 from tests.gpu.test_training import CASES
@@ -20,6 +21,7 @@ BENCHES = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 def bench(monkeypatch):
     """`bench("train")` is the module scripts/bench/train.py."""
     monkeypatch.syspath_prepend(BENCHES)
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))  # a bench registers flavors of its own
     modules = []
 
     def imported(name):
