@@ -40,12 +40,14 @@ class Box:
 
     def intersect(self, other: "Box") -> "Box | None":
         """The common part, or None where it is empty."""
-        low = tuple(map(max, self.offsets, other.offsets))
-        high = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(h - x for h, x in zip(high, low, strict=True))
-        return Box(low, sizes) if all(n > 0 for n in sizes) else None
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, size = max(a, b), min(a + n, b + m) - max(a, b)
+            if size <= 0:
+                return None
+            offsets.append(start)
+            sizes.append(size)
+        return Box(tuple(offsets), tuple(sizes))
 
     def slices_within(self, outer: "Box") -> tuple[slice, ...]:
         """Index of this box in an array that holds `outer`."""

@@ -62,8 +62,9 @@ def count_non_finite(array: np.ndarray, dtype: str) -> int:
     if dtype not in _NON_FINITE or array.size == 0:
         return 0
     mask, first = _NON_FINITE[dtype]
-    unsigned = np.dtype(f"u{array.itemsize}").type
-    bits = np.ascontiguousarray(array).reshape(-1).view(unsigned) & unsigned(mask)
-    if bits.max() < first:  # the usual case: one vectorized pass of numpy
+    unsigned, signed = np.dtype(f"u{array.itemsize}"), np.dtype(f"i{array.itemsize}")
+    bits = np.ascontiguousarray(array).reshape(-1).view(unsigned)
+    # The usual case: two vectorized passes without a copy. Negative values are the largest unsigned numbers
+    if bits.view(signed).max() < first and bits.max() < first + mask + 1:
         return 0
-    return int(np.count_nonzero(bits >= first))
+    return int(np.count_nonzero((bits & unsigned.type(mask)) >= first))
