@@ -17,7 +17,30 @@ class RopeHalves:
     """
 
 
-Op = Same | RopeHalves
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One native tensor ⇄ one foreign tensor per expert, whose name has `{e}`; experts are stacked along dim 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One native tensor ⇄ a half of a foreign one along `dim`: number 0 or 1. Rules of one name make up the whole."""
+
+    number: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """The foreign naming has no name for the native tensor, which then is zero; `reason` says why.
+
+    Reading gives zeros. Only zeros can be written.
+    """
+
+    reason: str
+
+
+Op = Same | RopeHalves | Stacked | Half | Zeros
 
 
 @dataclass(frozen=True, slots=True)

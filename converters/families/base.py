@@ -1,7 +1,7 @@
 """What a model family declares, without torch: numbers, parameters and their roles, names, shard dims."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from math import prod
 from typing import Any
@@ -95,6 +95,7 @@ class ModelArgs:
 # args have no such number: the file's bytes do not change.
 LISTED_FOR_EVERY_FAMILY: Mapping[str, Any] = {"qk_norm": False}
 _OMITTED_AT_DEFAULT = ("attention_bias", "mlp_bias")  # added later: files of models without them stay as they were
+OMITTED_AT_DEFAULT = {"omitted": True}  # metadata of such a field of a family's own args
 
 
 def all_numbers(args: ModelArgs) -> dict[str, Any]:
@@ -109,7 +110,8 @@ def all_numbers(args: ModelArgs) -> dict[str, Any]:
 
 def args_to_json(args: ModelArgs) -> dict[str, Any]:
     """The numbers as titan_model.json lists them."""
-    return {name: value for name, value in all_numbers(args).items() if value or name not in _OMITTED_AT_DEFAULT}
+    omitted = {f.name: f.default for f in fields(args) if f.name in _OMITTED_AT_DEFAULT or f.metadata.get("omitted")}
+    return {name: value for name, value in all_numbers(args).items() if name not in omitted or value != omitted[name]}
 
 
 class Role(Enum):
@@ -123,6 +125,11 @@ class Role(Enum):
     KV_COLUMN = "linear layer that produces the key or value heads, [num_kv_heads * head_dim, in]"
     UP_COLUMN = "column linear layer of a feed-forward whose result the gate multiplies, [hidden, in]"
     ROW = "linear layer whose input features are sharded, so that ranks hold partial sums, [out, in]"
+    ROUTER = "linear layer that scores experts, [experts, dim]"
+    ROUTER_BIAS = "offset of the experts' scores, which balances them and has no gradient, float32, [experts]"
+    EXPERT_COLUMN = "COLUMN of every expert, stacked, [experts, out, in]"
+    EXPERT_UP_COLUMN = "UP_COLUMN of every expert, stacked, [experts, out, in]"
+    EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
 
 
 _LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.OUTPUT))
@@ -138,6 +145,8 @@ class Parameter:
     tp_dim: int | None = None  # the dim that tensor parallelism shards; None: replicated
     input_group: str = ""  # the module whose input this layer reads, unchanged; layers of one group share it
     is_bias: bool = False
+    expert_dim: int | None = None  # the dim that experts are stacked on
+    is_trained: bool = True  # False: a buffer, which is saved and has no gradient
 
     @property
     def module(self) -> str:
@@ -159,6 +168,36 @@ class Parameter:
         """The bias of this linear layer: sharded like the weight's rows, whole where the columns are sharded."""
         tp_dim = 0 if self.tp_dim == 0 else None
         return replace(self, fqn=f"{self.module}.bias", shape=self.shape[:1], tp_dim=tp_dim, is_bias=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward that is a mixture of SwiGLU experts: a router sends each token to `top_k` of `num`."""
+
+    num: int
+    top_k: int
+    hidden: int  # features inside of one expert
+    normalize: bool = True  # the weights of the chosen experts are divided by their sum
+    balance_rate: float = 1e-3  # change of `expert_bias` per optimizer step (arXiv 2408.15664); 0: it stays as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A SwiGLU feed-forward."""
+
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a layer computes. Layers with equal blocks differ only in their weights."""
+
+    feed_forward: Dense | Experts
+
+
+def dense_block(args: ModelArgs, layer: int) -> Block:
+    """Every layer is dense."""
+    return Block(Dense(args.ffn_hidden))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +234,16 @@ class Family:
     # Whether a model is of this family, where several share an architecture's name or Meta's format
     claims: Callable[[ModelArgs], bool] = _any
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
+    block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
+
+    def blocks(self, args: ModelArgs) -> list[Block]:
+        """Of every layer."""
+        return [self.block(args, layer) for layer in range(args.num_layers)]
 
     def num_parameters(self, args: ModelArgs) -> int:
-        return sum(prod(p.shape) for p in self.parameters(args))
+        """Values that are trained."""
+        return sum(prod(p.shape) for p in self.parameters(args) if p.is_trained)
 
     def has_role(self, role: Role, args: ModelArgs) -> bool:
         """Whether a model of these numbers has a parameter of that role."""
-        return any(p.role is role for p in self.parameters(replace(args, num_layers=1)))
+        return any(p.role is role for p in self.parameters(args))

@@ -36,6 +36,14 @@ QWEN3_FIELDS: _Fields = (
     | _DECODER_FIELDS
     | dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), TRANSLATED)
 )
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+QWEN3_MOE_FIELDS: _Fields = (
+    _BASE_FIELDS
+    | _DECODER_FIELDS
+    | dict.fromkeys(("use_sliding_window", "sliding_window", *_EXPERT_FIELDS), TRANSLATED)
+    | dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), TRANSLATED)
+    | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
+)
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),

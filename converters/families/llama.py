@@ -23,33 +23,41 @@ def list_parameters(args: ModelArgs, layer_parameters: Callable[[str, ModelArgs]
 
 
 def layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    """The parameters of one layer; `layer` is its FQN."""
-    q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    attention, feed_forward = f"{layer}.attention", f"{layer}.feed_forward"
-
-    def column(fqn: str, rows: int, role: Role = Role.COLUMN) -> Parameter:
-        return Parameter(f"{fqn}.weight", (rows, args.dim), role, tp_dim=0, input_group=fqn.rpartition(".")[0])
-
-    def row(fqn: str, columns: int) -> Parameter:
-        return Parameter(f"{fqn}.weight", (args.dim, columns), Role.ROW, tp_dim=1)
-
-    attention_weights = [
-        column(f"{attention}.wq", q_rows),
-        column(f"{attention}.wk", kv_rows, Role.KV_COLUMN),
-        column(f"{attention}.wv", kv_rows, Role.KV_COLUMN),
-        row(f"{attention}.wo", q_rows),
-    ]
-    feed_forward_weights = [
-        column(f"{feed_forward}.w1", args.ffn_hidden),
-        row(f"{feed_forward}.w2", args.ffn_hidden),
-        column(f"{feed_forward}.w3", args.ffn_hidden, Role.UP_COLUMN),
-    ]
+    """The parameters of one dense layer; `layer` is its FQN."""
     return [
-        *_interleave_biases(attention_weights, has_bias=args.attention_bias),
-        *_interleave_biases(feed_forward_weights, has_bias=args.mlp_bias),
-        Parameter(f"{layer}.attention_norm.weight", (args.dim,), Role.NORM),
-        Parameter(f"{layer}.ffn_norm.weight", (args.dim,), Role.NORM),
+        *attention_parameters(layer, args),
+        *feed_forward_parameters(layer, args),
+        *norm_parameters(layer, args),
     ]
+
+
+def attention_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+    weights = [
+        _column(f"{layer}.attention.wq", q_rows, args.dim),
+        _column(f"{layer}.attention.wk", kv_rows, args.dim, Role.KV_COLUMN),
+        _column(f"{layer}.attention.wv", kv_rows, args.dim, Role.KV_COLUMN),
+        Parameter(f"{layer}.attention.wo.weight", (args.dim, q_rows), Role.ROW, tp_dim=1),
+    ]
+    return _interleave_biases(weights, has_bias=args.attention_bias)
+
+
+def feed_forward_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    weights = [
+        _column(f"{layer}.feed_forward.w1", args.ffn_hidden, args.dim),
+        Parameter(f"{layer}.feed_forward.w2.weight", (args.dim, args.ffn_hidden), Role.ROW, tp_dim=1),
+        _column(f"{layer}.feed_forward.w3", args.ffn_hidden, args.dim, Role.UP_COLUMN),
+    ]
+    return _interleave_biases(weights, has_bias=args.mlp_bias)
+
+
+def norm_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    names = ("attention_norm", "ffn_norm")
+    return [Parameter(f"{layer}.{name}.weight", (args.dim,), Role.NORM) for name in names]
+
+
+def _column(fqn: str, rows: int, columns: int, role: Role = Role.COLUMN) -> Parameter:
+    return Parameter(f"{fqn}.weight", (rows, columns), role, tp_dim=0, input_group=fqn.rpartition(".")[0])
 
 
 def _interleave_biases(weights: list[Parameter], *, has_bias: bool) -> list[Parameter]:

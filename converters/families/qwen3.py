@@ -1,12 +1,31 @@
-"""Qwen 3, dense: numbers, flavors, names without any permutation, and the settings of config.json that are refused."""
+"""Qwen 3, dense and mixture of experts: numbers, flavors, names without any permutation, and their config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from converters.families.base import Family, ModelArgs, Naming, Parameter, Role
+from converters.errors import CheckpointError
+from converters.families.base import (
+    OMITTED_AT_DEFAULT,
+    Block,
+    Dense,
+    Experts,
+    Family,
+    ModelArgs,
+    Naming,
+    Parameter,
+    Role,
+)
+from converters.families.experts import (
+    HF_EXPERTS,
+    HF_FUSED_EXPERTS,
+    TITAN_EXPERTS,
+    TITAN_NEWEST_EXPERTS,
+    expert_parameters,
+)
 from converters.families.hf_config import (
     QWEN3_FIELDS,
+    QWEN3_MOE_FIELDS,
     ConfigClass,
     args_from_hf_config,
     hf_config,
@@ -17,8 +36,10 @@ from converters.families.llama import (
     TITAN_MODEL_PREFIX,
     TITAN_QKV_LINEAR,
     TORCHTUNE,
-    layer_parameters,
+    attention_parameters,
+    feed_forward_parameters,
     list_parameters,
+    norm_parameters,
 )
 from converters.rules import Rule
 
@@ -28,18 +49,50 @@ class Qwen3Args(ModelArgs):
     """The numbers of a Qwen 3."""
 
     qk_norm: bool = True  # RMSNorm over head_dim on every head of q and k, before RoPE
+    num_experts: int = field(default=0, metadata=OMITTED_AT_DEFAULT)  # 0: every layer is dense, and ffn_hidden wide
+    experts_per_token: int = field(default=8, metadata=OMITTED_AT_DEFAULT)
+    expert_hidden: int = field(default=768, metadata=OMITTED_AT_DEFAULT)
+    normalize_weights: bool = field(default=True, metadata=OMITTED_AT_DEFAULT)  # of the chosen experts, to a sum of 1
+    sparse_step: int = field(default=1, metadata=OMITTED_AT_DEFAULT)  # every so many layers have experts
+    dense_layers: tuple[int, ...] = field(default=(), metadata=OMITTED_AT_DEFAULT)  # and these never
+    balance_rate: float = field(default=1e-3, metadata=OMITTED_AT_DEFAULT)  # see Experts
+
+
+def block(args: ModelArgs, layer: int) -> Block:
+    """Experts in every `sparse_step`-th layer, but for `dense_layers`."""
+    assert isinstance(args, Qwen3Args)
+    if not args.num_experts or layer in args.dense_layers or (layer + 1) % args.sparse_step:
+        return Block(Dense(args.ffn_hidden))
+    return Block(
+        Experts(
+            num=args.num_experts,
+            top_k=args.experts_per_token,
+            hidden=args.expert_hidden,
+            normalize=args.normalize_weights,
+            balance_rate=args.balance_rate,
+        )
+    )
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:
-    """Llama's, and in each layer one norm for all heads of q and one for those of k, replicated under TP."""
+    """Llama's, or experts as the feed-forward, and one norm for all heads of q and one for those of k in each layer."""
     return list_parameters(args, _layer_parameters)
 
 
 def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
     assert isinstance(args, Qwen3Args)
+    feed_forward = block(args, int(layer.removeprefix("layers."))).feed_forward
     names = ("q_norm", "k_norm") if args.qk_norm else ()
-    norms = [Parameter(f"{layer}.attention.{name}.weight", (args.head_dim,), Role.HEAD_NORM) for name in names]
-    return layer_parameters(layer, args) + norms
+    return [
+        *attention_parameters(layer, args),
+        *(
+            expert_parameters(layer, args.dim, feed_forward)
+            if isinstance(feed_forward, Experts)
+            else feed_forward_parameters(layer, args)
+        ),
+        *norm_parameters(layer, args),
+        *(Parameter(f"{layer}.attention.{name}.weight", (args.head_dim,), Role.HEAD_NORM) for name in names),
+    ]
 
 
 def _args(dim: int, layers: int, heads: int, kv_heads: int, hidden: int, **rest: Any) -> Qwen3Args:
@@ -59,6 +112,23 @@ FLAVORS = {
     "8B": _args(4096, 36, 32, 8, 12288),
     "14B": _args(5120, 40, 40, 8, 17408),
     "32B": _args(5120, 64, 64, 8, 25600),
+    "debugmodel_moe": _args(
+        256, 8, 16, 8, 3072, vocab_size=2048, max_seq_len=4096, num_experts=64, experts_per_token=8, expert_hidden=768
+    ),
+    # small on purpose, for parity tests: as many experts as make their order as strings wrong, and dense layers
+    "debug_moe": _args(
+        128, 4, 8, 4, 384, vocab_size=2048, head_dim=32, num_experts=12, experts_per_token=3, expert_hidden=96
+    ),
+    "debug_moe_mixed": _args(
+        128, 4, 8, 4, 384, vocab_size=2048, head_dim=32, num_experts=12, experts_per_token=3, expert_hidden=128,
+        sparse_step=2, dense_layers=(3,),
+    ),
+    "30B-A3B": _args(
+        2048, 48, 32, 4, 6144, max_seq_len=262144, num_experts=128, experts_per_token=8, expert_hidden=768
+    ),
+    "235B-A22B": _args(
+        4096, 94, 64, 4, 12288, rope_theta=5e6, num_experts=128, experts_per_token=8, expert_hidden=1536
+    ),
 }
 
 
@@ -73,14 +143,23 @@ def _is_feed_forward_bias(fqn: str) -> bool:
     return ".feed_forward." in fqn and fqn.endswith(".bias")  # the class has none
 
 
+_HF = _as_they_are(HF, norms=("model.layers.{n}.self_attn.q_norm.weight", "model.layers.{n}.self_attn.k_norm.weight"))
+_PREFIXED = _as_they_are(
+    TITAN_MODEL_PREFIX,
+    norms=("model.layers.{n}.attention.q_norm.weight", "model.layers.{n}.attention.k_norm.weight"),
+)
+_NEWEST = _as_they_are(
+    TITAN_QKV_LINEAR, norms=("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")
+)
 NAMINGS = (
-    _as_they_are(HF, norms=("model.layers.{n}.self_attn.q_norm.weight", "model.layers.{n}.self_attn.k_norm.weight")),
+    replace(_HF, rules=(*_HF.rules, *HF_EXPERTS)),
+    replace(_HF, name="hf_fused", rules=(*_HF.rules, *HF_FUSED_EXPERTS)),
     _as_they_are(TORCHTUNE, norms=("layers.{n}.attn.q_norm.scale", "layers.{n}.attn.k_norm.scale")),
-    _as_they_are(
-        TITAN_MODEL_PREFIX,
-        norms=("model.layers.{n}.attention.q_norm.weight", "model.layers.{n}.attention.k_norm.weight"),
+    replace(
+        _PREFIXED,
+        rules=(*_PREFIXED.rules, *(replace(rule, foreign="model." + rule.foreign) for rule in TITAN_EXPERTS)),
     ),
-    _as_they_are(TITAN_QKV_LINEAR, norms=("layers.{n}.attention.q_norm.weight", "layers.{n}.attention.k_norm.weight")),
+    replace(_NEWEST, rules=(*_NEWEST.rules, *TITAN_NEWEST_EXPERTS)),
 )
 
 _CONFIG = ConfigClass(
@@ -96,8 +175,45 @@ _CONFIG = ConfigClass(
 )
 
 
+_MOE_CONFIG = replace(
+    _CONFIG,
+    called="Qwen 3 MoE",
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    head_dim=None,
+    num_kv_heads=4,
+    fields=QWEN3_MOE_FIELDS,
+)
+
+
 def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
-    return args_from_hf_config(config, _CONFIG, also_refused=_windows(config))
+    named = config.get("model_type") or next(iter(config.get("architectures") or ()), "")
+    if named not in (_MOE_CONFIG.model_type, _MOE_CONFIG.architecture):
+        return args_from_hf_config(config, _CONFIG, also_refused=_windows(config))
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    refused = [] if window is None else [f"use_sliding_window = true, sliding_window = {window!r}"]
+    args = args_from_hf_config(config, _MOE_CONFIG, also_refused=refused)
+    assert isinstance(args, Qwen3Args)
+    return replace(args, **_expert_numbers(config))
+
+
+def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of Qwen3MoeConfig, with the class's defaults. transformers 5 writes num_local_experts for num_experts."""
+    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(counts) > 1:
+        raise CheckpointError(f"config.json has two numbers of experts: {', '.join(map(str, sorted(counts)))}")
+
+    def given(key: str, default: Any) -> Any:
+        return default if config.get(key) is None else config[key]
+
+    return {
+        "num_experts": next(iter(counts), 128),
+        "experts_per_token": given("num_experts_per_tok", 8),
+        "expert_hidden": given("moe_intermediate_size", 768),
+        "normalize_weights": given("norm_topk_prob", False),
+        "sparse_step": given("decoder_sparse_step", 1),
+        "dense_layers": tuple(sorted(given("mlp_only_layers", ()))),
+    }
 
 
 def _windows(config: Mapping[str, Any]) -> list[str]:
@@ -112,8 +228,24 @@ def _windows(config: Mapping[str, Any]) -> list[str]:
 
 
 def _hf_config(args: ModelArgs) -> dict[str, Any]:
+    assert isinstance(args, Qwen3Args)
     no_window = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": args.num_layers}
-    return hf_config(args, _CONFIG) | no_window
+    if not args.num_experts:
+        return hf_config(args, _CONFIG) | no_window
+    return (
+        hf_config(args, _MOE_CONFIG)
+        | no_window
+        | {
+            "num_experts": args.num_experts,
+            "num_experts_per_tok": args.experts_per_token,
+            "moe_intermediate_size": args.expert_hidden,
+            "norm_topk_prob": args.normalize_weights,
+            "decoder_sparse_step": args.sparse_step,
+            "mlp_only_layers": list(args.dense_layers),
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        }
+    )
 
 
 QWEN3 = Family(
@@ -123,7 +255,8 @@ QWEN3 = Family(
     namings={naming.name: naming for naming in NAMINGS},
     args_from_hf_config=_args_from_hf_config,
     hf_config=_hf_config,
-    hf_architectures=("Qwen3ForCausalLM",),
-    hf_model_types=("qwen3",),
+    hf_architectures=("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    hf_model_types=("qwen3", "qwen3_moe"),
     args_type=Qwen3Args,
+    block=block,
 )

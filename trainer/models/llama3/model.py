@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from converters.families.base import ModelArgs
+from converters.families.base import Block, Experts, ModelArgs, dense_block
 from trainer.models.llama3.rope import RotaryAngles, rotate
+from trainer.models.moe import MoE
 
 
 class CausalAttention(nn.Module):
@@ -81,6 +82,29 @@ class TransformerBlock(nn.Module):
         return out_BLD
 
 
+class ExpertsBlock(nn.Module):
+    """One pre-norm layer with a mixture of experts as its feed-forward."""
+
+    def __init__(self, args: ModelArgs, attention: nn.Module, experts: Experts):
+        super().__init__()
+        self.attention = attention
+        self.moe = MoE(args.dim, experts)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
+        out_BLD: Tensor = h_BLD + self.moe(self.ffn_norm(h_BLD))
+        return out_BLD
+
+
+def make_layer(args: ModelArgs, attention: nn.Module, block: Block) -> nn.Module:
+    """The layer that a family's `block` describes, around `attention`."""
+    if isinstance(block.feed_forward, Experts):
+        return ExpertsBlock(args, attention, block.feed_forward)
+    return TransformerBlock(args, attention)
+
+
 class Transformer(nn.Module):
     """The whole model, or a pipeline stage of it: modules that are None, and removed layers, are skipped."""
 
@@ -90,13 +114,14 @@ class Transformer(nn.Module):
         make_attention: Callable[[ModelArgs], nn.Module] = Attention,
         *,
         rotations_stacked_on: int = -1,  # the layout that the attention expects
+        block: Callable[[ModelArgs, int], Block] = dense_block,  # the family's
     ):
         super().__init__()
         self.args = args
         self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
-            {str(n): TransformerBlock(args, make_attention(args)) for n in range(args.num_layers)}
+            {str(n): make_layer(args, make_attention(args), block(args, n)) for n in range(args.num_layers)}
         )
         self.norm: nn.Module | None = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output: nn.Module | None = nn.Linear(args.dim, args.vocab_size, bias=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.base import ModelArgs
+from converters.families.qwen3 import block
 from trainer.models.llama3.model import CausalAttention, Transformer
 
 
@@ -48,4 +49,4 @@ def rotate_halves(x_BLNH: Tensor, rotations: Tensor) -> Tensor:
 
 
 def build_model(args: ModelArgs) -> Transformer:
-    return Transformer(args, QKNormAttention, rotations_stacked_on=0)
+    return Transformer(args, QKNormAttention, rotations_stacked_on=0, block=block)
