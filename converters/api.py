@@ -21,7 +21,7 @@ from converters.inspect import Inspection, inspect_checkpoint
 from converters.layout import MeshShape
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
-from converters.rules import Drop, RopeHalves, Rule, Same
+from converters.rules import Drop, Half, RopeHalves, Rule, Same, Stacked, Zeros
 from converters.verify import verify as _verify
 from converters.verify_report import VerifyReport
 from converters.weights import NativeWeights, open_native
@@ -29,7 +29,8 @@ from converters.weights import NativeWeights, open_native
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Naming", "Parameter", "Role", "Rule", "Same", "RopeHalves", "Drop", "llama", "hf_config",
+    "Family", "ModelArgs", "Naming", "Parameter", "Role", "Rule", "Same", "RopeHalves", "Stacked",
+    "Half", "Zeros", "Drop", "llama", "hf_config",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 
@@ -43,6 +44,8 @@ def convert(
     for_mesh: str | None = None,
     shard_bytes: int | None = None,
     num_shards: int | None = None,
+    fused_experts: bool = False,
+    drop_expert_bias: bool = False,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -62,6 +65,8 @@ def convert(
         for_mesh: for `dcp`: shard for this mesh, such as `"dp_shard=8,tp=2"`.
         shard_bytes: largest size of an output file, for formats with a free number of files.
         num_shards: for `meta`: number of `consolidated.NN.pth` files.
+        fused_experts: for `hf`: one tensor for all experts of a layer instead of one each.
+        drop_expert_bias: for `hf`: leave out balancing offsets of experts that are not zero.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.
@@ -80,7 +85,13 @@ def convert(
         dst,
         to=to,
         dtype=dtype,
-        options=OutputOptions(mesh=mesh, shard_bytes=shard_bytes, num_shards=num_shards),
+        options=OutputOptions(
+            mesh=mesh,
+            shard_bytes=shard_bytes,
+            num_shards=num_shards,
+            fused_experts=fused_experts or None,
+            drop_expert_bias=drop_expert_bias or None,
+        ),
         model_from=model_from,
         workers=workers,
         digests=digests,

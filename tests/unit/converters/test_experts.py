@@ -221,7 +221,7 @@ def test_zeros_come_and_go_with_a_reason(hf, dcp, tmp_path):
     assert set(report.kept_float32) == set(report.made)
     assert read_manifest(tmp_path / "dcp").tensors[BIAS].dtype == "float32"
     back = convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
-    assert set(back.dropped) == set(report.made) and back.dropped[BIAS].startswith("zero, ")
+    assert set(back.dropped) == set(report.made) and back.dropped[BIAS].startswith("zero; ")
     direct = convert(hf, tmp_path / "direct", to="hf")
     assert direct.dropped == direct.made == {}
 
