@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from converters.families.qwen3 import QWEN3
 from converters.manifest import read_manifest
 from tests.dist import runs
 from tests.dist.layouts import AOT_EAGER, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
@@ -25,6 +26,7 @@ from tests.dist.training import (
     own_batch,
     train,
 )
+from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.context import head_tail_positions
@@ -314,7 +316,7 @@ def config_of_a_run(data, dump, **sections):
 
 
 def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_path):
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole, resumed, args = tmp_path / "whole", tmp_path / "resumed", QWEN3.flavors["debug_moe"]
     sections = runs.FSDP2 | {"activation_checkpoint": {"mode": "full"}, "debug": {"seed": 3}}
     assert pools[2].run(runs.run, config_of_a_run(data, whole, **sections)) == ["", ""]
     runs.begin_from(resumed, whole, 2)
@@ -328,6 +330,8 @@ def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_p
     for record in (record for record in records if "loss" in record):
         assert record["expert_load"] == max(record[f"expert_load/layer_{n}"] for n in range(4)) >= 1
         assert record["dead_experts"] == sum(record[f"dead_experts/layer_{n}"] for n in range(4))
+        flops = flops_per_token(args, num_parameters=QWEN3.num_active_parameters(args), seq_len=runs.SEQ_LEN)
+        assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
 
 
 def test_biases_stay_fp32_where_parameters_are_bf16(pools, data, tmp_path):

@@ -159,6 +159,22 @@ def test_the_family_is_the_one_of_transformers(pools, folder, tmp_path, tied):
         assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
 
 
+def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
+    config = runs.make_config(
+        folder / "tokenizer",
+        tmp_path,
+        flavor="tiny",
+        model={"name": "mixtral"},
+        training={"dataset": "counting", "dataset_path": "20000", "global_batch_size": 8},
+        parallelism={"pipeline_parallel_degree": 2},
+    )
+    assert pools[2].run(train_in_a_layout, folder, config) == ["", ""]
+    losses = runs.read_losses(tmp_path)
+    assert losses[4] < losses[1]
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {f"expert_load/layer_{n}" for n in range(3)} <= record.keys()
+
+
 def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_path, monkeypatch):
     monkeypatch.delenv("TITAN_IMPORT", raising=False)
     source = tmp_path / "source"
