@@ -58,14 +58,15 @@ def seed(
     info = chosen_model(job)
     model, dtype = job.config.model, job.config.training.dtype
     parameters = job.family.parameters(job.args)
+    dtypes = {p.fqn: dtype if p.is_trained else "float32" for p in parameters}
     files = boxes_for_mesh(
         parameters,
         job.dims,
-        itemsizes={p.fqn: itemsize(dtype) for p in parameters},
+        itemsizes={fqn: itemsize(each) for fqn, each in dtypes.items()},
         stages=job.split.modules,
         stage_ranks=job.split.ranks,
     )
-    target = plan_dcp({p.fqn: TensorInfo(dtype, p.shape) for p in parameters}, files)
+    target = plan_dcp({p.fqn: TensorInfo(dtypes[p.fqn], p.shape) for p in parameters}, files)
 
     def write_small_files(folder: Path) -> list[str]:
         write_model_info(folder, info)
@@ -75,7 +76,7 @@ def seed(
         dst,
         source=InitialWeights(info, seed=job.seed),
         target=target,
-        casts={} if dtype == "float32" else {p.fqn: dtype for p in parameters},
+        casts={fqn: each for fqn, each in dtypes.items() if each != "float32"},
         write_small_files=write_small_files,
         carried=list(info.assets.values()),
         overwrite=overwrite,

@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 from converters.families.qwen3 import QWEN3
 from converters.manifest import read_manifest
+from converters.weights import open_native
 from tests.dist import runs
 from tests.dist.layouts import AOT_EAGER, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
 from tests.dist.training import (
@@ -26,6 +27,8 @@ from tests.dist.training import (
     own_batch,
     train,
 )
+from trainer.checkpoints.arrays import as_tensor
+from trainer.models.qwen3.model import build_model as build_plain_model
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
@@ -304,11 +307,11 @@ def test_a_skipped_step_moves_no_bias_and_its_tokens_do_not_count_later(pools, i
         assert np.abs(third[fqn] - second[fqn]).max() < 2e-3  # of one step
 
 
-def config_of_a_run(data, dump, **sections):
+def config_of_a_run(data, dump, *, flavor="debug_moe_mixed", **sections):
     return runs.make_config(
         data,
         dump,
-        model={"name": "qwen3", "flavor": "debug_moe"},
+        model={"name": "qwen3", "flavor": flavor},
         checkpoint={"keep_latest_k": 3},
         validation={"enable": True},
         **sections,
@@ -316,8 +319,9 @@ def config_of_a_run(data, dump, **sections):
 
 
 def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_path):
-    whole, resumed, args = tmp_path / "whole", tmp_path / "resumed", QWEN3.flavors["debug_moe"]
-    sections = runs.FSDP2 | {"activation_checkpoint": {"mode": "full"}, "debug": {"seed": 3}}
+    flavor = "debug_moe"
+    whole, resumed, args = tmp_path / "whole", tmp_path / "resumed", QWEN3.flavors[flavor]
+    sections = runs.FSDP2 | {"activation_checkpoint": {"mode": "full"}, "debug": {"seed": 3}, "flavor": flavor}
     assert pools[2].run(runs.run, config_of_a_run(data, whole, **sections)) == ["", ""]
     runs.begin_from(resumed, whole, 2)
     assert pools[2].run(runs.run, config_of_a_run(data, resumed, **sections)) == ["", ""]
@@ -341,6 +345,27 @@ def test_biases_stay_fp32_where_parameters_are_bf16(pools, data, tmp_path):
     dtypes = {fqn: t.dtype for fqn, t in tensors.items() if fqn.startswith("layers.1.moe.")}
     assert dtypes.pop("layers.1.moe.expert_bias") == "float32"
     assert set(dtypes.values()) == {"bfloat16"} and len(dtypes) == 4
+
+
+def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = config_of_a_run(data, tmp_path, training={"expert_balance_rate": 0.0, "steps": 2})
+    saved = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "bfloat16"}
+    config = replace(config, checkpoint=replace(config.checkpoint, **saved))
+    assert pools[2].run(runs.run, config) == ["", ""]
+    step = tmp_path / "checkpoint" / "step-2"
+    dtypes = {fqn: t.dtype for fqn, t in read_manifest(step).tensors.items()}
+    assert {fqn for fqn, dtype in dtypes.items() if dtype != "bfloat16"} == {"layers.1.moe.expert_bias"}
+    ours = build_plain_model(QWEN3.flavors["debug_moe_mixed"])
+    with open_native(step) as weights:
+        read = {fqn: as_tensor(weights.read(fqn), dtypes[fqn]).float() for fqn in weights.tensors}
+    ours.load_state_dict(read)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export-hf", dtype=torch.float32).eval()
+    tokens = torch.arange(48)[None] * 7 % 290
+    with torch.no_grad():
+        logits, output = ours(tokens), theirs(tokens).logits
+    assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
 
 
 def test_forced_balance_gives_every_expert_as_many_tokens(pools):
