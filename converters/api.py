@@ -14,7 +14,8 @@ from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.families import hf_config, llama
-from converters.families.base import Family, ModelArgs, Naming, Parameter, Role
+from converters.families.base import Block, Dense, Experts, Family, ModelArgs, Naming, Parameter, Role
+from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.formats.base import OutputOptions
 from converters.inspect import Inspection, inspect_checkpoint
@@ -29,8 +30,8 @@ from converters.weights import NativeWeights, open_native
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Naming", "Parameter", "Role", "Rule", "Same", "RopeHalves", "Stacked",
-    "Half", "Zeros", "Drop", "llama", "hf_config",
+    "Family", "ModelArgs", "Block", "Dense", "Experts", "Parameter", "Role", "expert_parameters", "llama", "hf_config",
+    "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Zeros", "Drop",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 

@@ -59,7 +59,8 @@ def seed(
     info = chosen_model(job)
     model, dtype = job.config.model, job.config.training.dtype
     parameters = job.family.parameters(job.args)
-    dtypes = {p.fqn: "float32" if is_named(p.fqn, job.family.keep_float32) else dtype for p in parameters}
+    kept = job.family.keep_float32
+    dtypes = {p.fqn: dtype if p.is_trained and not is_named(p.fqn, kept) else "float32" for p in parameters}
     files = boxes_for_mesh(
         parameters,
         job.dims,
