@@ -7,6 +7,7 @@ from typing import Any
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import (
     OMITTED_AT_DEFAULT,
+    ONLY_FOR_TRAINING,
     Block,
     Dense,
     Experts,
@@ -55,7 +56,7 @@ class Qwen3Args(ModelArgs):
     normalize_weights: bool = field(default=True, metadata=OMITTED_AT_DEFAULT)  # of the chosen experts, to a sum of 1
     sparse_step: int = field(default=1, metadata=OMITTED_AT_DEFAULT)  # every so many layers have experts
     dense_layers: tuple[int, ...] = field(default=(), metadata=OMITTED_AT_DEFAULT)  # and these never
-    balance_rate: float = field(default=1e-3, metadata=OMITTED_AT_DEFAULT)  # see Experts
+    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
 
 
 def block(args: ModelArgs, layer: int) -> Block:
