@@ -50,7 +50,7 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
 
 def refuse_other_names(weights: NativeWeights, path: Path) -> None:
     """checkpoint.initial_load_in_hf accepts only Hugging Face's names."""
-    if weights.naming != "hf":
+    if weights.naming not in ("hf", "hf_fused"):
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
             hint="without that key the format is detected",
