@@ -214,15 +214,16 @@ def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             "config.json describes a Qwen 3 MoE without experts", hint="dense ones are of type qwen3"
         )
-    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
-    if len(counts) > 1:
-        raise CheckpointError(f"config.json has two numbers of experts: {', '.join(map(str, sorted(counts)))}")
+    counts = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{key} {value}" for key, value in counts.items())
+        raise CheckpointError(f"config.json has two numbers of experts: {found}", hint="correct the one that is wrong")
 
     def given(key: str, default: Any) -> Any:
         return default if config.get(key) is None else config[key]
 
     return {
-        "num_experts": next(iter(counts), 128),
+        "num_experts": next(iter(counts.values()), 128),
         "experts_per_token": given("num_experts_per_tok", 8),
         "expert_hidden": given("moe_intermediate_size", 768),
         "normalize_weights": given("norm_topk_prob", False),

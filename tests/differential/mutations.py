@@ -108,8 +108,8 @@ class Mutation:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
 
     def must_be_accepted(self, *, in_file: bool) -> bool:
-        """In a file a key may contradict `rope_parameters` next to it, or the weights of an untied model: an error."""
-        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings"}:
+        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error."""
+        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings", "num_experts"}:
             return False
         return all(_is_accepted(name, value) for name, value in self.values.items())
 
