@@ -59,25 +59,44 @@ QWEN3_1B: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+# Qwen 3 30B-A3B with half the experts, four layers and a small vocabulary: experts are most of what a step reads
+QWEN3_MOE: Mapping[str, Any] = {
+    **QWEN3_1B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32768,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B}
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of a dense decoder."""
+    """Hugging Face names and shapes of a decoder, dense or with experts in every layer."""
     dim, hidden, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    feed_forward = _feed_forward("mlp", hidden, dim)
+    if num_experts := config.get("num_experts"):
+        feed_forward = {"mlp.gate": (num_experts, dim)}
+        for e in range(num_experts):
+            feed_forward |= _feed_forward(f"mlp.experts.{e}", config["moe_intermediate_size"], dim)
     inside = {
         "self_attn.q_proj": (q, dim),
         "self_attn.k_proj": (kv, dim),
         "self_attn.v_proj": (kv, dim),
         "self_attn.o_proj": (dim, q),
-        "mlp.gate_proj": (hidden, dim),
-        "mlp.up_proj": (hidden, dim),
-        "mlp.down_proj": (dim, hidden),
+        **feed_forward,
         "input_layernorm": (dim,),
         "post_attention_layernorm": (dim,),
     }
-    if config["model_type"] == "qwen3":
+    if config["model_type"].startswith("qwen3"):
         inside |= {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], dim)}
     for n in range(config["num_hidden_layers"]):
@@ -86,6 +105,10 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], dim)
     return shapes
+
+
+def _feed_forward(name: str, hidden: int, dim: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.gate_proj": (hidden, dim), f"{name}.up_proj": (hidden, dim), f"{name}.down_proj": (dim, hidden)}
 
 
 def write_model(folder: Path, config: Mapping[str, Any], *, sparse: bool = False, normal: bool = False) -> int:

@@ -69,12 +69,17 @@ def get_trainer_family(name: str) -> TrainerFamily:
 
 
 def check_parameters(model: Any, parameters: Sequence[Parameter], *, family: str) -> None:
-    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has."""
+    """Raise UnsupportedError where a family (a user's own) lists other parameters than its model has.
+
+    Parameters that are not trained are buffers of the model; other buffers are not listed.
+    """
     model.tie()  # then a tied output's weight counts once
-    built = {(fqn, tuple(parameter.shape)) for fqn, parameter in model.named_parameters()}
-    listed = {(p.fqn, p.shape) for p in parameters}
-    differing = [f"{fqn} {list(shape)}: only in the model" for fqn, shape in sorted(built - listed)]
-    differing += [f"{fqn} {list(shape)}: only in the list" for fqn, shape in sorted(listed - built)]
+    untrained = {p.fqn for p in parameters if not p.is_trained}
+    built = {(fqn, tuple(parameter.shape), "") for fqn, parameter in model.named_parameters()}
+    built |= {(fqn, tuple(t.shape), ", not trained") for fqn, t in model.named_buffers() if fqn in untrained}
+    listed = {(p.fqn, p.shape, "" if p.is_trained else ", not trained") for p in parameters}
+    differing = [f"{fqn} {list(shape)}{kind}: only in the model" for fqn, shape, kind in sorted(built - listed)]
+    differing += [f"{fqn} {list(shape)}{kind}: only in the list" for fqn, shape, kind in sorted(listed - built)]
     if differing:
         raise UnsupportedError(
             f"family {family!r}: `parameters` does not match the parameters of the model:" + list_offenders(differing)
