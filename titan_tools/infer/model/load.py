@@ -25,6 +25,7 @@ from titan_tools.infer.model.linear import (
     can_fuse,
     can_pack,
     fuse,
+    has_fast_vector_products,
 )
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, read_in_order
@@ -105,11 +106,14 @@ def load_model(
     most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
     group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if fused else {})
 
+    # Dense models are packed all the same, so that their logits keep every bit
+    is_faster_plain = len(single) < len(parameters) and has_fast_vector_products(dtype)
+
     def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
         """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
         if quantize:
             return partial(quantize_weight, how=quantize)
-        if packed and can_pack(shape, dtype, device):
+        if packed and can_pack(shape, dtype, device) and not is_faster_plain:
             return PackedWeight
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
