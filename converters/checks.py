@@ -8,16 +8,18 @@ from converters.catalog import Catalog
 from converters.containers.safetensors import index_remarks
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
-from converters.engine.copy import RowNumbers, whole_row_units
+from converters.engine.copy import whole_row_units
 from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
-from converters.errors import CheckpointError, UnsupportedError
+from converters.errors import CheckpointError, TitanError, UnsupportedError
+from converters.expressions import RowNumbers
 from converters.families.registry import get_family
+from converters.model_from import find_model_info
 from converters.model_info import describes_model
 from converters.names import MANIFEST
 from converters.verify_report import Check
-from converters.view import foreign_view
-from converters.weights import NativeWeights, native_weights
+from converters.view import native_row_numbers
+from converters.weights import model_part, naming_of, native_weights
 
 
 def check_structure(catalog: Catalog) -> Check:
@@ -81,28 +83,23 @@ def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check,
         with native_weights(catalog, model_from=model_from) as weights:
             args = weights.info.args
             what = f"{weights.info.family}, {args.num_layers} layers, dim {args.dim}, {weights.naming} names"
-            return Check(name, "ok", what), _native_rows(weights)
+            return Check(name, "ok", what), _native_rows(catalog, model_from)
     except UnsupportedError as error:
         return Check(name, "not possible", error.message), None
     except CheckpointError as error:
         is_known = bool(model_from) or describes_model(catalog.root)
         check = Check(name, "failed" if is_known else "not possible", error.message)
-        return check, _rows_of_a_part(catalog, model_from)
+        return check, _native_rows(catalog, model_from)
 
 
-def _native_rows(weights: NativeWeights) -> RowNumbers | None:
-    if not weights.source.row_orders:
-        return None
-    naming = get_family(weights.info.family).namings[weights.naming]
-    return foreign_view(weights.source, weights.info, naming).native_rows
-
-
-def _rows_of_a_part(catalog: Catalog, model_from: Path | str | None) -> RowNumbers | None:
-    """The row numbers of an incomplete model (`convert --allow-missing`), for the digests of the tensors it has."""
+def _native_rows(catalog: Catalog, model_from: Path | str | None) -> RowNumbers | None:
+    """The row numbers of the model's tensors, for their digests, also where some are missing or wrong."""
     try:
-        with native_weights(catalog, model_from=model_from, allow_missing=True, allow_extra=True) as weights:
-            return _native_rows(weights)
-    except CheckpointError:
+        info = find_model_info(catalog, model_part(catalog), model_from=model_from)
+        if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
+            return None
+        return native_row_numbers(info, naming_of(catalog, get_family(info.family)))
+    except TitanError:
         return None
 
 

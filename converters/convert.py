@@ -42,6 +42,7 @@ class ConvertReport:
     relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| of its cast, where it is not exact
     kept_float32: tuple[str, ...]  # native names of the tensors that --dtype left as they are
     dropped: Mapping[str, str]  # source tensor → reason
+    made: Mapping[str, str]  # native name of a tensor that the source lacks and the output has, as zeros → reason
     left_out: Mapping[str, int]  # section → entries
     missing: tuple[str, ...]  # tensors of the model that the source lacks; the output lacks them too
     extra: tuple[str, ...]  # tensors of the source that the model does not have; not in the output
@@ -135,7 +136,8 @@ def convert(
         num_cast=len(plan.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
-        dropped=ledger.dropped,
+        dropped=plan.dropped,
+        made=plan.made,
         left_out=weights.left_out,
         missing=tuple(ledger.missing),
         extra=tuple(ledger.extra),

@@ -15,12 +15,13 @@ from converters.dtypes import itemsize
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
+from converters.expressions import HeadRows
 from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
 from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, describes_model
 from converters.open import open_checkpoint
-from converters.view import View, foreign_view
+from converters.view import Ledger, View, foreign_view
 from converters.weights import model_part, native_weights
 
 
@@ -239,11 +240,12 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
 def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming: Naming) -> TensorSource | None:
     """`name` in the row order of `naming`, or None where that naming keeps its rows."""
     view = foreign_view(source, info, naming)
-    foreign = next((f for f, native in view.ledger.used.items() if native == name), None)
-    if foreign is None or foreign not in view.row_orders:
+    moved = next(
+        (made for made in view.expressions.values() if isinstance(made, HeadRows) and made.sources == (name,)), None
+    )
+    if moved is None:
         return None
-    ledger = replace(view.ledger, used={name: name})
-    return View(source, {name: view.tensors[foreign]}, {name: view.row_orders[foreign]}, ledger)
+    return View(source, {name: source.tensors[name]}, {name: moved}, Ledger({name: (name,)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from converters.catalog import TensorSource
 from converters.commit import check_destination
 from converters.containers.target import Target
 from converters.dtypes import itemsize
-from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, RowNumbers, copy_tensors
+from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, copy_tensors
 from converters.engine.journal import reading_order
 from converters.errors import CheckpointError, list_offenders
+from converters.expressions import RowNumbers
 from converters.manifest import TensorSum, write_manifest
 from converters.needs import require_room
 from converters.source_check import Vouched

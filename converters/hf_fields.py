@@ -9,7 +9,10 @@ from converters.errors import CheckpointError, UnsupportedError, list_offenders,
 from converters.families.base import Family, ModelArgs
 
 # A family writes these with the class's defaults, and computes the same with any value
-COSMETIC = ("attention_dropout", "initializer_range", "use_cache", "pretraining_tp")
+COSMETIC = (
+    *("attention_dropout", "initializer_range", "use_cache", "pretraining_tp"),
+    *("output_router_logits", "router_aux_loss_coef"),  # of a loss
+)
 # What describes the file or its writer. titan writes its own architectures, model_type and dtype; a path and a version
 # of where the source was saved say nothing about its copy; quantized weights are refused or dequantized; and the code
 # that auto_map names is not copied.
@@ -23,6 +26,7 @@ _NOT_CARRIED = {
     "quantization_config",
     "auto_map",
     "transformers_weights",  # the name of the source's file
+    "num_local_experts",  # transformers 5's spelling of num_experts
 }
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of both transformers 4 and 5
 _MOST_BYTES = 1 << 20  # of all such fields: config files are a few KB

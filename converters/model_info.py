@@ -30,7 +30,7 @@ from converters.hf_fields import (
     require_without_effect,
 )
 from converters.json_file import read_json, write_json
-from converters.model_numbers import check_args
+from converters.model_numbers import check_args, check_blocks
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
 
 UNTRANSLATED = "untranslated"  # the key of titan_model.json
@@ -100,6 +100,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
             tries=["--model-from FOLDER, a folder that has one of them"],
         )
     check_args(args, what=str(folder / described_by))
+    check_blocks(family, args, what=str(folder / described_by))
     _check_parameters(family, args, what=str(folder / described_by))
     ids = read_token_ids(assets, vocab_size=args.vocab_size, config=config or untranslated)
     remarks: list[str] = []
@@ -219,6 +220,8 @@ def _from_titan(path: Path) -> tuple[Family, ModelArgs, dict[str, Any]]:
             hint="written by another version?",
         )
     scaling = numbers.get("rope_scaling")
+    lists = {f.name for f in fields(family.args_type) if isinstance(f.default, tuple)}
+    numbers = {key: tuple(v) if key in lists and isinstance(v, list) else v for key, v in numbers.items()}
     args = family.args_type(**{**numbers, "rope_scaling": None if scaling is None else _scaling(scaling, path)})
     untranslated = content.get(UNTRANSLATED, {})
     if untranslated:

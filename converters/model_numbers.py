@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import DynamicRope, ModelArgs, RopeScaling, YarnRope
+from converters.families.base import DynamicRope, Experts, Family, ModelArgs, RopeScaling, YarnRope
 
 _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_layers", "num_hidden_layers", "n_layers"): (int, 1, 10_000),
@@ -21,7 +21,15 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("mscale", "mscale_all_dim"): (float, -1e9, 1e9),
     ("tied", "tie_word_embeddings", "use_scaled_rope"): (bool, False, True),
     ("attention_bias", "mlp_bias", "truncate", "use_sliding_window"): (bool, False, True),
+    ("num_experts",): (int, 0, 65_536),
+    ("num_local_experts", "experts_per_token", "num_experts_per_tok"): (int, 1, 65_536),
+    ("expert_hidden", "moe_intermediate_size"): (int, 1, 2**31 - 1),
+    ("sparse_step", "decoder_sparse_step"): (int, 1, 10_000),
+    ("normalize_weights", "norm_topk_prob"): (bool, False, True),
+    ("balance_rate",): (float, 0, 1),
 }
+_LAYER_LISTS = ("dense_layers", "mlp_only_layers")
+_MOST_EXPERTS = 1_000_000  # of all layers: no names are made for more, and no model has a tenth
 
 
 def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
@@ -31,6 +39,11 @@ def check_numbers(content: Mapping[str, Any], *, what: str) -> None:
         for keys, (kind, low, high) in _LIMITS.items()
         for key in keys
         if content.get(key) is not None and not _fits(content[key], kind, low, high)
+    ]
+    problems += [
+        f"{key} = {str(content[key])[:40]}: expected a list of layers, such as [0, 1]"
+        for key in _LAYER_LISTS
+        if content.get(key) is not None and not _is_layer_list(content[key])
     ]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
@@ -58,6 +71,27 @@ def check_args(args: ModelArgs, *, what: str) -> None:
         problems += _scaling_problems(args)
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
+    """Raise CheckpointError where the layers that a family makes of numbers cannot be."""
+    found = [block.feed_forward for block in family.blocks(args)]
+    experts = [feed_forward for feed_forward in found if isinstance(feed_forward, Experts)]
+    problems = [
+        f"{one.top_k} experts per token of {one.num}: expected 1 to {one.num}"
+        for one in dict.fromkeys(experts)
+        if not 1 <= one.top_k <= one.num
+    ]
+    if (total := sum(one.num for one in experts)) > _MOST_EXPERTS:
+        problems.append(f"{total:,} experts in {len(experts):,} layers; the most is {_MOST_EXPERTS:,}")
+    outside = [layer for layer in getattr(args, "dense_layers", ()) if layer >= args.num_layers]
+    problems += [f"layer {layer} is dense, but there are only {args.num_layers} layers" for layer in outside]
+    if problems:
+        raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def _is_layer_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(layer) is int and layer >= 0 for layer in value)
 
 
 def _scaling_problems(args: ModelArgs) -> list[str]:

@@ -4,14 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from converters.catalog import TensorInfo, count_dtypes
+import numpy as np
+
+from converters.catalog import Box, TensorInfo, count_dtypes
 from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
-from converters.engine.copy import RowNumbers
-from converters.errors import ConfigError
+from converters.engine.digest import TensorDigest
+from converters.errors import CheckpointError, ConfigError, list_offenders
+from converters.expressions import RowNumbers
 from converters.families.registry import get_family
+from converters.fold import fold_texts
 from converters.formats.base import Contents, Format, OutputOptions
-from converters.view import foreign_view, is_named
+from converters.source_check import check_digests
+from converters.view import View, foreign_view, is_named
 from converters.weights import NativeWeights
 
 DTYPE_SPELLINGS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "fp64": "float64"}
@@ -25,32 +30,73 @@ class ConversionPlan:
     target: Target
     casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
-    stored: Mapping[str, str]  # target name → the source's own name
+    stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
     native_rows: RowNumbers | None  # None: rows are written in native order
+    dropped: Mapping[str, str]  # source tensor → reason
+    made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
 
 
 def plan_conversion(
     weights: NativeWeights, *, dst: Path, output: Format, options: OutputOptions, dtype: str | None
 ) -> ConversionPlan:
-    """Plan writing `weights` as `output`. Raises UnsupportedError where it cannot hold this model."""
+    """Plan writing `weights` as `output`. Raises UnsupportedError where it cannot hold this model, and CheckpointError
+    where it cannot hold values that are not zero."""
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
     view = weights.source if naming is None else foreign_view(weights.source, weights.info, naming)
-    native = weights.source.ledger.used
-    native_of = {name: name for name in view.tensors} if naming is None else view.ledger.used
+    ledger = weights.source.ledger
+    native_of = {name: (name,) for name in view.tensors} if naming is None else view.ledger.used
+    written = {fqn for held in native_of.values() for fqn in held}
+    dropped = {} if naming is None else _dropped(weights, view, output, options)
     native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
-    casts = {name: native_casts[held] for name, held in native_of.items() if held in native_casts}
+    casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
+    kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
     return ConversionPlan(
         contents=contents,
         target=output.plan(contents, options),
         casts=casts,
-        kept_float32=tuple(find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)),
-        stored={name: native[held] for name, held in native_of.items()},
+        kept_float32=tuple(fqn for fqn in kept if fqn in written),
+        stored={name: tuple(n for fqn in held for n in ledger.used[fqn]) for name, held in native_of.items()},
         native_rows=None if naming is None else view.native_rows,
+        dropped={**ledger.dropped, **dropped},
+        made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
     )
+
+
+def _dropped(weights: NativeWeights, view: View, output: Format, options: OutputOptions) -> dict[str, str]:
+    """Source tensor → reason, for tensors that the naming has no name for. They are read: only zeros can be dropped.
+
+    Raises CheckpointError with every one that is not zero, unless `options` say to drop it.
+    """
+    if options.drop_expert_bias and not view.ledger.dropped:
+        raise ConfigError(f"--drop-expert-bias: {output.called} of this model drops none", hint="leave it out")
+    source, lost = weights.source, []
+    dropped: dict[str, str] = {}
+    held = {fqn: reason for fqn, reason in view.ledger.dropped.items() if source.ledger.used[fqn]}
+    found = {fqn: TensorDigest(source.tensors[fqn].dtype, source.tensors[fqn].shape) for fqn in held}
+    for fqn, reason in held.items():
+        whole = Box.whole(source.tensors[fqn].shape)
+        values = source.read(fqn, whole)
+        found[fqn].update(whole, values)
+        if not np.any(values != 0):
+            reason = f"zero, {reason}"
+        elif options.drop_expert_bias:
+            reason = f"as asked, although it is not zero: tokens may be sent to other experts ({reason})"
+        else:
+            lost.append(fqn)
+        dropped |= dict.fromkeys(source.ledger.used[fqn], reason)
+    check_digests(weights.catalog, {fqn: source.ledger.used[fqn] for fqn in held}, found)
+    if lost:
+        reasons = "; ".join(dict.fromkeys(held[fqn] for fqn in lost))
+        raise CheckpointError(
+            f"{output.called} has no place for these, and they are not zero:" + list_offenders(fold_texts(lost)),
+            hint=f"{reasons}; keep them with --to dcp or --to torch, or drop them, which changes how tokens are routed",
+            tries=["--drop-expert-bias"],
+        )
+    return dropped
 
 
 def find_casts(tensors: Mapping[str, TensorInfo], dtype: str | None, *, keep: Sequence[str] = ()) -> dict[str, str]:

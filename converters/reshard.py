@@ -122,7 +122,8 @@ def reshard(
     spelling = read_spelling(
         training.catalog, renamed=bool(training.stored), model_from=model_from, allow_missing=allow_missing
     )
-    sections = find_sections(training.catalog, [*spelling.weights.values(), *spelling.dropped])
+    weights_held = [name for expression in spelling.weights.values() for name in expression.sources]
+    sections = find_sections(training.catalog, [*weights_held, *spelling.dropped])
     _check_drop(drop, sections.values())
     if mesh is not None:
         check_mesh(mesh, spelling.info.args)
@@ -230,9 +231,13 @@ def _only(catalog: Catalog, names: set[str]) -> Catalog:
     )
 
 
-def _stored(source: View, training: TrainingCheckpoint) -> dict[str, str]:
-    """Name in the output → name in the source's manifest."""
-    return {n: training.own_name(held) for n, held in source.ledger.used.items() if held in training.catalog.tensors}
+def _stored(source: View, training: TrainingCheckpoint) -> dict[str, tuple[str, ...]]:
+    """Name in the output → names in the source's manifest."""
+    return {
+        name: tuple(map(training.own_name, held))
+        for name, held in source.ledger.used.items()
+        if all(one in training.catalog.tensors for one in held)
+    }
 
 
 def _cut(

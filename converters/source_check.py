@@ -9,36 +9,76 @@ from converters.catalog import Catalog
 from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.copy import whole_row_units
-from converters.engine.digest import TensorDigest
+from converters.engine.digest import TensorDigest, sum_of_rows
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
-from converters.manifest import DoAll, Manifest, changed_since, check_files, in_threads, manifest_of
+from converters.fold import fold_texts
+from converters.manifest import DoAll, Manifest, TensorSum, changed_since, check_files, in_threads, manifest_of
 from converters.names import MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """Digests that tensors must have as they are read; `stored`: target name → name in the source."""
+    """Digests that tensors must have as they are read; `stored`: target name → names in the source."""
 
     root: Path
-    digests: Mapping[str, str]  # by name in the source
-    stored: Mapping[str, str]
+    listed: Mapping[str, TensorSum]  # by name in the source
+    stored: Mapping[str, tuple[str, ...]]
     lost: str = "; nothing of the copy was kept"
 
-    def check(self, found: Mapping[str, str]) -> None:
-        """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs."""
-        wrong = {
-            name
-            for target, name in self.stored.items()
-            if self.digests.get(name) and found[target] != self.digests[name]
-        }
+    def check(self, found: Mapping[str, TensorDigest]) -> None:
+        """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs.
+
+        Where targets are stacks, parts or halves of source tensors, the sums of all that belong together are compared.
+        """
+        wrong = []
+        for targets, names in _groups(self.stored, found, self.listed):
+            listed = [self.listed[name] for name in names if name in self.listed and self.listed[name].digest]
+            if len(listed) < len(names):
+                continue
+            if len(targets) == len(names) == 1:
+                is_same = found[targets[0]].hexdigest() == listed[0].digest
+            else:
+                sums = sum(sum_of_rows(entry.digest, entry.dtype, entry.shape) for entry in listed)
+                is_same = (sum(found[target].partial for target in targets) - sums) % (1 << 128) == 0
+            if not is_same:
+                wrong.append(f"{', '.join(fold_texts(sorted(names)))}: {'its' if len(names) == 1 else 'their'}")
         if wrong:
-            changed = [f"{name}: its values are not those that {MANIFEST} lists" for name in sorted(wrong)]
+            changed = [f"{names} values are not those that {MANIFEST} lists" for names in sorted(set(wrong))]
             raise changed_since(self.root, changed, lost=self.lost)
 
 
-def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
-    """The manifest's digests of the tensors in `stored` (target name → source name); None without a manifest.
+def _groups(
+    stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest], listed: Mapping[str, TensorSum]
+) -> Iterable[tuple[list[str], list[str]]]:
+    """Targets and source tensors that hold the same values: mostly one of each, in one shape."""
+    parts: dict[str, list[str]] = {}  # source tensor → targets that are not all of it alone
+    for target, names in stored.items():
+        if len(names) == 1 and names[0] in listed and found[target].shape == listed[names[0]].shape:
+            yield [target], [names[0]]
+        else:
+            for name in names:
+                parts.setdefault(name, []).append(target)
+    seen: set[str] = set()
+    for start in parts:
+        if start in seen:
+            continue
+        together, group, todo = dict[str, None](), dict[str, None](), [start]
+        while todo:
+            name = todo.pop()
+            if name in group:
+                continue
+            group[name] = None
+            for target in parts[name]:
+                if target not in together:
+                    together[target] = None
+                    todo += stored[target]
+        seen |= group.keys()
+        yield list(together), list(group)
+
+
+def vouched_for(catalog: Catalog, stored: Mapping[str, tuple[str, ...]]) -> Vouched | None:
+    """The manifest's digests of the tensors in `stored` (target name → source names); None without a manifest.
 
     Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
     that have no digest (`--no-digest`), although these are read twice then.
@@ -47,11 +87,17 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, str]) -> Vouched | None:
     if manifest is None:
         return None
     known = manifest.tensors
-    undigested = {name for name in stored.values() if name in known and not known[name].digest}
+    read = {name for names in stored.values() for name in names}
+    undigested = {name for name in read if name in known and not known[name].digest}
     twice = {chunk.file for name in undigested for chunk in catalog.tensors[name].chunks}
     _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
-    digests = {name: manifest.tensors[name].digest for name in stored.values() if name in manifest.tensors}
-    return Vouched(catalog.root, digests, stored)
+    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored)
+
+
+def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:
+    """Raise CheckpointError where digests of what was read (see Vouched) are not the manifest's, if there is one."""
+    if manifest := _manifest_of(catalog):
+        Vouched(catalog.root, manifest.tensors, stored).check(found)
 
 
 def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = in_threads) -> None:
@@ -73,8 +119,7 @@ def check_read_files(catalog: Catalog, names: Iterable[str], *, do_all: DoAll = 
     _require_files(catalog.root, manifest, others, do_all=do_all)
     with CatalogReader(catalog) as reader:
         found = dict(zip(names, do_all([partial(_digest_of, reader, name) for name in names]), strict=True))
-    digests = {name: manifest.tensors[name].digest for name in names}
-    Vouched(catalog.root, digests, stored={name: name for name in names}, lost="").check(found)
+    Vouched(catalog.root, manifest.tensors, stored={name: (name,) for name in names}, lost="").check(found)
 
 
 def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, files: Iterable[str]) -> bool:
@@ -90,13 +135,13 @@ def _is_small_part(catalog: Catalog, names: Sequence[str], manifest: Manifest, f
     return 2 * num_bytes < in_files and all(manifest.tensors[name].digest for name in names)
 
 
-def _digest_of(reader: CatalogReader, name: str) -> str:
+def _digest_of(reader: CatalogReader, name: str) -> TensorDigest:
     info = reader.tensors[name]
     digest = TensorDigest(info.dtype, info.shape)
     for boxes in whole_row_units(info.shape, itemsize(info.dtype), BLOCK_BYTES):
         for box in boxes:
             digest.update(box, reader.read(name, box))
-    return digest.hexdigest()
+    return digest
 
 
 def _manifest_of(catalog: Catalog) -> Manifest | None:

@@ -16,10 +16,10 @@ from converters.checks import (
 )
 from converters.containers.paths import refuse_links_out
 from converters.containers.registry import CONTAINERS
-from converters.engine.copy import RowNumbers
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
+from converters.expressions import RowNumbers
 from converters.manifest import Manifest, check_files, manifest_of, read_manifest
 from converters.names import MANIFEST
 from converters.open import open_checkpoint, require_exists

@@ -1,37 +1,54 @@
 """A view of a checkpoint under other names: a TensorSource made from rules, after a ledger has assigned every tensor.
 
-Nothing is copied. A view reads box by box, so a permutation costs the box and at most one more head on each side.
+Nothing is copied. Each tensor of a view is an expression over tensors of its source, which is read box by box.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from math import prod
 
 import numpy as np
 
+from converters import rules
 from converters.catalog import Box, TensorInfo, TensorSource
 from converters.compare import first_differing_block
 from converters.dtypes import DTYPES
 from converters.errors import CheckpointError, UnsupportedError, list_offenders
-from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
+from converters.expressions import (
+    AllZeros,
+    Expression,
+    HeadRows,
+    Index,
+    Join,
+    RowNumbers,
+    Rows,
+    Source,
+    Stack,
+    Take,
+    source_rows,
+)
+from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming, Parameter
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
-from converters.rules import Op, RopeHalves, Rule
+from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
+NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
 
 @dataclass(slots=True)
 class Ledger:
-    """The source of every target tensor, and why a source tensor is not used."""
+    """The sources of every target tensor, and why a source tensor is not used."""
 
-    used: dict[str, str] = field(default_factory=dict)  # target name → source name
+    used: dict[str, tuple[str, ...]] = field(default_factory=dict)  # target name → source names
     dropped: dict[str, str] = field(default_factory=dict)  # source name → reason
     missing: list[str] = field(default_factory=list)  # if that is allowed: under the source's naming
     extra: list[str] = field(default_factory=list)  # unknown, if that is allowed
+    made: dict[str, str] = field(default_factory=dict)  # target that is zeros, without a source → reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +57,81 @@ class View:
 
     source: TensorSource
     tensors: Mapping[str, TensorInfo]
-    row_orders: Mapping[str, np.ndarray]  # name → for each row of a head, the source row of that head
+    expressions: Mapping[str, Expression]  # by name; over `source`
     ledger: Ledger
 
     def read(self, fqn: str, box: Box) -> np.ndarray:
         """The values of a box in the tensor's own dtype."""
-        name = self.ledger.used[fqn]
-        order = self.row_orders.get(fqn)
-        return self.source.read(name, box) if order is None else _read_reordered(self.source, name, box, order)
+        return self.expressions[fqn].read(self.source, box)
 
-    def native_rows(self, fqn: str, rows: Sequence[int]) -> Sequence[int]:
+    def native_rows(self, fqn: str, rows: Rows) -> Rows:
         """The native numbers of a foreign view's rows, so that a digest does not depend on the naming."""
-        order = self.row_orders.get(fqn)
-        return rows if order is None else _reorder(np.asarray(rows), order).tolist()
+        expression = self.expressions.get(fqn)
+        return rows if expression is None else source_rows(expression, rows)
 
 
-def _reorder(rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    head, within = np.divmod(rows, len(order))
-    found: np.ndarray[Any, Any] = head * len(order) + order[within]
-    return found
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """The foreign tensors of a native one: their names and their shape."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
-def _read_reordered(source: TensorSource, name: str, box: Box, order: np.ndarray) -> np.ndarray:
-    """Rows of `box`, gathered from one span of source rows: exactly its own where the box is whole heads."""
-    rows = np.arange(box.offsets[0], box.offsets[0] + box.sizes[0])
-    if not rows.size:
-        return source.read(name, box)
-    source_rows = _reorder(rows, order)
-    first, last = int(source_rows.min()), int(source_rows.max())
-    span = source.read(name, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
-    values: np.ndarray[Any, Any] = span[source_rows - first]
-    return values
+def _foreign(rule: Rule, parameter: Parameter) -> _Foreign:
+    name, shape = _with_number(rule.foreign, parameter.fqn), parameter.shape
+    match rule.op:
+        case rules.Stacked():
+            return _Foreign(tuple(name.replace("{e}", str(number)) for number in range(shape[0])), shape[1:])
+        case rules.Half(_, dim):
+            return _Foreign((name,), (*shape[:dim], 2 * shape[dim], *shape[dim + 1 :]))
+        case rules.Zeros():
+            return _Foreign((), shape)
+    return _Foreign((name,), shape)
 
 
-def _native_row_order(op: Op, args: ModelArgs) -> np.ndarray | None:
-    """The foreign row of each native row of a head; None where the order is the same."""
-    if not isinstance(op, RopeHalves):
-        return None
-    return np.arange(args.head_dim).reshape(2, args.head_dim // 2).T.reshape(-1)
+def _native_expression(op: rules.Op, parameter: Parameter, names: Sequence[str], args: ModelArgs) -> Expression:
+    """The native tensor, made of foreign ones."""
+    parts = tuple(Source(name) for name in names)
+    match op:
+        case rules.RopeHalves():
+            return HeadRows(parts[0], args.head_dim, to_halves=False)
+        case rules.Stacked():
+            return Stack(parts)
+        case rules.Half(number, dim):
+            return Take(parts[0], dim, number * parameter.shape[dim])
+        case rules.Zeros():
+            return AllZeros("float32")
+    return parts[0]
+
+
+def _foreign_expressions(
+    held: Mapping[str, Parameter], naming: Naming, args: ModelArgs
+) -> dict[str, tuple[Expression, tuple[int, ...]]]:
+    """Foreign name → the tensor, made of native ones, and its shape: the inverse of `_native_expression`.
+
+    `held`: native name → the parameter with its values, which is another one for a tied output.
+    """
+    made: dict[str, tuple[Expression, tuple[int, ...]]] = {}
+    halves: dict[str, dict[int, Expression]] = {}
+    by_native = _rules_for(held, naming)
+    for fqn, parameter in held.items():
+        rule, source = by_native[_with_placeholder(fqn)], Source(parameter.fqn)
+        foreign = _foreign(rule, replace(parameter, fqn=fqn))
+        match rule.op:
+            case rules.RopeHalves():
+                made[foreign.names[0]] = HeadRows(source, args.head_dim, to_halves=True), foreign.shape
+            case rules.Stacked():
+                num_rows = prod(foreign.shape[:-1])
+                made |= {n: (Index(source, e, num_rows), foreign.shape) for e, n in enumerate(foreign.names)}
+            case rules.Half(number, dim):
+                (name,) = foreign.names
+                parts = halves.setdefault(name, {})
+                parts[number] = source
+                made[name] = Join(tuple(parts[n] for n in sorted(parts)), dim, foreign.shape), foreign.shape
+            case rules.Same():
+                made[foreign.names[0]] = source, foreign.shape
+    return made
 
 
 def native_view(
@@ -91,74 +145,142 @@ def native_view(
 ) -> View:
     """`source` under native names.
 
-    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors. Tensors that are
-    allowed to be missing or unknown are in the ledger instead, and not in the view. A tied model may repeat its output
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, and parts of one
+    tensor that differ in dtype. Tensors that are allowed to be missing or unknown are in the ledger instead, and not in
+    the view; a tensor of which only some parts are there is an error in any case. A tied model may repeat its output
     weight, which is read, and dropped where it equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
-    by_foreign = _spell(family, args, naming)
-    ledger, problems, tied_copy = Ledger(), [], None
+    parameters = family.parameters(args)
+    outputs = [replace(p, fqn=OUTPUT) for p in parameters if p.fqn == EMBEDDING and args.tied]
+    by_native = _rules_for((p.fqn for p in (*parameters, *outputs)), naming)
+    rule_of = {p.fqn: by_native[_with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
+    foreign_of = {p.fqn: _foreign(rule_of[p.fqn], p) for p in (*parameters, *outputs)}
+    tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
+    known = {name for foreign in foreign_of.values() for name in foreign.names}
+    ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
     for name in source.tensors:
-        if (native := by_foreign.get(name)) is not None:
-            if args.tied and native == OUTPUT:
-                tied_copy = name
-            else:
-                ledger.used[native] = name
+        if name in tied_names:
+            tied_copy = name
+        elif name in known:
+            found.add(name)
         elif reason := _drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
             ledger.extra.append(name)
-    if tied_copy is not None and EMBEDDING not in ledger.used:  # the tied weight, under its other name
-        ledger.used[EMBEDDING], tied_copy = tied_copy, None
-    foreign_of = {native: foreign for foreign, native in by_foreign.items()}
-    tensors = {}
-    for parameter in family.parameters(args):
-        stored = ledger.used.get(parameter.fqn)
-        if stored is None:
-            ledger.missing.append(foreign_of[parameter.fqn])
-            if not allow_missing:
-                problems.append(f"missing     {foreign_of[parameter.fqn]}  {list(parameter.shape)}")
+    if tied_copy is not None and not found.intersection(foreign_of[EMBEDDING].names):
+        # the tied weight, under its other name
+        foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
+        found.add(tied_copy)
+        tied_copy = None
+    not_saved = _not_saved(parameters, foreign_of, found)
+    tensors, expressions = {}, {}
+    for parameter in parameters:
+        fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
+        if isinstance(op, rules.Zeros) or fqn in not_saved:
+            ledger.made[fqn] = op.reason if isinstance(op, rules.Zeros) else NOT_SAVED_REASON
+            op, foreign = rules.Zeros(ledger.made[fqn]), replace(foreign, names=())
+        absent = [name for name in foreign.names if name not in found]
+        if absent:
+            ledger.missing += absent
+            if not allow_missing or len(absent) < len(foreign.names):
+                problems += [f"missing     {name}  {list(foreign.shape)}" for name in absent]
+        present = {name: source.tensors[name] for name in foreign.names if name in found}
+        problems += _part_problems(present, foreign.shape)
+        if absent:
             continue
-        found = source.tensors[stored]
-        if found.shape != parameter.shape:
-            problems.append(f"shape       {stored}  is {list(found.shape)}, should be {list(parameter.shape)}")
-        if not DTYPES[found.dtype].is_floating:
-            problems.append(f"dtype       {stored}  is {found.dtype}, should be a floating type")
-        tensors[parameter.fqn] = found
+        expressions[fqn] = _native_expression(op, parameter, foreign.names, args)
+        dtype = present[foreign.names[0]].dtype if present else "float32"
+        tensors[fqn] = TensorInfo(dtype, parameter.shape)
+        ledger.used[fqn] = expressions[fqn].sources
+    ledger.missing = list(dict.fromkeys(ledger.missing))
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     if problems:
-        raise _ledger_error(problems, naming, missing_output=not args.tied and OUTPUT not in ledger.used, where=where)
+        missing_output = not args.tied and OUTPUT not in ledger.used
+        raise _ledger_error(
+            list(dict.fromkeys(problems)), family, naming, ledger.extra, missing_output=missing_output, where=where
+        )
     if tied_copy is not None:
-        _require_equal(source, ledger.used[EMBEDDING], tied_copy, where=where)
+        _require_equal(source, ledger.used[EMBEDDING][0], tied_copy, where=where)
         ledger.dropped[tied_copy] = TIED_REASON
-    orders = {rule.native: _native_row_order(rule.op, args) for rule in naming.rules}
-    row_orders = {fqn: order for fqn in tensors if (order := orders[_with_placeholder(fqn)]) is not None}
-    return View(source, tensors, row_orders, replace(ledger, used={fqn: ledger.used[fqn] for fqn in tensors}))
+    return View(source, tensors, expressions, ledger)
+
+
+def _not_saved(parameters: Sequence[Parameter], foreign_of: Mapping[str, _Foreign], found: set[str]) -> set[str]:
+    """The buffers that training changes, where the source has none: then there is nothing to lose, they are zero."""
+    buffers = [p.fqn for p in parameters if not p.is_trained]
+    return set(buffers) if found.isdisjoint(n for fqn in buffers for n in foreign_of[fqn].names) else set()
+
+
+def _part_problems(parts: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> list[str]:
+    """What is wrong with the foreign tensors that make one native tensor."""
+    problems = []
+    usual = Counter(info.dtype for info in parts.values()).most_common(1)
+    for name, info in parts.items():
+        if info.shape != shape:
+            problems.append(f"shape       {name}  is {list(info.shape)}, should be {list(shape)}")
+        if not DTYPES[info.dtype].is_floating:
+            problems.append(f"dtype       {name}  is {info.dtype}, should be a floating type")
+        elif info.dtype != usual[0][0]:
+            problems.append(f"dtype       {name}  is {info.dtype}, the others that it is stacked with {usual[0][0]}")
+    return problems
 
 
 def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     """Native tensors under the names and in the row order of `naming`; the inverse of native_view.
 
-    Tensors that `native` lacks, because that was allowed, are missing here, too.
+    Tensors that `native` lacks, because that was allowed, are missing here, too. Native tensors that the naming has no
+    name for are in `ledger.dropped`: the caller makes sure that they are zero (rules.Zeros). Raises CheckpointError
+    where a foreign tensor would be made of native ones that differ in dtype, or of which some are missing.
     """
     family, args = get_family(info.family), info.args
-    ledger, tensors, row_orders = Ledger(), {}, {}
-    natives = {parameter.fqn: parameter.fqn for parameter in family.parameters(args)}
+    held = {p.fqn: p for p in family.parameters(args)}
     if args.tied and naming.repeats_tied:
-        natives[OUTPUT] = EMBEDDING
-    rules = _rules_for(natives, naming)
-    for fqn, held in natives.items():
-        if held not in native.tensors:
+        held[OUTPUT] = held[EMBEDDING]
+    ledger, tensors, expressions, problems = Ledger(), {}, {}, []
+    by_native = _rules_for(held, naming)
+    for fqn, parameter in held.items():
+        op = by_native[_with_placeholder(fqn)].op
+        if isinstance(op, rules.Zeros) and parameter.fqn in native.tensors:
+            ledger.dropped[fqn] = op.reason
+    for name, (expression, shape) in _foreign_expressions(held, naming, args).items():
+        present = [part for part in expression.sources if part in native.tensors]
+        if not present:
             continue
-        rule = rules[_with_placeholder(fqn)]
-        name = _with_number(rule.foreign, fqn)
-        ledger.used[name] = held
-        tensors[name] = native.tensors[held]
-        order = _native_row_order(rule.op, args)
-        if order is not None:
-            row_orders[name] = np.argsort(order)
-    return View(native, tensors, row_orders, ledger)
+        dtypes = {part: native.tensors[part].dtype for part in present}
+        if len(present) < len(expression.sources):
+            lacking = [part for part in expression.sources if part not in present]
+            problems.append(f"{name}: {', '.join(present)} without {', '.join(lacking)}")
+        elif len(set(dtypes.values())) > 1:
+            problems.append(f"{name}: " + ", ".join(f"{part} is {dtype}" for part, dtype in dtypes.items()))
+        else:
+            expressions[name] = expression
+            tensors[name] = TensorInfo(dtypes[present[0]], shape)
+            ledger.used[name] = expression.sources
+    if problems:
+        raise CheckpointError(
+            f"the naming {naming.name!r} has one tensor for these, which cannot be made:" + list_offenders(problems)
+        )
+    return View(native, tensors, expressions, ledger)
+
+
+def native_row_numbers(info: ModelInfo, naming: Naming) -> RowNumbers | None:
+    """The native numbers of the rows of tensors under their names in `naming`; None where all are the same."""
+    parameters = get_family(info.family).parameters(info.args)
+    view = foreign_view(_Shapes({p.fqn: TensorInfo("float32", p.shape) for p in parameters}), info, naming)
+    is_same = all(isinstance(expression, Source) for expression in view.expressions.values())
+    return None if is_same else view.native_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """A TensorSource whose values nobody reads."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        raise AssertionError(f"{fqn}: only its shape is known")
 
 
 def native_naming(family: Family) -> Naming:
@@ -194,39 +316,46 @@ def count_named(names: Mapping[str, int], family: Family) -> int:
 
 
 def _nested(naming: Naming, nest: str) -> Naming:
-    rules = tuple(replace(rule, foreign=nest + rule.foreign) for rule in naming.rules)
-    return replace(naming, rules=rules, drops=tuple(replace(d, pattern=nest + d.pattern) for d in naming.drops))
+    nested = tuple(replace(rule, foreign=nest + rule.foreign) if rule.foreign else rule for rule in naming.rules)
+    return replace(naming, rules=nested, drops=tuple(replace(d, pattern=nest + d.pattern) for d in naming.drops))
 
 
 @cache
 def _any_name(naming: Naming) -> re.Pattern[str]:
     """All names of this naming as one pattern, which is matched with every tensor."""
-    texts = (*(rule.foreign for rule in naming.rules), *(drop.pattern for drop in naming.drops))
+    texts = (*(rule.foreign for rule in naming.rules if rule.foreign), *(drop.pattern for drop in naming.drops))
     return re.compile("|".join(_pattern(text).pattern for text in texts))
-
-
-def _spell(family: Family, args: ModelArgs, naming: Naming) -> dict[str, str]:
-    """Foreign name → native name of every tensor that a checkpoint of this model may hold, a tied output included."""
-    natives = [parameter.fqn for parameter in family.parameters(args)]
-    if args.tied:
-        natives.append(OUTPUT)
-    rules = _rules_for(natives, naming)
-    return {_with_number(rules[_with_placeholder(fqn)].foreign, fqn): fqn for fqn in natives}
 
 
 def _rules_for(natives: Iterable[str], naming: Naming) -> dict[str, Rule]:
     """Rules by native name. Raises UnsupportedError where the naming has no name for a parameter of the model."""
-    rules = {rule.native: rule for rule in naming.rules}
-    nameless = dict.fromkeys(name for fqn in natives if (name := _with_placeholder(fqn)) not in rules)
+    by_native = {rule.native: rule for rule in naming.rules}
+    nameless = dict.fromkeys(name for fqn in natives if (name := _with_placeholder(fqn)) not in by_native)
     if nameless:
         what = f"the naming {naming.name!r} has no names for these parameters, so its formats cannot hold the model:"
         raise UnsupportedError(what + list_offenders(list(nameless)))
-    return rules
+    return by_native
 
 
 def is_named(fqn: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns, in which `{n}` stands for a layer number, is this name."""
     return any(_pattern(text).fullmatch(fqn) for text in patterns)
+
+
+def fused_with(fqn: str, family: Family) -> tuple[str, ...]:
+    """The native tensors that a naming of the family has as one with this one, itself included; () for most."""
+    for halves in _fused(tuple(family.namings.values())):
+        if _with_placeholder(fqn) in halves:
+            return tuple(_with_number(half, fqn) for half in halves)
+    return ()
+
+
+@cache
+def _fused(namings: tuple[Naming, ...]) -> list[tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for rule in (rule for naming in namings for rule in naming.rules if isinstance(rule.op, rules.Half)):
+        found.setdefault(rule.foreign, []).append(rule.native)
+    return [tuple(sorted(halves)) for halves in found.values()]
 
 
 def _drop_reason(name: str, naming: Naming) -> str:
@@ -235,8 +364,8 @@ def _drop_reason(name: str, naming: Naming) -> str:
 
 @cache
 def _pattern(text: str) -> re.Pattern[str]:
-    """`{n}` stands for a layer number without leading zeros, so that `layers.1` and `layers.01` are not one name."""
-    return re.compile(re.escape(text).replace(r"\{n\}", r"(?:0|[1-9]\d*)"))
+    """`{n}` and `{e}` stand for numbers without leading zeros, so that `layers.1` and `layers.01` are not one name."""
+    return re.compile(re.sub(r"\\\{[ne]\\\}", lambda _: r"(?:0|[1-9]\d*)", re.escape(text)))
 
 
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
@@ -270,10 +399,24 @@ def _prefix(where: str) -> str:
     return f"{where}: " if where else ""
 
 
-def _ledger_error(problems: list[str], naming: Naming, *, missing_output: bool, where: str) -> CheckpointError:
+def _ledger_error(
+    problems: list[str],
+    family: Family,
+    naming: Naming,
+    extra: Sequence[str],
+    *,
+    missing_output: bool,
+    where: str,
+) -> CheckpointError:
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
+    own = _any_name(naming)
+    strangers = [name for name in extra if not own.fullmatch(name)]
+    for other in family.namings.values():
+        if any(_any_name(other).fullmatch(name) for name in strangers):
+            hints.append(f"some of the unexpected names are those of {other.name!r}: one model, stored in two forms?")
+            break
     found = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     listed = sorted(problems) if len(problems) <= 20 else fold_texts(sorted(problems))  # so that all fit on a page
     return CheckpointError(

@@ -1,73 +1,84 @@
-"""Tiny random Qwen 3 MoE models as transformers writes them, and the same weights under native names.
+"""A tiny random Qwen 3 MoE as transformers itself writes it, and its weights by native names, without the tables."""
 
-Gates have a standard deviation of 1, so that the experts' order is no matter of rounding.
-"""
-
-from copy import deepcopy
 from pathlib import Path
 from types import MethodType
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from tests.hf_names import native_name
-from tests.tiny_families import NUMBERS
-
-EXPERTS = {  # as many that their order as strings is wrong, and one dense layer among others
-    "num_hidden_layers": 3,
-    "head_dim": 24,
-    "num_experts": 12,
+NUMBERS = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,  # of the dense layers
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 12,  # "10" could sort before "2"
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
     "norm_topk_prob": True,
-    "mlp_only_layers": [1],
-    "rms_norm_eps": 1e-6,
+    "mlp_only_layers": [2],
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
 }
 
 
-def write_experts(folder: Path, *, dtype=torch.float32, std=0.2, **numbers):
-    """Write an HF folder and return its model; `numbers` are Qwen3MoeConfig's."""
+def write_experts(folder: Path, *, dtype: str = "float32", **numbers):
+    """Write an HF folder of one tensor per expert and return its model; `numbers` are Qwen3MoeConfig's.
+
+    Every weight is random and large, so that none is like another; the router decides with a wide margin.
+    """
+    import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**deepcopy(NUMBERS | EXPERTS | numbers))).eval()
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**NUMBERS | numbers)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                is_norm = parameter.ndim == 1
-                scale = 1.0 if name.endswith("mlp.gate.weight") else 0.2 if is_norm else std
-                parameter.copy_(torch.randn_like(parameter) * scale + is_norm)
-    model.to(dtype).save_pretrained(folder)
-    model.set_experts_implementation("eager")  # torch's grouped product knows neither float64 nor rows of odd length
+                is_norm, std = parameter.ndim == 1, 1.0 if name.endswith("mlp.gate.weight") else 0.2
+                parameter.copy_(torch.randn_like(parameter) * (0.2 if is_norm else std) + is_norm)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
 
 
-def write_native(folder: Path, model, *, biases: dict[int, Tensor] | None = None) -> None:
-    """The model of `write_experts` as a DCP under native names; `biases`: layer → what its router adds to scores."""
+def native_arrays(model) -> dict[str, np.ndarray]:
+    """The weights of a model of transformers, by native names; a router's bias is zero."""
+    found: dict[str, np.ndarray] = {}
+    for name, weight in model.state_dict().items():
+        values = weight.float().numpy()
+        parts = name.removeprefix("model.").split(".")
+        if parts[-1] == "gate_up_proj":
+            layer = ".".join(parts[:2])
+            half = values.shape[1] // 2
+            found[f"{layer}.moe.experts.w1"], found[f"{layer}.moe.experts.w3"] = values[:, :half], values[:, half:]
+            found[f"{layer}.moe.expert_bias"] = np.zeros(len(values), np.float32)
+            continue
+        for theirs, ours in _NAMES.items():
+            name = name.replace(theirs, ours)
+        found[name] = values
+    return found
+
+
+def write_native(folder: Path, model, biases) -> None:
+    """The model as a DCP under native names; `biases`: layer → a tensor that its router adds to scores, else zeros."""
+    import torch
     import torch.distributed.checkpoint as dcp
 
-    folder.mkdir(parents=True, exist_ok=True)
-    config, weights = model.config, {}
-    for theirs, weight in model.state_dict().items():
-        name, weight = native_name(theirs.replace(".mlp.gate.", ".moe.router.gate.")), weight.contiguous()
-        if theirs.endswith("gate_up_proj"):
-            layer = name.partition(".mlp.")[0]
-            gate, up = weight.chunk(2, dim=1)
-            weights |= {f"{layer}.moe.experts.w1": gate.contiguous(), f"{layer}.moe.experts.w3": up.contiguous()}
-            number = int(layer.rpartition(".")[2])
-            weights[f"{layer}.moe.expert_bias"] = (biases or {}).get(number, torch.zeros(config.num_experts))
-        else:
-            weights[name.replace(".mlp.experts.down_proj", ".moe.experts.w2")] = weight
-    if config.tie_word_embeddings:
-        weights.pop("output.weight", None)
+    weights = {name: torch.tensor(values) for name, values in native_arrays(model).items()}
+    weights |= {f"layers.{layer}.moe.expert_bias": bias for layer, bias in biases.items()}
+    if model.config.tie_word_embeddings:
+        del weights["output.weight"]
     dcp.save(weights, checkpoint_id=str(folder), no_dist=True)
-    config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
 
 
-def add_biases(model, biases: dict[int, Tensor]) -> None:
+def add_biases(model, biases) -> None:
     """Let transformers' routers choose by score + bias, as in arXiv 2408.15664; weights are those of the scores."""
-    for number, bias in biases.items():
-        router = model.model.layers[number].mlp.gate
+    for layer, bias in biases.items():
+        router = model.model.layers[layer].mlp.gate
         router.choice_bias, router.forward = bias, MethodType(_route, router)
 
 
@@ -78,3 +89,23 @@ def _route(router, hidden):
     if router.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return scores, weights, ids
+
+
+_NAMES = {
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.": "attention.",
+    "mlp.experts.down_proj": "moe.experts.w2",
+    "mlp.gate.weight": "moe.router.gate.weight",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}

@@ -9,6 +9,8 @@ from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
 from titan_tools.console import count, non_finite
 
+_MOST_NAMES = 20  # of one kind, before they are folded
+
 
 def print_conversion(report: ConvertReport) -> None:
     """Print what `titan convert` did."""
@@ -33,8 +35,8 @@ def print_conversion(report: ConvertReport) -> None:
         )
     if report.other_files:
         _line("with", ", ".join(report.other_files))
-    for name, reason in report.dropped.items():
-        _line("dropped", f"{name}: {reason}")
+    _print_reasons("dropped", report.dropped)
+    _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")
         kept = "; `titan reshard` keeps it" if report.source_format.startswith("dcp") else ""
@@ -77,6 +79,13 @@ def print_resharding(report: ReshardReport) -> None:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
     for name, number in report.non_finite.items():
         _line("warning", non_finite(name, number))
+
+
+def _print_reasons(label: str, reasons: Mapping[str, str]) -> None:
+    """One line for each name, or for the names of many layers together."""
+    names = [f"{name}: {reason}" for name, reason in reasons.items()]
+    for text in names if len(names) <= _MOST_NAMES else fold_texts(names):
+        _line(label, text)
 
 
 def _line(label: str, text: str) -> None:

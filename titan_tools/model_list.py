@@ -30,6 +30,7 @@ def _describe(family: Family) -> dict[str, Any]:
             {
                 "flavor": flavor,
                 "parameters": family.num_parameters(args),
+                "active_parameters": family.num_active_parameters(args),
                 "layers": args.num_layers,
                 "dim": args.dim,
                 "heads": args.num_heads,

@@ -32,6 +32,7 @@ from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
     apply_float8,
     float8_filters,
@@ -147,9 +148,14 @@ def check_hardware(config: Config, device: torch.device) -> None:
 
 def build_part(job: Job, stage: int) -> Transformer:
     """A pipeline stage of the model on the meta device."""
+    parameters = job.family.parameters(job.args)
     with torch.device("meta"):
         model = get_trainer_family(job.family.name).build_model(job.args).to(getattr(torch, job.config.training.dtype))
-    check_parameters(model, job.family.parameters(job.args), family=job.family.name)
+    check_parameters(model, parameters, family=job.family.name)
+    for parameter in parameters:
+        if not parameter.is_trained:  # a router's bias is a sum of small moves
+            owner, name = model.get_submodule(parameter.module), parameter.fqn.rpartition(".")[2]
+            setattr(owner, name, getattr(owner, name).float())
     return keep_modules(model, job.split.modules[stage])
 
 
@@ -159,6 +165,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
     parallelism, training = config.parallelism, config.training
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
     parameters: list[Parameter] = job.family.parameters(job.args)
+    apply_expert_settings(part, config)
     if is_float8(config.model):
         filters = float8_filters(config.float8, training)
         apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)

@@ -18,6 +18,7 @@ from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
+from trainer.parallel.experts import expert_problems
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
 from trainer.parallel.stages import StageSplit, split_model, stage_problems
@@ -48,6 +49,11 @@ class Job:
     def num_parameters(self) -> int:
         """Parameters of the whole model."""
         return self.family.num_parameters(self.args)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token is multiplied with: fewer in a mixture of experts."""
+        return self.family.num_active_parameters(self.args)
 
     @property
     def samples_per_step(self) -> int:
@@ -169,6 +175,7 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
     compiles_model = compiles(config.compile, "model")
     return [
         *_tensor_problems(args, dims.tp),
+        *expert_problems(config, get_family(config.model.name), args, dims),
         *offload_problems(training, dims),
         *(
             float8_problems(

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.data.batch import Batch
 from trainer.mesh import Meshes
 from trainer.optim.clip import GradientClip
+from trainer.optim.expert_balance import ExpertBalance, ExpertLoad
 from trainer.train_model import TrainModel
 
 Phase = Literal["forward_backward", "clip", "update"]
@@ -40,6 +41,7 @@ class StepResult:
     grad_norm: float  # before clipping
     num_valid_tokens: int
     stop_requested: bool  # on at least one rank
+    expert_loads: tuple[ExpertLoad, ...] = ()  # of layers with experts
 
     @property
     def is_finite(self) -> bool:
@@ -53,11 +55,25 @@ class Verdict:
     """
 
     def __init__(
-        self, loss: Tensor, grad_norm: Tensor, num_valid_tokens: Tensor, num_stop_requests: Tensor, *, copies: int
+        self,
+        loss: Tensor,
+        grad_norm: Tensor,
+        num_valid_tokens: Tensor,
+        num_stop_requests: Tensor,
+        *,
+        copies: int,
+        balance: ExpertBalance | None = None,
+        counts_LE: Tensor | None = None,
     ):
-        """0-dim tensors on one device: float64, but for the number of tokens. `copies`: how often loss has the loss."""
+        """0-dim tensors on one device: float64, but for the number of tokens. `copies`: how often loss has the loss.
+
+        `counts_LE`: of the tokens of each expert, for `balance`, summed over all ranks.
+        """
         values = torch.stack([loss, grad_norm, num_valid_tokens.to(loss), num_stop_requests])
         self.found_inf = 1 - values.isfinite().all().float()  # 1 if the loss or the norm is not finite, else 0
+        self.counts_LE, self._balance = counts_LE, balance
+        if balance is not None and counts_LE is not None:
+            values = torch.cat([values, balance.loads(counts_LE)])
         self._values = values.to("cpu", non_blocking=True)  # from a GPU into pinned memory
         self._copies = copies
         self._copied = torch.cuda.current_stream(values.device).record_event() if values.is_cuda else None
@@ -65,8 +81,9 @@ class Verdict:
     def read(self) -> StepResult:
         if self._copied is not None:
             self._copied.synchronize()
-        loss, norm, num_valid_tokens, num_stop_requests = self._values.tolist()
-        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0)
+        loss, norm, num_valid_tokens, num_stop_requests, *loads = self._values.tolist()
+        expert_loads = self._balance.read(loads) if self._balance else ()
+        return StepResult(loss / self._copies, norm, int(num_valid_tokens), num_stop_requests > 0, expert_loads)
 
 
 class TrainStep:
@@ -89,6 +106,7 @@ class TrainStep:
         self._batch_group = meshes["batch"].get_group()
         self._tp = dims.tp
         self._local_batch_size = local_batch_size
+        self._balance = ExpertBalance.of(model, device=self._inputs_on)
         ranks_per_stage = dims.world_size // dims.pp
         self.clip = GradientClip(
             parameters, max_norm=max_norm, ranks_per_stage=ranks_per_stage, copies=model.tied_copies()
@@ -104,12 +122,12 @@ class TrainStep:
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             result = verdict.read()
             if result.is_finite:
-                self._update(optimizer)
+                self._update(optimizer, verdict)
             return result
         guarded: Any = optimizer
         guarded.found_inf = verdict.found_inf
         try:
-            self._update(optimizer)
+            self._update(optimizer, verdict)
         finally:
             del guarded.found_inf
         return verdict.read()
@@ -134,15 +152,29 @@ class TrainStep:
         self._model.sum_tied_gradients()
         with self._observer.during("clip"):
             grad_norm = self.clip()
-        # One all-reduce for the loss and for stop requests. Tensor-parallel ranks hold the same share of the loss.
+        # One all-reduce for the loss, stop requests and experts' tokens. Tensor-parallel ranks hold the same share of
+        # the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # under CPU offload the norm is on the CPU
         sums = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
+        counts_LE = self._balance.take().to(grad_norm) if self._balance else None
+        if counts_LE is not None:
+            sums = torch.cat([sums, counts_LE.flatten()])
         dist.all_reduce(sums)
-        return Verdict(sums[0], grad_norm, num_valid, sums[1], copies=self._tp)
+        return Verdict(
+            sums[0],
+            grad_norm,
+            num_valid,
+            sums[1],
+            copies=self._tp,
+            balance=self._balance,
+            counts_LE=None if counts_LE is None else sums[2:].view_as(counts_LE),
+        )
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
         with self._observer.during("update"):
             optimizer.step()
+            if self._balance is not None and verdict.counts_LE is not None:
+                self._balance.update(verdict.counts_LE, verdict.found_inf)
 
     def _split(self, samples: Batch) -> list[Batch]:
         """The samples as the batches that are accumulated, on the device."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from converters.catalog import Box
 from converters.families.base import ModelArgs
 from converters.families.registry import get_family
 from converters.layout import local_box
@@ -80,6 +81,8 @@ class TrainModel:
         followers = set(map(id, self._tied.followers))
         named = [(name, p) for part in parts for name, p in part.named_parameters() if id(p) not in followers]
         self._parameters = {_native_name(name, args): p for name, p in named}
+        untrained = {p.fqn for p in get_family(family).parameters(args) if not p.is_trained}
+        self._buffers = {name: b for part in parts for name, b in part.named_buffers() if name in untrained}
 
     def forward_backward(self, batch: Batch, num_valid_tokens: Tensor | float) -> Tensor:
         """Add this batch's gradients. Returns this rank's share of the loss: its sum over tokens / num_valid_tokens.
@@ -119,8 +122,12 @@ class TrainModel:
         return self._parameters
 
     def state_dict(self) -> dict[str, Tensor]:
-        """FQN → live tensor (a DTensor where it is sharded): loading fills it in place."""
-        return {fqn: without_float8(parameter.detach()) for fqn, parameter in self._parameters.items()}
+        """FQN → live tensor (a DTensor where it is sharded): loading fills it in place.
+
+        Besides the parameters those that are not trained: buffers, whole on each rank of their stage, in float32.
+        """
+        trained = {fqn: without_float8(parameter.detach()) for fqn, parameter in self._parameters.items()}
+        return trained | self._buffers
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -139,6 +146,10 @@ class TrainModel:
                 if box is not None:
                     for part, draw in weights.blocks(fqn, box):
                         yield held[part.slices_within(box)], draw
+            for fqn, buffer in self._buffers.items():
+                whole = Box.whole(buffer.shape)
+                for part, draw in weights.blocks(fqn, whole):
+                    yield buffer[part.slices_within(whole)], draw
 
         def draw(block: tuple[Tensor, Callable[[], np.ndarray]]) -> tuple[Tensor, np.ndarray]:
             return block[0], block[1]()

@@ -23,13 +23,13 @@ from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
 from converters.errors import CheckpointError, list_offenders
+from converters.expressions import RowNumbers
 from converters.threads import deferred_signals, in_parallel
 from converters.view import View
 
 DEFAULT_WORKERS = 2
 BLOCK_BYTES = 1 << 20  # read, hashed and written at a time: fits into a core's cache
 UNIT_BYTES = 8 << 20  # the work of a thread, and of a line of the journal
-RowNumbers = Callable[[str, Sequence[int]], Sequence[int]]  # (FQN, rows as stored) → native rows (see digest.py)
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def copy_tensors(
     workers: int = DEFAULT_WORKERS,
     digests: bool = True,
     native_rows: RowNumbers | None = None,
-    check_source: Callable[[dict[str, str]], None] | None = None,
+    check_source: Callable[[Mapping[str, TensorDigest]], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
     journal: Journal | None = None,
 ) -> CopyResult:
@@ -192,7 +192,7 @@ def copy_tensors(
             if on_bytes:
                 on_bytes(unit.num_bytes)
     if check_source:  # first: damaged values may overflow, too
-        check_source({fqn: digest.hexdigest() for fqn, digest in (sums | source_sums).items()})
+        check_source(sums | source_sums)
     if overflows:
         lost = [
             f"{fqn}: {count:,} {'value does' if count == 1 else 'values do'} not fit {casts[fqn]}"
@@ -247,14 +247,21 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
 
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
     """Maximal bytes of a block, so that it holds all rows that a view permutes among each other (those of a head)."""
-    rows = 1
-    while isinstance(source, View):
-        rows = max(rows, len(source.row_orders.get(fqn, ".")))
-        fqn, source = source.ledger.used[fqn], source.source
+    rows = _rows_together(source, fqn)
     head_bytes = rows * row_bytes
     if rows == 1 or not 0 < head_bytes <= MOST_BYTES:
         return BLOCK_BYTES
     return max(head_bytes, BLOCK_BYTES - BLOCK_BYTES % head_bytes)
+
+
+def _rows_together(source: TensorSource, fqn: str) -> int:
+    """The rows that a view, or a view that it is of, permutes among each other."""
+    if not isinstance(source, View) or fqn not in source.expressions:
+        return 1
+    expression, inner = source.expressions[fqn], source.source
+    if not isinstance(inner, View):
+        return expression.rows_together
+    return max([expression.rows_together, *(_rows_together(inner, name) for name in expression.sources)])
 
 
 def _write(

@@ -2,7 +2,9 @@
 
 Sum modulo 2¹²⁸ of xxh3_128(row, seed = row number), over rows along the last dim (a 1-D tensor has one row per
 element), plus the hash of dtype and shape. Rows can be added in any order and by any process. The row number is the
-native one: a container with another order of rows (q and k of Hugging Face) passes their native numbers.
+native one: a container with another order of rows (q and k of Hugging Face), or with one tensor for each expert of a
+stack, passes the native numbers. So the sums of rows of a stack's parts add up to the stack's, and those of a fused
+tensor to its halves', which share row numbers.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,20 @@ _FEW = 64  # rows that are hashed one by one
 def has_whole_rows(box: Box, shape: Sequence[int]) -> bool:
     """Whether a digest of a tensor of this shape can be summed up from this box and others, in any order."""
     return len(shape) < 2 or box.sizes[-1] == shape[-1]
+
+
+def sum_of_rows(digest: str, dtype: str, shape: Sequence[int]) -> int:
+    """The sum of a digest without the hash of dtype and shape, to be compared with that of a tensor's parts."""
+    return (int(digest, 16) - _header(dtype, shape)) % _MODULUS
+
+
+def digest_of_sum(total: int, dtype: str, shape: Sequence[int]) -> str:
+    """The digest of a tensor whose rows have this sum: the inverse of `sum_of_rows`."""
+    return f"{(total + _header(dtype, shape)) % _MODULUS:032x}"
+
+
+def _header(dtype: str, shape: Sequence[int]) -> int:
+    return xxh3_128_intdigest(f"{dtype} {list(shape)}".encode())
 
 
 class TensorDigest:
@@ -75,8 +91,7 @@ class TensorDigest:
     def hexdigest(self) -> str:
         """32 hex digits. Only meaningful once every row was added exactly once."""
         assert not self._open, "a row was begun and not finished"
-        header = xxh3_128_intdigest(f"{self.dtype} {list(self.shape)}".encode())
-        return f"{(self._sum + header) % _MODULUS:032x}"
+        return digest_of_sum(self._sum, self.dtype, self.shape)
 
     def _update_parts(self, box: Box, numbers: Sequence[int], data: memoryview, width: int) -> None:
         # A row longer than a block is added in parts; its hash stays open until its end.

@@ -52,13 +52,12 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
 
 
 def reading_order(source: TensorSource, *numbers: int) -> str:
-    """32 hex digits that identify `numbers` and the names and row orders of a source and of its views."""
+    """32 hex digits that identify `numbers`, and what a source and its views read for each tensor."""
     summed = xxh3_128(repr(numbers).encode())
     while (inner := getattr(source, "source", None)) is not None:
-        ledger = getattr(source, "ledger", None)
-        summed.update(repr(sorted(ledger.used.items()) if ledger else type(source).__name__).encode())
-        for fqn, order in sorted(getattr(source, "row_orders", {}).items()):
-            summed.update(fqn.encode() + order.tobytes())
+        expressions = getattr(source, "expressions", None)
+        read = type(source).__name__ if expressions is None else sorted(expressions.items())
+        summed.update(repr(read).encode())
         source = inner
     return summed.hexdigest()
 

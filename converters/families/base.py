@@ -244,6 +244,19 @@ class Family:
         """Values that are trained."""
         return sum(prod(p.shape) for p in self.parameters(args) if p.is_trained)
 
+    def num_active_parameters(self, args: ModelArgs) -> int:
+        """Trained values that the computation for one token uses: of stacked experts those of `top_k`."""
+
+        def active(parameter: Parameter) -> int:
+            num_values = prod(parameter.shape)
+            if parameter.expert_dim is None or parameter.layer is None:
+                return num_values
+            experts = self.block(args, parameter.layer).feed_forward
+            assert isinstance(experts, Experts), f"{parameter.fqn}: `block` has no experts in this layer"
+            return num_values // experts.num * experts.top_k
+
+        return sum(active(p) for p in self.parameters(args) if p.is_trained)
+
     def has_role(self, role: Role, args: ModelArgs) -> bool:
         """Whether a model of these numbers has a parameter of that role."""
         return any(p.role is role for p in self.parameters(args))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import (
     OMITTED_AT_DEFAULT,
     Block,
@@ -120,8 +120,18 @@ FLAVORS = {
         128, 4, 8, 4, 384, vocab_size=2048, head_dim=32, num_experts=12, experts_per_token=3, expert_hidden=96
     ),
     "debug_moe_mixed": _args(
-        128, 4, 8, 4, 384, vocab_size=2048, head_dim=32, num_experts=12, experts_per_token=3, expert_hidden=128,
-        sparse_step=2, dense_layers=(3,),
+        128,
+        4,
+        8,
+        4,
+        384,
+        vocab_size=2048,
+        head_dim=32,
+        num_experts=12,
+        experts_per_token=3,
+        expert_hidden=128,
+        sparse_step=2,
+        dense_layers=(3,),
     ),
     "30B-A3B": _args(
         2048, 48, 32, 4, 6144, max_seq_len=262144, num_experts=128, experts_per_token=8, expert_hidden=768
@@ -199,6 +209,10 @@ def _args_from_hf_config(config: Mapping[str, Any]) -> ModelArgs:
 
 def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Those of Qwen3MoeConfig, with the class's defaults. transformers 5 writes num_local_experts for num_experts."""
+    if config.get("num_experts") == 0:
+        raise UnsupportedError(
+            "config.json describes a Qwen 3 MoE without experts", hint="dense ones are of type qwen3"
+        )
     counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
     if len(counts) > 1:
         raise CheckpointError(f"config.json has two numbers of experts: {', '.join(map(str, sorted(counts)))}")
@@ -212,7 +226,7 @@ def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
         "expert_hidden": given("moe_intermediate_size", 768),
         "normalize_weights": given("norm_topk_prob", False),
         "sparse_step": given("decoder_sparse_step", 1),
-        "dense_layers": tuple(sorted(given("mlp_only_layers", ()))),
+        "dense_layers": tuple(sorted(set(given("mlp_only_layers", ())))),
     }
 
 
@@ -259,4 +273,5 @@ QWEN3 = Family(
     hf_model_types=("qwen3", "qwen3_moe"),
     args_type=Qwen3Args,
     block=block,
+    keep_float32=("layers.{n}.moe.expert_bias",),
 )

@@ -113,6 +113,20 @@ class OutputOptions:
         refusal="it goes into torchtune's recipe",
     )
 
+    fused_experts: bool | None = _option(
+        "--fused-experts",
+        "Write experts as gate_up_proj and down_proj of a layer, as transformers 5 holds them in memory. Default: one "
+        "tensor per expert, as it saves them.",
+        kind=bool,
+        refusal="it chooses between two forms of Hugging Face's format",
+    )
+    drop_expert_bias: bool | None = _option(
+        "--drop-expert-bias",
+        "Leave out the experts' balancing offsets although they are not zero: tokens are then routed differently.",
+        kind=bool,
+        refusal="this format keeps them",
+    )
+
     def given(self) -> set[str]:
         """Names of the fields that are not None."""
         return {f.name for f in fields(self) if getattr(self, f.name) is not None}

@@ -5,14 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.errors import ConfigError
 from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
+    from converters.families.base import Family, Naming
+
+FUSED = "hf_fused"  # the naming with one tensor for all experts of a layer
+
+
+def _naming(family: Family, options: OutputOptions) -> Naming:
+    if options.fused_experts and FUSED not in family.namings:
+        raise ConfigError(f"--fused-experts: {family.name} models have no experts", hint="leave it out")
+    return family.namings[FUSED if options.fused_experts else "hf"]
 
 
 def _plan(contents: Contents, options: OutputOptions) -> Target:
     from converters.containers.safetensors_write import DEFAULT_SHARD_BYTES, plan_safetensors
+    from converters.families.base import Experts
+
+    is_dense = not any(isinstance(b.feed_forward, Experts) for b in contents.family.blocks(contents.info.args))
+    if options.fused_experts and is_dense:
+        raise ConfigError("--fused-experts: this model has no experts", hint="leave it out")
 
     return plan_safetensors(contents.tensors, shard_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES)
 
@@ -36,8 +51,8 @@ HF = Format(
     name="hf",
     called="a Hugging Face checkpoint",
     containers=("safetensors", "torch"),
-    takes=("shard_bytes",),
-    naming=lambda family, options: family.namings["hf"],
+    takes=("shard_bytes", "fused_experts", "drop_expert_bias"),
+    naming=_naming,
     plan=_plan,
     write_small_files=_write_small_files,
     to_dcp=CommandHelp(

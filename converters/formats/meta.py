@@ -15,6 +15,7 @@ from converters.formats.base import CommandHelp, Contents, Format, OutputOptions
 
 if TYPE_CHECKING:
     from converters.containers.target import Target
+    from converters.expressions import Expression
     from converters.families.base import Family, ModelArgs, Naming
 
 NUM_SHARDS = (1, 2, 4, 8, 16)  # that Meta has released
@@ -36,7 +37,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
     _check_num_shards(num_shards, args)
     dims: dict[str, int | None] = {p.fqn: p.tp_dim for p in family.parameters(replace(args, tied=False))}
     dims |= family.meta_shard_dims
-    twice = second_names(contents.view.ledger.used)
+    twice = second_names(contents.view.expressions)
     shared = {name: first for name, first in twice.items() if dims[name] == dims[first]}
     return plan_meta(contents.tensors, num_shards=num_shards, dims=dims, shared=shared)
 
@@ -66,10 +67,10 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     return [META_PARAMS, MODEL_INFO, *written]
 
 
-def second_names(used: Mapping[str, str]) -> dict[str, str]:
-    """Target name → earlier target name of the same source: the output of a tied model."""
-    first: dict[str, str] = {}
-    return {name: first[source] for name, source in used.items() if first.setdefault(source, name) != name}
+def second_names(expressions: Mapping[str, Expression]) -> dict[str, str]:
+    """Target name → earlier target name of the same values: the output of a tied model."""
+    first: dict[Expression, str] = {}
+    return {name: first[made] for name, made in expressions.items() if first.setdefault(made, name) != name}
 
 
 META = Format(

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from converters.catalog import Catalog
+from converters.catalog import Catalog, TensorInfo
 from converters.engine.read import CatalogReader
+from converters.expressions import AllZeros, Expression, Source
 from converters.families.base import Parameter
 from converters.names import OPTIMIZER, SECTIONS, TRAIN_STATE
 from converters.training.optimizer_state import WithNumbers, is_number, number_item, plan_optimizer
@@ -35,9 +36,14 @@ def collect(
     """Plan all sections of `reader`. Raises CheckpointError where the optimizer does not match the model."""
     names = spelling.names
     optimizer = plan_optimizer(reader, names, allow_missing=allow_missing)
-    used = {fqn: name for fqn, name in spelling.weights.items() if name in reader.tensors}
-    row_orders = {fqn: order for fqn, order in names.row_orders.items() if fqn in used} | optimizer.row_orders
-    used |= optimizer.tensors | {name: name for name in optimizer.numbers}
+    has_weights = any(name in reader.tensors for made in spelling.weights.values() for name in made.sources)
+    weights = spelling.weights if has_weights else {}
+    shapes = {p.fqn: p.shape for p in names.parameters}
+    made = {fqn: expression for fqn, expression in weights.items() if reader.tensors.keys() >= set(expression.sources)}
+    infos = {fqn: TensorInfo(_dtype(expression, reader), shapes[fqn]) for fqn, expression in made.items()}
+    made |= optimizer.tensors | {name: Source(name) for name in optimizer.numbers}
+    source = WithNumbers(reader, optimizer.numbers)
+    infos |= optimizer.infos | {name: source.tensors[name] for name in optimizer.numbers}
     copied, items = dict(optimizer.blobs), dict(optimizer.items)  # values: entries that are copied, and new items
     others = [n for n in (*reader.catalog.tensors, *reader.catalog.blobs) if sections[n] not in (MODEL, OPTIMIZER)]
     for name in others:
@@ -46,11 +52,10 @@ def collect(
         elif sections[name] == TRAIN_STATE and not names.are_native and is_number(reader.tensors[name]):
             items[name] = number_item(reader, name)  # the trainer's counters are plain numbers
         else:
-            used[name] = name
-    source = WithNumbers(reader, optimizer.numbers)
-    view = View(source, {n: source.tensors[held] for n, held in used.items()}, row_orders, Ledger(used))
+            made[name], infos[name] = Source(name), reader.tensors[name]
+    view = View(source, infos, made, Ledger({name: expression.sources for name, expression in made.items()}))
     read = cache(reader.read_blob)  # a group's settings go to each of its parameters
-    paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*used, *copied, *items)}
+    paths = {n: _place(reader.catalog, n, spelling, sections) for n in (*made, *copied, *items)}
     return ReshardedContents(
         source=view,
         parameters=names.parameters,
@@ -61,6 +66,10 @@ def collect(
         missing=(*spelling.missing, *(f"{OPTIMIZER} state of {fqn}" for fqn in optimizer.without_state)),
         unknown=[*optimizer.unknown, *(name for name in others if sections[name] not in SECTIONS)],
     )
+
+
+def _dtype(expression: Expression, reader: CatalogReader) -> str:
+    return expression.dtype if isinstance(expression, AllZeros) else reader.tensors[expression.sources[0]].dtype
 
 
 def _place(catalog: Catalog, name: str, spelling: Spelling, sections: Mapping[str, str]) -> tuple[Any, ...]:

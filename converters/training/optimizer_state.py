@@ -1,8 +1,8 @@
 """Plan the optimizer of a training checkpoint: assign states to parameters, check them, translate their names.
 
-Native names do not change. Other namings are translated: a state gets its parameter's native name and, where the naming
-orders rows differently, its permutation; settings of numbered groups are written for each parameter, as in torch's
-`flatten_optimizer_state_dict` and in the trainer, because group numbers collide between pipeline stages.
+Native names do not change. Other namings are translated: a state gets its parameter's native name and is made as its
+parameter is (permuted, stacked, or one half of a tensor); settings of numbered groups are written for each parameter,
+as in torch's `flatten_optimizer_state_dict` and in the trainer, because group numbers collide between pipeline stages.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ from converters.containers.dcp_item import blob_item, read_blob_item
 from converters.dtypes import DTYPES
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, list_offenders
+from converters.expressions import Expression, Source
 from converters.families.base import EMBEDDING, OUTPUT, Parameter
 from converters.names import OPTIMIZER
 from converters.view import TIED_REASON
@@ -36,8 +37,10 @@ class ParameterNames:
     """The parameters of a model and how a checkpoint's optimizer may spell them."""
 
     parameters: Sequence[Parameter]
-    native: Mapping[str, str]  # as spelled in the checkpoint → native name
-    row_orders: Mapping[str, np.ndarray]  # native name → for each row of a head, the checkpoint's row (see View)
+    spelled: Mapping[str, str]  # as spelled in the checkpoint → the checkpoint's weight
+    natives: Mapping[str, tuple[str, ...]]  # weight → native names of what it is, or is a part of
+    expressions: Mapping[str, Expression]  # native name → how weights make it (see View)
+    shapes: Mapping[str, tuple[int, ...]]  # of the weights
     are_native: bool  # nothing needs translation
     tied: bool
 
@@ -46,8 +49,8 @@ class ParameterNames:
 class OptimizerPlan:
     """What to write for an optimizer, and from where."""
 
-    tensors: dict[str, str] = field(default_factory=dict)  # name to write → tensor that it is read from
-    row_orders: dict[str, np.ndarray] = field(default_factory=dict)  # by name to write
+    tensors: dict[str, Expression] = field(default_factory=dict)  # name to write → how tensors make it
+    infos: dict[str, TensorInfo] = field(default_factory=dict)  # of them
     numbers: dict[str, np.ndarray] = field(default_factory=dict)  # 0-dim tensors made of plain values
     moments: dict[str, list[str]] = field(default_factory=dict)  # parameter → names to write of states of its shape
     blobs: dict[str, str] = field(default_factory=dict)  # name to write → value whose bytes are copied
@@ -64,8 +67,9 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
     some, unless `allow_missing`. Numbered states (`state.0.…`) are refused: their parameters are unknown.
     """
     plan, problems = OptimizerPlan(), []
-    shapes = {p.fqn: p.shape for p in names.parameters}
+    shapes = {p.fqn: p.shape for p in names.parameters if p.is_trained}
     kinds_of: dict[str, set[str]] = {fqn: set() for fqn in shapes}
+    states: dict[tuple[str, str], str] = {}  # (weight, kind) → entry
     second: list[
         tuple[str, str]
     ] = []  # (name to write, tensor) of a tied model's output, in addition to the embedding's
@@ -77,14 +81,18 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
             plan.unknown.append(name)
             _keep(plan, reader, name)
             continue
-        owner, kind = _owner(name.removeprefix(STATE), names.native)
-        if names.tied and owner == OUTPUT:
+        owners, weight, kind = _owners(name.removeprefix(STATE), names)
+        if names.tied and owners == (OUTPUT,):
             second.append((f"{STATE}{EMBEDDING}.{kind}", name))
-        elif owner not in shapes:
+        elif not owners or not shapes.keys() >= set(owners):
             problems.append(f"unexpected  {name}")
-        else:
-            kinds_of[owner].add(kind)
-            problems += _plan_state(plan, reader, names, name, owner, kind, shapes[owner])
+        elif (other := states.setdefault((weight, kind), name)) != name:
+            problems.append(f"twice       {name}  and {other} are one state of one parameter")
+    for weight, kind in states:
+        for owner in names.natives[weight]:
+            if kind not in kinds_of[owner]:
+                kinds_of[owner].add(kind)
+                problems += _plan_state(plan, reader, names, states, owner, kind, shapes[owner])
     for target, name in second:
         problems += _plan_second(plan, reader, target, name)
     if any(kinds_of.values()):
@@ -99,64 +107,87 @@ def plan_optimizer(reader: CatalogReader, names: ParameterNames, *, allow_missin
     return plan
 
 
-def _owner(rest: str, native: Mapping[str, str]) -> tuple[str, str]:
-    """(native name of the parameter, kind) of `<name>.<kind>`; ("", …) where there is no such parameter."""
+def _owners(rest: str, names: ParameterNames) -> tuple[tuple[str, ...], str, str]:
+    """(native names, weight, kind) of `<name>.<kind>`; ((), "", …) where there is no such parameter."""
     at = rest.rfind(".")
     while at > 0:
-        if rest[:at] in native:
-            return native[rest[:at]], rest[at + 1 :]
+        if (weight := names.spelled.get(rest[:at])) is not None:
+            return names.natives[weight], weight, rest[at + 1 :]
         at = rest.rfind(".", 0, at)
-    return "", rest
+    return (), "", rest
 
 
 def _plan_state(
     plan: OptimizerPlan,
     reader: CatalogReader,
     names: ParameterNames,
-    name: str,
+    states: Mapping[tuple[str, str], str],
     owner: str,
     kind: str,
     shape: tuple[int, ...],
 ) -> list[str]:
-    target = f"{STATE}{owner}.{kind}"
-    if other := plan.tensors.get(target) or plan.blobs.get(target) or (target in plan.numbers and target):
-        return [f"twice       {name}  and {other} are one state of one parameter"]
-    info = reader.tensors.get(name)
-    if info is None:
-        return _plan_value(plan, reader, names, name, target, kind)
-    if info.shape == shape:
+    """Plan one state of a native parameter, from those of the weights that make it."""
+    expression, target = names.expressions[owner], f"{STATE}{owner}.{kind}"
+    lacking = [weight for weight in expression.sources if (weight, kind) not in states]
+    if lacking:
+        return [f"missing     {STATE}{weight}.{kind}" for weight in lacking]
+    held = {weight: states[weight, kind] for weight in expression.sources}
+    infos = {name: reader.tensors[name] for name in held.values() if name in reader.tensors}
+    if len(infos) < len(held):
+        return _plan_values(plan, reader, names, [*held.values()], target, kind)
+    if all(infos[name].shape == names.shapes[weight] for weight, name in held.items()):
         plan.moments.setdefault(owner, []).append(target)
-        if owner in names.row_orders:
-            plan.row_orders[target] = names.row_orders[owner]
-    elif info.shape and kind in _LIKE_PARAMETER:
-        return [f"shape       {name}  is {list(info.shape)}, its parameter {list(shape)}"]
-    elif info.shape and owner in names.row_orders:
-        return [f"rows        {name}  {list(info.shape)}: its permutation is unknown"]
-    plan.tensors[target] = name
-    return []
+        plan.tensors[target] = expression.renamed(held.__getitem__)
+        plan.infos[target] = TensorInfo(next(iter(infos.values())).dtype, shape)
+        usual = plan.infos[target].dtype
+        return [
+            f"dtype       {name}  is {info.dtype}, the others that it is stacked with {usual}"
+            for name, info in infos.items()
+            if info.dtype != usual
+        ]
+    first, *others = held.values()
+    for weight, name in held.items():
+        info = infos[name]
+        if info.shape and kind in _LIKE_PARAMETER:
+            return [f"shape       {name}  is {list(info.shape)}, its parameter {list(names.shapes[weight])}"]
+        if info.shape and not isinstance(expression, Source):
+            return [f"rows        {name}  {list(info.shape)}: its permutation is unknown"]
+    plan.tensors[target], plan.infos[target] = Source(first), infos[first]
+    return [
+        f"differs     {name}  has another value than {first}, and {owner} needs one for both"
+        for name in others
+        if infos[name] != infos[first] or first_differing_block(reader, first, reader, name)
+    ]
 
 
-def _plan_value(
-    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, name: str, target: str, kind: str
+def _plan_values(
+    plan: OptimizerPlan, reader: CatalogReader, names: ParameterNames, held: Sequence[str], target: str, kind: str
 ) -> list[str]:
     """Plan a state that is not a tensor: old versions of torch count steps in plain numbers, new ones in tensors."""
+    name, *others = held
+    if name in reader.tensors or any(other in reader.tensors for other in others):
+        return [f"value       {name}  and others of {target} are tensors and plain values"]
     if names.are_native or kind != "step":
         plan.blobs[target] = name
-        return []
-    value = read_blob_item(reader.read_blob(name), what=name)
-    if type(value) not in (int, float):
-        return [f"value       {name}  is {value!r:.40}, not a number of steps"]
-    plan.numbers[target] = np.array(value, np.float32)
-    return []
+    else:
+        value = read_blob_item(reader.read_blob(name), what=name)
+        if type(value) not in (int, float):
+            return [f"value       {name}  is {value!r:.40}, not a number of steps"]
+        plan.numbers[target] = np.array(value, np.float32)
+    return [
+        f"differs     {other}  has another value than {name}, and {target} needs one for both"
+        for other in others
+        if reader.read_blob(other) != reader.read_blob(name)
+    ]
 
 
 def _plan_second(plan: OptimizerPlan, reader: CatalogReader, target: str, name: str) -> list[str]:
     """Drop a second state of a tied weight, which must be equal bit for bit."""
     known = plan.tensors.get(target)
-    if known is None or reader.tensors.get(name) != reader.tensors[known]:
+    if known is None or reader.tensors.get(name) != reader.tensors[known.sources[0]]:
         return [f"tied        {name}: the embedding has no such state"]
-    if first_differing_block(reader, known, reader, name):
-        return [f"tied        {name}: differs from {known}, but the model is tied"]
+    if first_differing_block(reader, known.sources[0], reader, name):
+        return [f"tied        {name}: differs from {known.sources[0]}, but the model is tied"]
     plan.dropped[name] = TIED_REASON
     return []
 
@@ -182,12 +213,11 @@ def _plan_groups(
         number, _, key = rest.partition(".")
         owners: Sequence[str] = members.get(number, ())
         if not number.isdecimal():
-            owner, key = _owner(rest, names.native)
-            owners = (owner,)
-            if names.tied and owner == OUTPUT:
+            owners, _, key = _owners(rest, names)
+            if names.tied and owners == (OUTPUT,):
                 plan.dropped[name] = TIED_SETTING
                 continue
-            if not owner:
+            if not owners:
                 problems.append(f"unexpected  {name}")
                 continue
         if key in _ABOUT_PARAMETERS:
@@ -203,7 +233,13 @@ def _plan_groups(
         for owner in owners:
             target = f"{GROUPS}{owner}.{key}"
             if target in plan.blobs or target in plan.items:
-                problems.append(f"twice       {name}  is a repeated setting of {owner}")
+                if len(names.expressions[owner].sources) == 1:
+                    problems.append(f"twice       {name}  is a repeated setting of {owner}")
+                elif made != plan.items.get(target) or (
+                    made is None and reader.read_blob(name) != reader.read_blob(plan.blobs[target])
+                ):
+                    problems.append(f"differs     {name}  has another value than other parts of {owner}")
+                continue
             if made is not None:
                 plan.items[target] = made
             else:
@@ -224,16 +260,20 @@ def _group_members(
         if not isinstance(listed, list | tuple):
             complain(f"value       {name}  is not a list of parameters")
             continue
-        strangers = [str(spelled) for spelled in listed if not (type(spelled) is str and spelled in names.native)]
+        strangers = [str(spelled) for spelled in listed if not (type(spelled) is str and spelled in names.spelled)]
         if strangers:
             complain(f"unexpected  {name}  lists {', '.join(strangers[:3])}{', …' if len(strangers) > 3 else ''}")
-        found = [names.native[spelled] for spelled in listed if type(spelled) is str and spelled in names.native]
-        members[number] = [fqn for fqn in found if not (names.tied and fqn == OUTPUT)]
+        found = [names.spelled[spelled] for spelled in listed if type(spelled) is str and spelled in names.spelled]
+        owners = dict.fromkeys(owner for weight in found for owner in names.natives[weight])
+        members[number] = [owner for owner in owners if not (names.tied and owner == OUTPUT)]
     return members
 
 
 def _keep(plan: OptimizerPlan, reader: CatalogReader, name: str) -> None:
-    (plan.tensors if name in reader.tensors else plan.blobs)[name] = name
+    if name in reader.tensors:
+        plan.tensors[name], plan.infos[name] = Source(name), reader.tensors[name]
+    else:
+        plan.blobs[name] = name
 
 
 def _misfit(problems: list[str], *, numbered: bool) -> CheckpointError:

@@ -9,6 +9,7 @@ import numpy as np
 from converters.catalog import Box, Catalog, TensorInfo
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
+from converters.expressions import Expression
 from converters.families.base import OUTPUT
 from converters.families.registry import get_family
 from converters.model_from import find_model_info
@@ -24,7 +25,7 @@ class Spelling:
 
     info: ModelInfo
     naming: str
-    weights: Mapping[str, str]  # native name → tensor; empty where the checkpoint holds none
+    weights: Mapping[str, Expression]  # native name → how tensors make it; empty where the checkpoint holds none
     dropped: Mapping[str, str]  # tensor among the weights → reason
     missing: tuple[str, ...]  # weights, if that is allowed
     names: ParameterNames
@@ -43,18 +44,18 @@ def read_spelling(
         view, info = weights.source, weights.info
     used = view.ledger.used
     tied = _second_names(view)
-    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in used.values()}
-    native: dict[str, str] = {}
+    held = [name for names in used.values() for name in names]
+    nests = {name: ".".join(map(str, (*catalog.path_of(name)[:-1], ""))) for name in held}
+    spelled: dict[str, str] = {}
     # The names of the weights; without the key of their dict; without the prefix `model.` of old versions of torchtitan
     prefixes: tuple[Callable[[str], str], ...]
     prefixes = (lambda name: "", lambda name: nests.get(name, ""), lambda name: "model.")
     for prefix_of in prefixes:
-        for fqn, name in (used | tied).items():
-            for spelled in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
-                native.setdefault(spelled.removeprefix(prefix_of(name)), fqn)
-    is_native = not renamed and not catalog.prefixes and all(fqn == name for fqn, name in used.items())
-    names = _names(info, view, native, is_native=is_native)
-    return Spelling(info, weights.naming, used, view.ledger.dropped, tuple(view.ledger.missing), names)
+        for name in (*held, *tied):
+            for text in (name, catalog.stored.get(name, name)):  # a group's list of parameters has wrapped names
+                spelled.setdefault(text.removeprefix(prefix_of(name)), name)
+    names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)
+    return Spelling(info, weights.naming, view.expressions, view.ledger.dropped, tuple(view.ledger.missing), names)
 
 
 def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str | None) -> Spelling:
@@ -67,10 +68,10 @@ def _from_optimizer(catalog: Catalog, *, renamed: bool, model_from: Path | str |
             )
         naming = detect_naming(states.tensors, get_family(info.family), where=str(catalog.place))
         view = native_view(states, info, naming, allow_missing=True, allow_extra=True, where=str(catalog.place))
-    native = {name: fqn for fqn, name in view.ledger.used.items()}
-    native |= {name: fqn for fqn, name in _second_names(view).items()}
-    is_native = not renamed and not catalog.prefixes and all(fqn == name for name, fqn in native.items())
-    return Spelling(info, naming.name, {}, {}, (), _names(info, view, native, is_native=is_native))
+    held = [name for names in view.ledger.used.values() for name in names]
+    spelled = {name: name for name in (*held, *_second_names(view))}
+    names = _names(info, view, spelled, is_native=not renamed and not catalog.prefixes)
+    return Spelling(info, naming.name, {}, {}, (), names)
 
 
 class _States:
@@ -88,12 +89,24 @@ class _States:
         return self._reader.read(self._held[fqn], box)
 
 
-def _second_names(view: View) -> dict[str, str]:
+def _second_names(view: View) -> list[str]:
     """The output of a tied model, where the checkpoint has it in addition to the embedding."""
-    names = [name for name, reason in view.ledger.dropped.items() if reason == TIED_REASON]
-    return {OUTPUT: names[0]} if names else {}
+    return [name for name, reason in view.ledger.dropped.items() if reason == TIED_REASON]
 
 
-def _names(info: ModelInfo, view: View, native: Mapping[str, str], *, is_native: bool) -> ParameterNames:
-    parameters = get_family(info.family).parameters(info.args)
-    return ParameterNames(parameters, native, view.row_orders, is_native, info.args.tied)
+def _names(info: ModelInfo, view: View, spelled: Mapping[str, str], *, is_native: bool) -> ParameterNames:
+    """`is_native`: whether the names are native where those of the weights are."""
+    natives: dict[str, tuple[str, ...]] = {}
+    for fqn, names in view.ledger.used.items():
+        for name in names:
+            natives[name] = (*natives.get(name, ()), fqn)
+    natives |= dict.fromkeys(_second_names(view), (OUTPUT,))
+    return ParameterNames(
+        parameters=get_family(info.family).parameters(info.args),
+        spelled=spelled,
+        natives=natives,
+        expressions=view.expressions,
+        shapes={name: info.shape for name, info in view.source.tensors.items()},
+        are_native=is_native and all(names == (fqn,) for fqn, names in view.ledger.used.items() if names),
+        tied=info.args.tied,
+    )

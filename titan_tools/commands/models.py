@@ -22,12 +22,16 @@ def models(
     if as_json:
         print_json({"families": listed})
         return
-    columns = ("family", "flavor", "parameters", "layers", "dim", "heads", "kv heads", "head dim", "vocabulary", "tied")
+    columns = (
+        "family", "flavor", "parameters", "active",
+        "layers", "dim", "heads", "kv heads", "head dim", "vocabulary", "tied",
+    )  # fmt: skip
     rows = [
         (
             family["family"],
             flavor["flavor"],
             flavor["parameters"],
+            flavor["active_parameters"],
             flavor["layers"],
             flavor["dim"],
             flavor["heads"],

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from converters.assets import find_assets
 from converters.catalog import Box
+from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
 from converters.errors import ConfigError, list_offenders
-from converters.manifest import manifest_of
+from converters.families.registry import get_family
+from converters.manifest import TensorSum, manifest_of
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
-from converters.view import View
+from converters.view import View, fused_with
 from converters.weights import NativeWeights
 
 _SAMPLED = 512  # elements at each end of a tensor
@@ -38,13 +40,33 @@ def _weights_identity(weights: NativeWeights) -> str:
     Both use native names and values, so they do not depend on the format.
     """
     manifest, used, stored = manifest_of(weights.catalog), weights.source.ledger.used, weights.catalog.tensors
-    files = {chunk.file for name in used.values() for chunk in stored[name].chunks}
+    names = {name for names in used.values() for name in names}
+    files = {chunk.file for name in names for chunk in stored[name].chunks}
     if manifest is not None and files <= manifest.files.keys():  # else the manifest describes other files
-        digests = {fqn: manifest.tensors[name].digest for fqn, name in used.items() if name in manifest.tensors}
-        if len(digests) == len(used) and all(digests.values()):
+        listed = {name: manifest.tensors[name] for name in names if name in manifest.tensors}
+        if len(listed) == len(names) and all(entry.digest for entry in listed.values()):
+            digests = _native_digests(weights, listed)
             lines = "".join(f"{fqn} {digests[fqn]}\n" for fqn in sorted(digests))
             return f"digests {blake2b(lines.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
     return f"sampled {_sample(weights.source)}"
+
+
+def _native_digests(weights: NativeWeights, listed: Mapping[str, TensorSum]) -> dict[str, str]:
+    """Digests by native name. Tensors that a naming of the family fuses have one for all of them, in any naming."""
+    source, family = weights.source, get_family(weights.info.family)
+    groups = {fqn: fused_with(fqn, family) or (fqn,) for fqn in source.tensors}
+    digests = {}
+    for fqn, group in groups.items():
+        names = dict.fromkeys(name for member in group for name in source.ledger.used[member])
+        info = source.tensors[fqn]
+        if names:
+            total = sum(sum_of_rows(listed[name].digest, listed[name].dtype, listed[name].shape) for name in names)
+        else:  # zeros that the checkpoint does not have, and others do
+            zeros = TensorDigest(info.dtype, info.shape)
+            zeros.update(Box.whole(info.shape), source.read(fqn, Box.whole(info.shape)))
+            total = zeros.partial
+        digests[fqn] = digest_of_sum(total, info.dtype, info.shape)
+    return digests
 
 
 def _sample(source: View) -> str:

@@ -64,7 +64,7 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
             note(f"{found.folder}: {text}")
         for text in weights.info.notes:
             note(text)
-    names = weights.source.ledger.used.values()
+    names = [name for names in weights.source.ledger.used.values() for name in names]
     try:
         ranks.done_by_each(check_read_files, weights.catalog, names, do_all=ranks.divided)
     except CheckpointError as damage:

@@ -26,7 +26,8 @@ def _unread(kind: Any, switch: str) -> Refused:
 
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
 _MX = 'model.converters = ["quantize.linear.mx"] or similar'
-_NO_EXPERTS = "mixture-of-experts models are not covered yet"
+_NO_EXPERTS = "its experts are not covered yet; of the models with experts, Qwen 3's are"
+_NO_EP = "each rank computes all experts: expert parallelism is not covered yet, and FSDP shards their weights"
 
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),
@@ -42,8 +43,8 @@ REFUSED: dict[str, Refused] = {
     "parallelism.pipeline_parallel_expert_parallel_overlap": _unread(bool, "parallelism.expert_parallel_degree"),
     "parallelism.context_parallel_load_balancer": _only("headtail", "sequences are balanced head to tail"),
     "parallelism.context_parallel_rotate_method": _only("allgather", "keys and values are all-gathered"),
-    "parallelism.expert_parallel_degree": _only(1, _NO_EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": _only(1, _NO_EXPERTS),
+    "parallelism.expert_parallel_degree": _only(1, _NO_EP),
+    "parallelism.expert_tensor_parallel_degree": _only(1, _NO_EP),
     "parallelism.expert_parallel_comm_backend": _unread(str, "parallelism.expert_parallel_degree"),
     "checkpoint.enable_ft_dataloader_checkpoints": _unread(bool, "fault_tolerance.enable"),
     "checkpoint.initial_load_in_hf_quantized": _only(False, "quantized weights are not covered yet"),
@@ -73,12 +74,11 @@ REFUSED: dict[str, Refused] = {
     "validation.dataloader.num_workers": _only(0, _WORKERS),
     "validation.dataloader.persistent_workers": _unread(bool, "validation.dataloader.num_workers"),
     "validation.dataloader.prefetch_factor": _unread(int, "validation.dataloader.num_workers"),
-    "debug.moe_force_load_balance": _only(False, _NO_EXPERTS),
 }
 
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 REFUSED_VALUES: dict[tuple[str, str], str] = {
-    (_SCHEDULE, "DualPipeV"): "it is made for experts, which are not covered yet; ZBVZeroBubble has the same stages",
+    (_SCHEDULE, "DualPipeV"): "it is made for expert parallelism, not covered yet; ZBVZeroBubble has the same stages",
 }
 """Values of supported keys that torchtitan allows and titan does not."""
 
@@ -93,9 +93,6 @@ REFUSED_FAMILIES: dict[str, str] = {
 
 _MASKS = "its attention needs masks by document, which are not covered; take the flavor without them"
 REFUSED_FLAVORS: dict[tuple[str, str], str] = {
-    ("qwen3", "debugmodel_moe"): _NO_EXPERTS,
-    ("qwen3", "30B-A3B"): _NO_EXPERTS,
-    ("qwen3", "235B-A22B"): _NO_EXPERTS,
     ("llama3", "debugmodel_flex_attn"): _MASKS,
     ("llama3", "debugmodel_varlen_attn"): _MASKS,
     ("llama3", "8B_flex"): _MASKS,

@@ -156,6 +156,9 @@ class Training:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On a NaN or infinite loss or gradient: stop before the update with exit code 4, or skip the update, warn and
     count it. Not in torchtitan."""
+    expert_balance_rate: Annotated[float, Number(low=0)] | None = None
+    """Change of `moe.expert_bias` per step, which balances experts without a loss; unset = the model's, 0 = none.
+    Not in torchtitan, where it is a number of the model."""
     gc_freq: Positive = 50
     """Steps between runs of Python's garbage collector, which is disabled in between."""
     gc_debug: bool = False
@@ -329,6 +332,8 @@ class Debug:
     """Use only deterministic operations."""
     deterministic_warn_only: bool = False
     """Warn about nondeterministic operations instead of raising an error."""
+    moe_force_load_balance: bool = False
+    """Send tokens to the experts in turn, whatever the router's scores, to measure speed and memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,33 +1,100 @@
-"""The product of rows, grouped by expert, with each expert's matrix, forward and backward."""
+"""The product of rows, grouped by expert, with each expert's matrix, forward and backward.
+
+Custom operations, because torch's own can be traced in bfloat16 only, and its backward takes contiguous gradients only.
+"""
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# torch.nn.functional.grouped_mm needs rows whose strides are multiples of 16 bytes
-_ALIGNED_BYTES = 16
+from trainer.parallel.cpu_products import multiplies
+
+_ALIGNED_BYTES = 16  # strides that torch's kernels take are multiples of it
+_MOST_ELEMENTS = 1 << 31  # beyond it the CUDA kernel accesses memory that is not its own (torchtitan#1932)
 
 
 def grouped_product(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`x_RI[start:end] @ weight_EOI[e].T` for each expert e, whose rows end at `ends_E[e]` (int32). Returns [R, O].
 
-    Every row belongs to an expert: `ends_E[-1]` is R. An expert without rows gets a zero gradient.
+    Every row belongs to an expert, so `ends_E[-1]` is R. An expert without rows gets a gradient of zeros. Shapes that
+    torch's kernel does not take are multiplied expert by expert, with equal results.
     """
-    return _GroupedProduct.apply(x_RI, weight_EOI, ends_E)
+    product: Tensor = _rows(x_RI, weight_EOI, ends_E, False)
+    return product
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """torch's own backward needs a contiguous gradient, which `sum().backward()` does not give."""
+@torch.library.custom_op("titan::grouped_rows", mutates_args=())
+def _rows(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, is_backward: bool) -> Tensor:
+    """Each row times its expert's matrix: `x @ w.T`; with `is_backward` [R, O] → [R, I], `x @ w`."""
+    x_RI, weight_EOI = x_RI.contiguous(), weight_EOI.contiguous()
+    weight = weight_EOI if is_backward else weight_EOI.transpose(1, 2)
+    if _has_kernel(x_RI, len(x_RI), weight_EOI.shape):
+        return _grouped_mm(x_RI, weight, ends_E)
+    out = x_RI.new_empty(x_RI.shape[0], weight.shape[2])
+    for expert, rows in _rows_of_experts(ends_E):
+        torch.mm(x_RI[rows], weight[expert], out=out[rows])
+    return out
 
-    @staticmethod
-    def forward(ctx, x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI, ends_E)
-        return torch.nn.functional.grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=ends_E)
 
-    @staticmethod
-    def backward(ctx, grad_RO: Tensor):
-        x_RI, weight_EOI, ends_E = ctx.saved_tensors
-        grad_RO = grad_RO.contiguous()
-        mm = torch.nn.functional.grouped_mm
-        grad_x = mm(grad_RO, weight_EOI, offs=ends_E) if ctx.needs_input_grad[0] else None
-        grad_w = mm(grad_RO.T, x_RI, offs=ends_E) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_w, None
+@_rows.register_fake
+def _(x_RI: Tensor, weight_EOI: Tensor, ends_E: Tensor, is_backward: bool) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[2 if is_backward else 1])
+
+
+@torch.library.custom_op("titan::grouped_weights", mutates_args=())
+def _weights(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    """The gradient of every expert's matrix: `grad[start:end].T @ x[start:end]`, [E, O, I]."""
+    grad_RO, x_RI = grad_RO.contiguous(), x_RI.contiguous()
+    shape = torch.Size((len(ends_E), grad_RO.shape[1], x_RI.shape[1]))
+    if _has_kernel(x_RI, len(x_RI), shape):
+        return _grouped_mm(grad_RO.T, x_RI, ends_E)
+    out = x_RI.new_zeros(shape)
+    for expert, rows in _rows_of_experts(ends_E):
+        torch.mm(grad_RO[rows].T, x_RI[rows], out=out[expert])
+    return out
+
+
+@_weights.register_fake
+def _(grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RI.new_empty(len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_RI, weight_EOI, ends_E, is_backward = inputs
+    assert not is_backward, "a backward pass has no gradient"
+    ctx.save_for_backward(x_RI, weight_EOI, ends_E)
+
+
+def _gradients(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    x_RI, weight_EOI, ends_E = ctx.saved_tensors
+    grad_x = _rows(grad_RO, weight_EOI, ends_E, True) if ctx.needs_input_grad[0] else None
+    grad_weight = _weights(grad_RO, x_RI, ends_E) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight, None, None
+
+
+_rows.register_autograd(_gradients, setup_context=_save_inputs)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    public = getattr(torch.nn.functional, "grouped_mm", None)  # since torch 2.10
+    product: Tensor = (public or torch._grouped_mm)(a, b, offs=ends_E)
+    return product
+
+
+def _has_kernel(like: Tensor, num_rows: int, matrices: torch.Size) -> bool:
+    """Whether torch's kernel takes these shapes: aligned, not too large, and not slower than a loop."""
+    num_experts, *sizes = matrices
+    is_aligned = all(size * like.itemsize % _ALIGNED_BYTES == 0 for size in sizes)
+    largest = max(num_rows * max(sizes), num_experts * sizes[0] * sizes[1])
+    return is_aligned and largest < _MOST_ELEMENTS and multiplies(like.dtype, like.device)
+
+
+def _rows_of_experts(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """The rows of each expert that has any. On a GPU the host waits for the numbers."""
+    start = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end

@@ -36,11 +36,15 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
     match parameter.role:
         case Role.NORM | Role.HEAD_NORM:
             return Constant(1.0)
+        case Role.ROUTER_BIAS:
+            return Constant(0.0)
         case Role.EMBEDDING if not args.tied:
             return Normal(1.0)
         case Role.EMBEDDING | Role.OUTPUT:
             return Normal(args.dim**-0.5, cut=3.0)
-        case Role.ROW | Role.UP_COLUMN if parameter.layer is not None:
+        case Role.ROW | Role.UP_COLUMN | Role.EXPERT_ROW | Role.EXPERT_UP_COLUMN | Role.ROUTER if (
+            parameter.layer is not None
+        ):
             # deeper layers add to a residual stream that has already grown
             return Normal(_STD / sqrt(2 * (parameter.layer + 1)))
     return Normal(_STD)

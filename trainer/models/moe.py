@@ -1,16 +1,17 @@
 """A mixture-of-experts feed-forward in plain PyTorch: `combine(experts(dispatch(x, route(x))))`.
 
-No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; a dispatch that sends them to other ranks
-replaces it from outside. All sums run in a fixed order, so that reruns are bit-equal.
+No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; a dispatch that sends them to other
+ranks replaces it from outside. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
 
 Shape letters: T tokens, D model dim, E experts, K experts per token, F expert width, R = T * K rows in expert order.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from converters.families.base import Experts
 from trainer.models.grouped_product import grouped_product
@@ -24,50 +25,85 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses the experts with the largest score + bias. Weights are the scores alone: the bias only balances."""
+    """Chooses the experts with the largest score + bias. Weights are the scores alone: the bias only balances.
+
+    Everything is computed in float32, from input and gate weight as the training dtype has them.
+    """
 
     def __init__(self, dim: int, experts: Experts):
         super().__init__()
-        self.experts = experts
+        self.num_experts, self.top_k, self.normalize = experts.num, experts.top_k, experts.normalize
+        self.forces_balance = False  # for measurements: experts in turn, whatever the scores
         self.gate = nn.Linear(dim, experts.num, bias=False)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor) -> Routes:
         logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
         scores_TE = logits_TE.softmax(dim=-1)
-        ids_TK = (scores_TE + bias_E).topk(self.experts.top_k, dim=-1).indices
+        if self.forces_balance:
+            slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
+            ids_TK = (slots_R % self.num_experts).view(-1, self.top_k)
+        else:
+            ids_TK = (scores_TE + bias_E).topk(self.top_k, dim=-1).indices
         weights_TK = scores_TE.gather(1, ids_TK)
-        if self.experts.normalize:
+        if self.normalize:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return Routes(ids_TK, weights_TK)
 
 
 class Dispatched(NamedTuple):
-    """Rows in expert order: those of expert e end at `ends_E[e]`. `order_R`: for each, its position in [T, K]."""
+    """Rows in expert order: those of expert e end at `ends_E[e]`."""
 
     x_RD: Tensor
     ends_E: Tensor  # int32
-    order_R: Tensor  # int64
+    order_R: Tensor  # int64: the position in [T, K] of each row
+    back_R: Tensor  # int64: the row of each position
 
 
 class LocalDispatch(nn.Module):
     """Every expert is on this rank: rows are sorted by expert, in token order within an expert."""
 
-    def forward(self, x_TD: Tensor, routes: Routes, num_experts: int) -> Dispatched:
-        ids_R = routes.ids_TK.flatten()
-        order_R = ids_R.argsort(stable=True)
-        # scatter_add of integers has the same result in any order
-        counts_E = ids_R.new_zeros(num_experts).scatter_add(0, ids_R, torch.ones_like(ids_R))
-        return Dispatched(
-            x_TD[order_R // routes.ids_TK.shape[1]], counts_E.cumsum(0, dtype=torch.int32), order_R
-        )
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Dispatched:
+        sorted_R, order_R = ids_TK.flatten().sort(stable=True)
+        back_R = torch.empty_like(order_R).scatter(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        experts_E = torch.arange(num_experts, device=ids_TK.device)
+        ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
+        x_RD = _ToExperts.apply(x_TD, order_R, back_R, ids_TK.shape[1])  # type: ignore[no-untyped-call]
+        return Dispatched(x_RD, ends_E, order_R, back_R)
 
-    def combine(self, out_RD: Tensor, dispatched: Dispatched, routes: Routes) -> Tensor:
+    def combine(self, out_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
         """The weighted sum over each token's experts, best first, in float32."""
-        T, K = routes.ids_TK.shape
-        back_R = torch.empty_like(dispatched.order_R)
-        back_R[dispatched.order_R] = torch.arange(len(back_R), device=back_R.device)
-        out_TKD = out_RD[back_R].view(T, K, -1)
-        return (out_TKD.float() * routes.weights_TK.unsqueeze(-1)).sum(dim=1).type_as(out_RD)
+        flat: Tensor = _ToTokens.apply(out_RD, dispatched.order_R, dispatched.back_R)  # type: ignore[no-untyped-call]
+        out_TKD = flat.view(*weights_TK.shape, -1)
+        return (out_TKD.float() * weights_TK.unsqueeze(-1)).sum(dim=1).type_as(out_RD)
+
+
+class _ToExperts(Function):
+    """Row i is token `order_R[i] // K`. The backward pass of indexing would add up in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_R: Tensor, back_R: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(back_R)
+        ctx.top_k = top_k
+        return x_TD.index_select(0, order_R // top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, back_R).view(-1, ctx.top_k, grad_RD.shape[1]).sum(dim=1), None, None, None
+
+
+class _ToTokens(Function):
+    """Rows in the order of [T, K]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, back_R: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R)
+        return x_RD.index_select(0, back_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        return grad_RD.index_select(0, order_R), None, None
 
 
 class GroupedExperts(nn.Module):
@@ -91,14 +127,47 @@ class MoE(nn.Module):
 
     def __init__(self, dim: int, experts: Experts):
         super().__init__()
+        self.balance_rate = experts.balance_rate
         self.router = Router(dim, experts)
-        self.dispatch: LocalDispatch = LocalDispatch()
+        self.dispatch = LocalDispatch()
         self.experts = GroupedExperts(dim, experts)
         self.register_buffer("expert_bias", torch.zeros(experts.num, dtype=torch.float32))
+        self.load_E: Tensor | None = None  # rows of each expert, int64: backward adds those of its forward
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
-        routes = self.router(x_TD, self.expert_bias)
-        dispatched = self.dispatch(x_TD, routes, len(self.expert_bias))
+        ids_TK, weights_TK = self.router(x_TD, self.expert_bias)
+        dispatched = self.dispatch(x_TD, ids_TK, len(self.expert_bias))
+        if self.load_E is not None:
+            weights_TK = _counted(weights_TK, dispatched.ends_E, self.load_E)
         out_RD = self.experts(dispatched.x_RD, dispatched.ends_E)
-        return self.dispatch.combine(out_RD, dispatched, routes).view_as(x_BLD)
+        return self.dispatch.combine(out_RD, dispatched, weights_TK).view_as(x_BLD)
+
+
+@torch.library.custom_op("titan::counted", mutates_args=())
+def _counted(weights_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
+    """A copy of the weights, whose backward adds the rows of each expert to `load_E`.
+
+    Backward runs once for every batch that is trained on: not in validation, and not again where activation
+    checkpointing recomputes the layer.
+    """
+    return weights_TK.clone()
+
+
+@_counted.register_fake
+def _(weights_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
+    return torch.empty_like(weights_TK)
+
+
+def _keep_ends(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ends_E, ctx.load_E = inputs  # saved for backward, load_E could not be changed by another batch
+    ctx.save_for_backward(ends_E)
+
+
+def _count(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None]:
+    (ends_E,) = ctx.saved_tensors
+    ctx.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
+    return grad_TK, None, None
+
+
+_counted.register_autograd(_count, setup_context=_keep_ends)

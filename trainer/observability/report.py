@@ -1,7 +1,7 @@
 """Measure a training run and log its metrics every few steps, on the ranks that log."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trainer.observability.sinks import (
 )
 from trainer.observability.throughput import StepClock, flops_per_token, peak_memory
 from trainer.observability.wandb_sink import WandbSink
+from trainer.optim.expert_balance import ExpertLoad
 from trainer.step import StepResult
 
 
@@ -49,7 +50,7 @@ class Report:
         self._tokens_per_step = job.tokens_per_step
         self._clock = StepClock(
             flops_per_token=flops_per_token(
-                job.args, num_parameters=job.num_parameters, seq_len=config.training.seq_len
+                job.args, num_parameters=job.num_active_parameters, seq_len=config.training.seq_len
             ),
             num_ranks=self._num_ranks,
             peak=data_sheet(torch.cuda.get_device_name(device)).bf16_flops if device.type == "cuda" else None,
@@ -104,6 +105,7 @@ class Report:
             **peak_memory(self._device),
             "ntokens_seen": progress.ntokens_seen,
             "skipped_steps": progress.skipped_steps,
+            **load_metrics(result.expert_loads),
         }
         self._log(progress.step, metrics)
 
@@ -143,6 +145,18 @@ class Report:
                 if error is None:
                     raise
                 note(f"WARNING: metrics may be incomplete: {problem}")  # must not hide the run's own error
+
+
+def load_metrics(loads: Sequence[ExpertLoad]) -> dict[str, float]:
+    """Of each layer with experts, and over them: the worst load, and all experts without a token."""
+    if not loads:
+        return {}
+    return {
+        "expert_load": max(load.max_over_mean for load in loads),
+        "dead_experts": sum(load.num_dead for load in loads),
+        **{f"expert_load/layer_{load.layer}": load.max_over_mean for load in loads},
+        **{f"dead_experts/layer_{load.layer}": load.num_dead for load in loads},
+    }
 
 
 def _tensorboard_folder(settings: Metrics, dump: Path, rank: int) -> Path | None:

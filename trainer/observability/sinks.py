@@ -139,6 +139,8 @@ def step_line(step: int, metrics: Mapping[str, float], *, eta_secs: float) -> st
         parts.append(f"MFU {metrics['mfu']:.1%}")
     in_use = f" ({metrics['memory_allocated_gib']:.2f} in use)" if "memory_allocated_gib" in metrics else ""
     parts += [f"data {metrics['data_secs'] * 1000:.1f} ms", f"memory {metrics['memory_gib']:.2f} GiB{in_use}"]
+    if "expert_load" in metrics:
+        parts.append(f"expert load {metrics['expert_load']:.2f}, {metrics['dead_experts']:.0f} dead")
     if metrics["skipped_steps"]:
         parts.append(f"skipped {metrics['skipped_steps']}")
     parts.append(f"ETA {_clock(eta_secs)}")

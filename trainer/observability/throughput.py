@@ -14,8 +14,9 @@ from converters.sizes import GIB
 def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int) -> int:
     """6·N + 12·L·d·s: forward and backward of the matrix products, and of full (not causal) attention.
 
-    N excludes the input embedding, which is a lookup, unless it is tied and so the output projection too. Published MFU
-    figures (torchtitan, NVIDIA's benchmarks) use this count.
+    N is `num_parameters` (of a mixture of experts the active ones) without the input embedding, which is a lookup,
+    unless it is tied and so the output projection too. Published MFU figures (torchtitan, NVIDIA's benchmarks) use this
+    count.
     """
     num_matmul = num_parameters - (0 if args.tied else args.vocab_size * args.dim)
     return 6 * num_matmul + 12 * args.num_layers * args.num_heads * args.head_dim * seq_len

@@ -55,7 +55,7 @@ def test_rows_of_biases_follow_those_of_their_weights(folder):
     """Llama's q and k change to neighbouring pairs; all others stay."""
     info, stored = read_model_info(folder / "hf"), load_file(folder / "hf" / "model.safetensors")
     with open_native(folder / "hf") as weights:
-        for fqn, name in weights.source.ledger.used.items():
+        for fqn, (name,) in weights.source.ledger.used.items():
             if not fqn.endswith(".bias"):
                 continue
             whole = Box.whole(weights.source.tensors[fqn].shape)

@@ -159,7 +159,7 @@ def test_digests_do_not_depend_on_format_or_layout(hf, tmp_path):
         stored = weights.source.ledger.used
     native = {name: tensor.digest for name, tensor in read_manifest(tmp_path / "a").tensors.items()}
     assert {n: t.digest for n, t in read_manifest(tmp_path / "b").tensors.items()} == native
-    assert {n: read_manifest(tmp_path / "c").tensors[f].digest for n, f in stored.items()} == native
+    assert {n: read_manifest(tmp_path / "c").tensors[f].digest for n, (f,) in stored.items()} == native
     assert len(set(native.values())) == len([n for n in native if "norm" not in n]) + 1  # all norms are ones
 
 

@@ -8,7 +8,7 @@ from converters.errors import ConfigError
 from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
 from converters.layout import MeshShape
-from trainer.config.sections import Config, Model, Parallelism, Training, Validation
+from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
 from trainer.job import (
     layout_problems,
     required_world_size,
@@ -161,3 +161,27 @@ def test_streams_that_cannot_be_dealt_are_reported_with_a_number_that_can():
     config = Config(training=Training(dataset="c4"))
     (problem,) = layout_problems(config, GQA, MeshShape(dp_shard=96))
     assert "dataset_streams = 96" in problem
+
+
+MOE = Model(name="qwen3", flavor="debug_moe")
+
+
+def test_experts_are_not_sharded_by_tensor_parallelism_and_their_bias_is_not_exported():
+    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}
+    config = Config(model=MOE, parallelism=Parallelism(**degrees), checkpoint=Checkpoint(last_save_in_hf=True))
+    with pytest.raises(ConfigError) as raised:
+        resolve_job(config, 8)
+    assert "tensor_parallel_degree = 2: tensor parallelism of experts is not supported yet" in raised.value.message
+    assert "last_save_in_hf: Hugging Face's models have no place for moe.expert_bias" in raised.value.message
+    without_tp = replace(config, parallelism=Parallelism(**degrees | {"tensor_parallel_degree": 1}))
+    resolve_job(replace(without_tp, training=Training(expert_balance_rate=0)), 8)
+
+
+def test_settings_of_experts_are_refused_without_experts():
+    config = Config(training=Training(expert_balance_rate=0.01), debug=Debug(moe_force_load_balance=True))
+    output = layout_problems(config, GQA, MeshShape())
+    assert [problem.partition(",")[0] for problem in output] == [
+        "debug.moe_force_load_balance = true",
+        "training.expert_balance_rate = 0.01",
+    ]
+    assert resolve_job(replace(config, model=MOE)).dims == MeshShape()

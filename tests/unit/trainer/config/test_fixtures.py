@@ -14,7 +14,8 @@ from trainer.config.toml_file import read_toml
 from trainer.job import resolve_job
 
 CONFIGS = Path(__file__).parent / "configs"
-EXPERTS = "mixture-of-experts models are not covered yet"
+EXPERTS = "its experts are not covered yet"
+EXPERT_PARALLEL = "each rank computes all experts"
 FLUX = "it belongs to Flux"
 TORCHFT = "TorchFT"
 
@@ -25,6 +26,7 @@ RUN = {
     "qwen3_0.6b": (1, 8),
     "qwen3_1.7b": (1, 8),
     "qwen3_32b": (32, 64),
+    "qwen3_moe_debug": (1, 8),
     "llama3_8b_custom": (8, 32),
     "llama3_70b_256_gpus": (256,),
     "llama3_405b_512_gpus": (512,),
@@ -34,12 +36,11 @@ RUN = {
 
 REFUSED_FILES = {
     "llama3_405b": {"model.converters": "is called `quantize.linear.float8` now"},
-    "qwen3_moe_debug": {"model.flavor": EXPERTS},
     "llama4_debug_model": {"model.name": EXPERTS},
-    "llama4_17bx16e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERTS},
-    "llama4_17bx128e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERTS},
+    "llama4_17bx16e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERT_PARALLEL},
+    "llama4_17bx128e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERT_PARALLEL},
     "deepseek_v3_debug": {"model.name": EXPERTS},
-    "deepseek_v3_16b": {"model.name": EXPERTS, "parallelism.expert_parallel_degree": EXPERTS},
+    "deepseek_v3_16b": {"model.name": EXPERTS, "parallelism.expert_parallel_degree": EXPERT_PARALLEL},
     "deepseek_v3_671b": {"model.name": EXPERTS},
     "gpt_oss_debug": {"model.name": EXPERTS},
     "flux_dev": {

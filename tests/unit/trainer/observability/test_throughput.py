@@ -1,5 +1,7 @@
 """FLOP utilization against published figures, the step clock, and peak memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,19 @@ def test_mfu_is_what_a_published_log_says():
     args = FLAVORS["8B"]  # AWS: 6,785 tokens/s on an H100 = 39.73 %
     count = flops_per_token(args, num_parameters=LLAMA3.num_parameters(args), seq_len=8192)
     assert 6785 * count / data_sheet("NVIDIA H100 80GB HBM3").bf16_flops == pytest.approx(0.3973, abs=1e-4)
+
+
+@pytest.mark.parametrize(("flavor", "billions"), [("30B-A3B", (30.53, 3.35)), ("235B-A22B", (235.1, 22.2))])
+def test_flops_of_a_mixture_count_the_experts_that_a_token_uses(flavor, billions):
+    args = QWEN3.flavors[flavor]
+    num_active = QWEN3.num_active_parameters(args)
+    assert (QWEN3.num_parameters(args) / 1e9, num_active / 1e9) == pytest.approx(billions, rel=2e-3)
+    with_one_more = replace(args, experts_per_token=args.experts_per_token + 1)
+    one_expert = args.num_layers * 3 * args.dim * args.expert_hidden
+    assert QWEN3.num_active_parameters(with_one_more) - num_active == one_expert
+    attention = 12 * args.num_layers * args.num_heads * args.head_dim * 4096
+    count = flops_per_token(args, num_parameters=num_active, seq_len=4096)
+    assert count == 6 * (num_active - args.vocab_size * args.dim) + attention
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,272 @@
+"""Expressions: a tensor as a small tree over tensors of a source, such as a stack of experts or a half of a matrix.
+
+Every node reads any box of its tensor and reads no more of the source than that box, up to a head of rows. A table of
+names is typed for one direction (rules.py); view.py makes the trees of both directions from it: Take and Join, Stack
+and Index, HeadRows and HeadRows are each other's inverse.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from converters.catalog import Box, TensorSource
+from converters.dtypes import numpy_dtype
+
+Rows = Sequence[int]  # numbers of rows
+RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native rows (see digest.py)
+
+
+class Expression(Protocol):
+    """A node. It does not know its dtype and shape, which the view lists."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the source's tensors that it reads."""
+        ...
+
+    @property
+    def rows_together(self) -> int:
+        """Rows (of dim 0) that a block should hold together, because they are read together; 1: any block will do."""
+        ...
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        """The values of a box."""
+        ...
+
+    def renamed(self, rename: Callable[[str], str]) -> "Expression":
+        """The same over other tensors of the same shapes, such as an optimizer's moments."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the source, as it is."""
+
+    name: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return source.read(self.name, box)
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return Source(rename(self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of q or k, moved within each head: halves (0, h/2)(1, h/2+1)… of the part to pairs (0, 1)(2, 3)…, or back.
+
+    Box of whole heads: reads exactly its own rows. Other boxes: at most one more head on each side.
+    """
+
+    part: Expression
+    head_dim: int
+    to_halves: bool  # the result is in halves, the part in pairs
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return max(self.head_dim, self.part.rows_together)
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        rows = np.arange(box.offsets[0], box.offsets[0] + box.sizes[0])
+        if not rows.size:
+            return self.part.read(source, box)
+        source_rows = self.moved(rows)
+        first, last = int(source_rows.min()), int(source_rows.max())
+        span = self.part.read(source, Box((first, *box.offsets[1:]), (last + 1 - first, *box.sizes[1:])))
+        values: np.ndarray[Any, Any] = span[source_rows - first]
+        return values
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+    def moved(self, rows: np.ndarray) -> np.ndarray:
+        """For each row, the part's row that it is read from."""
+        head, within = np.divmod(rows, self.head_dim)
+        found: np.ndarray[Any, Any] = head * self.head_dim + head_order(self.head_dim, to_halves=self.to_halves)[within]
+        return found
+
+
+@cache
+def head_order(head_dim: int, *, to_halves: bool) -> np.ndarray:
+    """For each row of a head in the one order, its row in the other."""
+    order = np.arange(head_dim).reshape(2, head_dim // 2).T.reshape(-1)
+    return np.argsort(order) if to_halves else order
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensors of one shape, stacked along a new dim 0."""
+
+    parts: tuple[Expression, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        (first, *offsets), (count, *sizes) = box.offsets, box.sizes
+        if not count:
+            return self.parts[0].read(source, Box(tuple(offsets), (0,) * len(sizes))).reshape(0, *sizes)
+        within = Box(tuple(offsets), tuple(sizes))
+        values = self.parts[first].read(source, within)[None]
+        if count == 1:
+            return values
+        stacked = np.empty(box.sizes, values.dtype)
+        stacked[0] = values[0]
+        for number in range(1, count):
+            stacked[number] = self.parts[first + number].read(source, within)
+        return stacked
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return Stack(tuple(part.renamed(rename) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """One of the tensors that `part` is a stack of. `num_rows`: of each, along all but its last dim."""
+
+    part: Expression
+    number: int
+    num_rows: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        values: np.ndarray[Any, Any] = self.part.read(source, Box((self.number, *box.offsets), (1, *box.sizes)))[0]
+        return values
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """The part of a tensor that begins at `start` along `dim`."""
+
+    part: Expression
+    dim: int
+    start: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.part.sources
+
+    @property
+    def rows_together(self) -> int:
+        return self.part.rows_together
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return self.part.read(source, _moved_along(box, self.dim, box.offsets[self.dim] + self.start))
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, part=self.part.renamed(rename))
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Parts of one shape, one after another along `dim`; `shape` is that of the whole."""
+
+    parts: tuple[Expression, ...]
+    dim: int
+    shape: tuple[int, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(name for part in self.parts for name in part.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return max(part.rows_together for part in self.parts)
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        start, size = box.offsets[self.dim], self.shape[self.dim] // len(self.parts)
+        end, pieces = start + box.sizes[self.dim], []
+        for number in range(start // size, max(start // size + 1, -(-end // size))):
+            first = max(start, number * size)
+            count = min(end, (number + 1) * size) - first
+            pieces.append(self.parts[number].read(source, _moved_along(box, self.dim, first - number * size, count)))
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.dim)
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, parts=tuple(part.renamed(rename) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class AllZeros:
+    """Zeros of `dtype`, for a tensor that the source does not have."""
+
+    dtype: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def rows_together(self) -> int:
+        return 1
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        return np.zeros(box.sizes, numpy_dtype(self.dtype))
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return self
+
+
+def source_rows(expression: Expression, rows: Rows) -> Rows:
+    """The numbers that rows have in the source's tensors. Each row must be one row of one of them.
+
+    Where the source is native, these are the numbers of a digest (see digest.py).
+    """
+    match expression:
+        case HeadRows(part):
+            return source_rows(part, expression.moved(np.asarray(rows)).tolist())
+        case Index(part, number, num_rows):
+            first = number * num_rows
+            if isinstance(rows, range):
+                return source_rows(part, range(rows.start + first, rows.stop + first))
+            return source_rows(part, (np.asarray(rows) + first).tolist())
+        case Join(parts, dim, shape):
+            # A row is along the last dim; within `before`, a part has `each` rows in succession
+            each = prod(shape[dim:-1]) // len(parts)
+            before, within = np.divmod(np.asarray(rows), each * len(parts))
+            of, row = np.divmod(within, each)
+            numbers = before * each + row
+            for position, part in enumerate(parts):
+                if (mine := of == position).any():
+                    numbers[mine] = source_rows(part, numbers[mine].tolist())
+            moved: list[int] = numbers.tolist()
+            return moved
+    assert isinstance(expression, Source | AllZeros), f"{type(expression).__name__}: its rows are parts of others"
+    return rows
+
+
+def _moved_along(box: Box, dim: int, offset: int, size: int | None = None) -> Box:
+    """`box` with another offset, and possibly size, along one dim."""
+    sizes = box.sizes if size is None else (*box.sizes[:dim], size, *box.sizes[dim + 1 :])
+    return Box((*box.offsets[:dim], offset, *box.offsets[dim + 1 :]), sizes)

@@ -1,0 +1,54 @@
+"""Settings of mixture-of-experts models: what is not supported for them, and what is for them alone.
+
+torch is imported inside functions, so that settings are checked without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.families.base import Family, ModelArgs, Role
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+
+if TYPE_CHECKING:
+    from trainer.models.llama3.model import Transformer
+
+
+def has_experts(family: Family, args: ModelArgs) -> bool:
+    return family.has_role(Role.ROUTER, args)
+
+
+def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshShape) -> list[str]:
+    """Settings that a model with experts, or one without them, cannot be combined with."""
+    rate = config.training.expert_balance_rate
+    if not has_experts(family, args):
+        problems = []
+        if config.debug.moe_force_load_balance:
+            problems.append("debug.moe_force_load_balance = true, but the model has no experts; nearest: false")
+        if rate is not None:
+            problems.append(f"training.expert_balance_rate = {rate}, but the model has no experts; nearest: unset")
+        return problems
+    problems = []
+    if dims.tp > 1:
+        problems.append(
+            f"parallelism.tensor_parallel_degree = {dims.tp}: tensor parallelism of experts is not supported yet;"
+            " nearest: 1, with FSDP (data_parallel_shard_degree), context or pipeline parallelism"
+        )
+    if config.checkpoint.last_save_in_hf and rate != 0:
+        problems.append(
+            "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"
+            " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false"
+        )
+    return problems
+
+
+def apply_expert_settings(model: Transformer, config: Config) -> None:
+    """Set what the config says about the experts of a model."""
+    from trainer.models.moe import MoE
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.router.forces_balance = config.debug.moe_force_load_balance
+            if config.training.expert_balance_rate is not None:
+                module.balance_rate = config.training.expert_balance_rate
