@@ -15,6 +15,7 @@ from titan_tools.infer.model import linear
 from titan_tools.infer.model import load as load_file
 from titan_tools.infer.model.experts import RoutedExperts, SeparateWeights, SortedRows, StackedWeights
 from titan_tools.infer.model.linear import PackedWeight, WidenedWeight, can_pack
+from trainer.parallel.compile import why_inductor_cannot
 
 PROMPT = [(37 * n + 11) % 97 for n in range(40)]
 NEXT = [5, 96, 0, 41]
@@ -106,6 +107,16 @@ def test_a_step_of_fixed_shapes_says_the_same(mixed, rows):
     found = logits_of(load(mixed.folder, packed=False), rows=rows, compile=True, backend="eager")
     torch._dynamo.reset()
     mixed.assert_near(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_inductor_cannot(CPU) is not None, reason="nothing to compile C++ with")
+@pytest.mark.parametrize("how", [None, "int8", "float8"])
+def test_a_step_that_inductor_compiled_says_what_an_eager_one_says(mixed, how):
+    model = load(mixed.folder, packed=False, quantize=how)
+    eager, compiled = (logits_of(model, rows=3, row=1, compile=compile) for compile in (False, True))
+    torch._dynamo.reset()
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
 
 
 def test_products_by_expert_can_be_part_of_a_graph_where_the_gpu_has_a_kernel(mixed, monkeypatch):
