@@ -14,14 +14,15 @@ from converters.diff import diff as _diff
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.errors import CheckpointError, ConfigError, TitanError, UnsupportedError
 from converters.families import hf_config, llama
-from converters.families.base import Family, ModelArgs, Naming, Parameter, Role
+from converters.families.base import Block, Dense, Experts, Family, ModelArgs, Naming, Parameter, Role
+from converters.families.experts import expert_parameters
 from converters.families.registry import register as _register_family
 from converters.formats.base import OutputOptions
 from converters.inspect import Inspection, inspect_checkpoint
 from converters.layout import MeshShape
 from converters.reshard import ReshardReport
 from converters.reshard import reshard as _reshard
-from converters.rules import Drop, RopeHalves, Rule, Same
+from converters.rules import Drop, Half, RopeHalves, Rule, Same, Stacked, Zeros
 from converters.verify import verify as _verify
 from converters.verify_report import VerifyReport
 from converters.weights import NativeWeights, open_native
@@ -29,7 +30,8 @@ from converters.weights import NativeWeights, open_native
 __all__ = [
     "convert", "reshard", "verify", "diff", "inspect", "open_checkpoint", "register_family",
     "ConvertReport", "ReshardReport", "VerifyReport", "DiffReport", "Inspection", "NativeWeights", "TensorInfo", "Box",
-    "Family", "ModelArgs", "Naming", "Parameter", "Role", "Rule", "Same", "RopeHalves", "Drop", "llama", "hf_config",
+    "Family", "ModelArgs", "Block", "Dense", "Experts", "Parameter", "Role", "expert_parameters", "llama", "hf_config",
+    "Naming", "Rule", "Same", "RopeHalves", "Stacked", "Half", "Zeros", "Drop",
     "TitanError", "CheckpointError", "ConfigError", "UnsupportedError",
 ]  # fmt: skip
 

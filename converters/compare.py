@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf, nan, prod
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Deviation:
     max_abs: float  # max |A - B|
     relative: float  # ‖A - B‖ / ‖A‖
     rounded: str  # "A" or "B" where that one equals the other cast to its dtype; else ""
+    experts: tuple[int, ...] = ()  # of a stack: the numbers along dim 0 of those that differ
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -73,7 +74,7 @@ def measure_gap(a: TensorSource, b: TensorSource, name: str, advance: Callable[[
     squares_a = sums.squares_a + sum(_squares(a.read(name, box)) for box in equal_boxes)
     relative = (sums.squares_gap / squares_a) ** 0.5 if squares_a else inf
     narrower = "B" if rounded.get("B") else "A" if rounded.get("A") else ""
-    return Deviation(sums.num_different, sums.first, sums.max_abs, relative, narrower)
+    return Deviation(sums.num_different, sums.first, sums.max_abs, relative, narrower, tuple(sorted(sums.experts)))
 
 
 class _ErrorSums:
@@ -82,6 +83,7 @@ class _ErrorSums:
     def __init__(self) -> None:
         self.num_different, self.max_abs, self.squares_gap, self.squares_a = 0, 0.0, 0.0, 0.0
         self.first: tuple[int, ...] | None = None
+        self.experts: set[int] = set()
 
     def add(self, left: np.ndarray, right: np.ndarray, box: Box) -> None:
         left, right = np.ascontiguousarray(left).reshape(-1), np.ascontiguousarray(right).reshape(-1)
@@ -104,6 +106,9 @@ class _ErrorSums:
                 index = np.unravel_index(flat, box.sizes) if box.sizes else ()
                 self.first = tuple(int(i) + o for i, o in zip(index, box.offsets, strict=True))
             self.num_different += int(np.count_nonzero(differs))
+            if len(box.sizes) > 2:
+                places = (start + np.flatnonzero(differs)) // prod(box.sizes[1:])
+                self.experts |= {box.offsets[0] + int(number) for number in np.unique(places)}
             largest = float(np.abs(gap).max())
             self.max_abs = nan if largest != largest else max(self.max_abs, largest)
             self.squares_gap += _norm2(gap)

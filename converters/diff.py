@@ -1,6 +1,6 @@
 """Compare two checkpoints of any formats, tensor by tensor in bounded memory, weights under their native names."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from converters.execute import Progress, no_progress
 from converters.expressions import HeadRows
 from converters.families.base import Naming, all_numbers
 from converters.families.registry import get_family
+from converters.fold import number_ranges
 from converters.manifest import manifest_of
 from converters.model_info import ModelInfo, describes_model
 from converters.open import open_checkpoint
-from converters.view import Ledger, View, foreign_view
+from converters.view import Ledger, View, foreign_view, fused_with, namings_for
 from converters.weights import model_part, native_weights
 
 
@@ -216,6 +217,9 @@ def _describe(a: TensorSource, b: TensorSource, name: str, gap: Deviation, info:
         return Difference(name, "dtype", "; ".join([*dtypes, found]), gap.max_abs, gap.relative)
     assert gap.first is not None
     details = [*dtypes, f"{gap.num_different:,} of {total:,} values differ, first at {list(gap.first)}"]
+    if gap.experts:
+        all_of_them = len(gap.experts) == x.shape[0]
+        details.append("in all experts" if all_of_them else f"in experts {number_ranges(gap.experts)}")
     if reason := _explained(a, b, name, info):
         details.insert(0, reason)
     return Difference(name, "values", "; ".join(details), gap.max_abs, gap.relative)
@@ -225,7 +229,16 @@ def _explained(a: TensorSource, b: TensorSource, name: str, info: ModelInfo | No
     """Why two tensors differ, where it is a known mix-up, for the whole tensor; else ""."""
     if a.tensors[name] != b.tensors[name]:
         return ""
-    for naming in get_family(info.family).namings.values() if info else ():
+    for other in fused_with(name, get_family(info.family)) if info else ():
+        is_alike = other != name and b.tensors.get(other) == a.tensors[name]
+        if is_alike and first_differing_block(a, name, b, other) is None:
+            return f"equal to {other}: gate and up are swapped"
+    if len(a.tensors[name].shape) > 2:
+        by_text = sorted(range(a.tensors[name].shape[0]), key=str)
+        for x, y in ((a, b), (b, a)):
+            if _same_bits(_Reordered(x, by_text), y, name):
+                return "equal in another order of experts: one was stacked in the order of text, 10 before 2"
+    for naming in namings_for(info) if info else ():
         for x, y in ((a, b), (b, a)):
             assert info is not None
             permuted = _under_native_name(x, name, info, naming)
@@ -246,6 +259,23 @@ def _under_native_name(source: TensorSource, name: str, info: ModelInfo, naming:
     if moved is None:
         return None
     return View(source, {name: source.tensors[name]}, {name: moved}, Ledger({name: (name,)}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reordered:
+    """A source whose stacks are read in another order."""
+
+    source: TensorSource
+    order: Sequence[int]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.source.tensors
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        numbers = self.order[box.offsets[0] : box.offsets[0] + box.sizes[0]]
+        parts = [self.source.read(fqn, Box((n, *box.offsets[1:]), (1, *box.sizes[1:]))) for n in numbers]
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def fold_lines(lines: Iterable[TensorLine]) -> list[TensorLine]:
     for (texts, section, dtype, shape), members in groups.items():
         for sets in _products(list(members)):
             held = [members[numbers] for numbers in product(*sets)]
-            numbers = ["{" + _ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
+            numbers = ["{" + number_ranges(s) + "}" if len(s) > 1 else str(s[0]) for s in sets]
             name = "".join(t + n for t, n in zip(texts, [*numbers, ""], strict=True)) if len(held) > 1 else held[0].name
             chunks, size = sum(line.num_chunks for line in held), sum(line.num_bytes for line in held)
             folded.append(TensorLine(name, section, dtype, shape, len(held), chunks, size))
@@ -62,7 +62,7 @@ def _products(tuples: Sequence[tuple[int, ...]]) -> list[list[list[int]]]:
     return [[sorted(firsts), *sets] for rest, firsts in alike.items() for sets in _products(sorted(rest))]
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def number_ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] → `0..2,5`."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -1,5 +1,6 @@
 """Describe a checkpoint from headers alone: the model, its tensors folded over layers, its sections."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -11,7 +12,7 @@ from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import Role, args_to_json
+from converters.families.base import Experts, Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.manifest import manifest_of
@@ -97,13 +98,19 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
 
 
 def _parts(info: ModelInfo) -> tuple[str, ...]:
+    blocks = get_family(info.family).blocks(info.args)
+    sparse = Counter(block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts))
+    experts = [
+        f"{of.num} experts of {of.hidden} ({of.top_k} per token) in {number if number < len(blocks) else 'all'} layers"
+        for of, number in sparse.items()
+    ]
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
     found = {
         "q/k norms": has_head_norms,
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }
-    return tuple(part for part, is_there in found.items() if is_there)
+    return (*experts, *(part for part, is_there in found.items() if is_there))
 
 
 def _naming_by_names(catalog: Catalog) -> str:

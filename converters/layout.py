@@ -14,7 +14,7 @@ from converters.catalog import Box, TensorInfo
 from converters.collector import collector_paused
 from converters.dtypes import itemsize
 from converters.errors import ConfigError, list_offenders
-from converters.families.base import ModelArgs, Parameter
+from converters.families.base import Experts, Family, ModelArgs, Parameter
 from converters.sizes import GIB, MIB
 
 # A stock reader loads whole chunks, so a chunk bounds its memory; each costs an item header (~1.5 KB).
@@ -140,12 +140,14 @@ def uneven_over_tp(args: ModelArgs, tp: int) -> str:
     return f"does not divide {', '.join(uneven)}; possible: {', '.join(choices[:12])}"
 
 
-def check_mesh(mesh: MeshShape, args: ModelArgs) -> None:
+def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
     """Raise ConfigError with every reason why this model cannot be trained on `mesh`.
 
     FSDP shards uneven rows; tensor parallelism needs heads and columns that it divides evenly.
     """
     problems = []
+    if mesh.tp > 1 and any(isinstance(block.feed_forward, Experts) for block in family.blocks(args)):
+        problems.append(f"tp={mesh.tp}: tensor parallelism of experts is not supported in training yet; possible: 1")
     if uneven := uneven_over_tp(args, mesh.tp):
         problems.append(f"tp={mesh.tp} {uneven}")
     try:
@@ -185,9 +187,12 @@ def chunk_bounds(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
     """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it without any.
 
-    TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left. A 0-dim tensor is whole on every rank. Where TP does
-    not divide dim 0, these are FSDP2's shards, although torch 2.13's `_StridedShard` computes others.
+    TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left: of a stack, experts. A 0-dim tensor, and a buffer that
+    is saved but not trained, is whole on every rank. Where TP does not divide dim 0, these are FSDP2's shards, although
+    torch 2.13's `_StridedShard` computes others.
     """
+    if not parameter.is_trained:
+        return Box.whole(parameter.shape)
     at = mesh.coordinates(rank)
     return _box_at(parameter.shape, parameter.tp_dim, mesh, fsdp=at.dp_shard * mesh.cp + at.cp, tp=at.tp)
 
@@ -227,10 +232,10 @@ def boxes_for_mesh(
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000
     # differ.
-    made: dict[tuple[tuple[int, ...], int | None, int], list[tuple[int, Box]]] = {}
+    made: dict[tuple[tuple[int, ...], int | None, int, bool], list[tuple[int, Box]]] = {}
     files: dict[int, list[tuple[str, Box]]] = {}
     for parameter in parameters:
-        key = (parameter.shape, parameter.tp_dim, itemsizes[parameter.fqn])
+        key = (parameter.shape, parameter.tp_dim, itemsizes[parameter.fqn], parameter.is_trained)
         if key not in made:
             made[key] = list(_boxes_within_stage(*key, mesh))
         first_rank = pp_rank_of[module_of(parameter.fqn)] * ranks_per_stage
@@ -240,9 +245,12 @@ def boxes_for_mesh(
 
 
 def _boxes_within_stage(
-    shape: tuple[int, ...], tp_dim: int | None, element_bytes: int, mesh: MeshShape
+    shape: tuple[int, ...], tp_dim: int | None, element_bytes: int, is_trained: bool, mesh: MeshShape
 ) -> Iterator[tuple[int, Box]]:
     """(rank within its stage, box) for every part of a tensor, each once: the lowest rank that holds it writes it."""
+    if not is_trained:
+        yield 0, Box.whole(shape)
+        return
     for fsdp in range(min(mesh.fsdp, shape[0]) if shape and shape[0] else 1):  # ranks beyond the rows hold nothing
         for tp in range(1 if tp_dim is None else mesh.tp):
             box = _box_at(shape, tp_dim, mesh, fsdp=fsdp, tp=tp)

@@ -11,7 +11,7 @@ from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.expressions import RowNumbers
+from converters.expressions import Expression, Index, RowNumbers, Source, Stack
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.formats.base import Contents, Format, OutputOptions
@@ -59,11 +59,21 @@ def plan_conversion(
         target=output.plan(contents, options),
         casts=casts,
         kept_float32=tuple(fqn for fqn in kept if fqn in written),
-        stored={name: tuple(n for fqn in held for n in ledger.used[fqn]) for name, held in native_of.items()},
+        stored={name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of},
         native_rows=None if naming is None else view.native_rows,
         dropped={**ledger.dropped, **dropped},
         made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
     )
+
+
+def _stored(expression: Expression, native: View, *, is_native: bool) -> tuple[str, ...]:
+    """The source's own names of the tensors that a target's values are read from."""
+    if is_native:
+        return expression.sources
+    match expression:
+        case Index(Source(fqn), number) if isinstance(stack := native.expressions[fqn], Stack):
+            return stack.parts[number].sources
+    return tuple(name for fqn in expression.sources for name in native.expressions[fqn].sources)
 
 
 def _dropped(weights: NativeWeights, view: View, output: Format, options: OutputOptions) -> dict[str, str]:

@@ -126,7 +126,7 @@ def reshard(
     sections = find_sections(training.catalog, [*weights_held, *spelling.dropped])
     _check_drop(drop, sections.values())
     if mesh is not None:
-        check_mesh(mesh, spelling.info.args)
+        check_mesh(mesh, get_family(spelling.info.family), spelling.info.args)
     kept = _only(training.catalog, {name for name, section in sections.items() if section not in drop})
     loader_state = describe_loader_state([*kept.tensors, *kept.blobs], mesh)
     with CatalogReader(kept) as reader:

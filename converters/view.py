@@ -337,6 +337,13 @@ def _rules_for(natives: Iterable[str], naming: Naming) -> dict[str, Rule]:
     return by_native
 
 
+def namings_for(info: ModelInfo) -> list[Naming]:
+    """The namings of a model's family that have names for all of its parameters."""
+    family = get_family(info.family)
+    asked = {_with_placeholder(p.fqn) for p in family.parameters(info.args)}
+    return [naming for naming in family.namings.values() if asked <= {rule.native for rule in naming.rules}]
+
+
 def is_named(fqn: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns, in which `{n}` stands for a layer number, is this name."""
     return any(_pattern(text).fullmatch(fqn) for text in patterns)

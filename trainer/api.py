@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import IGNORED
     from trainer.models.llama3.model import Attention, FeedForward, Transformer
+    from trainer.models.moe import MoE
 
 __all__ = [
     "load_config", "train", "seed", "register_model", "register_dataset", "register_loss", "register_metric_sink",
     "Config", "SeedReport", "TokenSource", "TrainerFamily", "MetricSink", "LoggedRun",
-    "Attention", "FeedForward", "Transformer", "IGNORED",
+    "Attention", "FeedForward", "MoE", "Transformer", "IGNORED",
 ]  # fmt: skip
 
 _NEED_TORCH = {
     "Attention": "trainer.models.llama3.model",
     "FeedForward": "trainer.models.llama3.model",
+    "MoE": "trainer.models.moe",
     "Transformer": "trainer.models.llama3.model",
     "IGNORED": "trainer.data.batch",
 }

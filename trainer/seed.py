@@ -19,6 +19,7 @@ from converters.execute import Progress, execute, no_progress
 from converters.layout import boxes_for_mesh
 from converters.model_info import write_model_info
 from converters.names import ASSETS_FOLDER
+from converters.view import is_named
 from trainer.chosen_model import chosen_model
 from trainer.job import Job
 from trainer.models.initial_weights import InitialWeights
@@ -58,14 +59,16 @@ def seed(
     info = chosen_model(job)
     model, dtype = job.config.model, job.config.training.dtype
     parameters = job.family.parameters(job.args)
+    kept = job.family.keep_float32
+    dtypes = {p.fqn: dtype if p.is_trained and not is_named(p.fqn, kept) else "float32" for p in parameters}
     files = boxes_for_mesh(
         parameters,
         job.dims,
-        itemsizes={p.fqn: itemsize(dtype) for p in parameters},
+        itemsizes={fqn: itemsize(of) for fqn, of in dtypes.items()},
         stages=job.split.modules,
         stage_ranks=job.split.ranks,
     )
-    target = plan_dcp({p.fqn: TensorInfo(dtype, p.shape) for p in parameters}, files)
+    target = plan_dcp({p.fqn: TensorInfo(dtypes[p.fqn], p.shape) for p in parameters}, files)
 
     def write_small_files(folder: Path) -> list[str]:
         write_model_info(folder, info)
@@ -75,7 +78,7 @@ def seed(
         dst,
         source=InitialWeights(info, seed=job.seed),
         target=target,
-        casts={} if dtype == "float32" else {p.fqn: dtype for p in parameters},
+        casts={fqn: of for fqn, of in dtypes.items() if of != "float32"},
         write_small_files=write_small_files,
         carried=list(info.assets.values()),
         overwrite=overwrite,

@@ -121,11 +121,12 @@ class TrainModel:
         """FQN → parameter. A tied output on another stage has the embedding's FQN, as on disk."""
         return self._parameters
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """FQN → live tensor (a DTensor where it is sharded): loading fills it in place.
+    def named_buffers(self) -> Mapping[str, Tensor]:
+        """FQN → what is saved besides the parameters and not trained: whole on each rank of its stage, float32."""
+        return self._buffers
 
-        Besides the parameters those that are not trained: buffers, whole on each rank of their stage, in float32.
-        """
+    def state_dict(self) -> dict[str, Tensor]:
+        """FQN → live tensor (a DTensor where it is sharded), parameters and buffers: loading fills it in place."""
         trained = {fqn: without_float8(parameter.detach()) for fqn, parameter in self._parameters.items()}
         return trained | self._buffers
 

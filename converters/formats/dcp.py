@@ -23,7 +23,7 @@ def _plan(contents: Contents, options: OutputOptions) -> Target:
         return plan_dcp(tensors, boxes_for_any_mesh(tensors, file_bytes=options.shard_bytes or DEFAULT_SHARD_BYTES))
     if options.shard_bytes is not None:
         raise ConfigError("--shard-size cannot be combined with --for-mesh, which makes one file per rank")
-    check_mesh(options.mesh, contents.info.args)
+    check_mesh(options.mesh, contents.family, contents.info.args)
     # Stages are split over all parameters, also where an incomplete source lacks some.
     parameters = [p for p in contents.family.parameters(contents.info.args) if p.fqn in tensors]
     stages = split_stages(options.mesh.pp, contents.info.args.num_layers)

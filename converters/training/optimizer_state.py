@@ -146,12 +146,14 @@ def _plan_state(
             if info.dtype != usual
         ]
     first, *others = held.values()
-    for weight, name in held.items():
-        info = infos[name]
-        if info.shape and kind in _LIKE_PARAMETER:
-            return [f"shape       {name}  is {list(info.shape)}, its parameter {list(names.shapes[weight])}"]
-        if info.shape and not isinstance(expression, Source):
-            return [f"rows        {name}  {list(info.shape)}: its permutation is unknown"]
+    other = {n: weight for weight, n in held.items() if infos[n].shape not in ((), names.shapes[weight])}
+    if other and kind in _LIKE_PARAMETER:
+        return [
+            f"shape       {name}  is {list(infos[name].shape)}, its parameter {list(names.shapes[weight])}"
+            for name, weight in other.items()
+        ]
+    if other and not isinstance(expression, Source):
+        return [f"rows        {name}  {list(infos[name].shape)}: its permutation is unknown" for name in other]
     plan.tensors[target], plan.infos[target] = Source(first), infos[first]
     return [
         f"differs     {name}  has another value than {first}, and {owner} needs one for both"

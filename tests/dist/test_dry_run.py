@@ -81,6 +81,7 @@ SLOW = [
         [*degrees(fsdp=2, tp=2), "--training.global_batch_size=24", "--training.mixed_precision_param=bfloat16"],
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
+        [*degrees(fsdp=2, pp=2), "--model.name=qwen3", "--model.flavor=debug_moe_mixed"],
         *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
     ids=lambda words: " ".join(w.split(".")[-1] for w in words if not w.endswith("=1")),

@@ -19,6 +19,7 @@ from converters.weights import open_native
 from tests.dist import runs
 from tests.tiny_llama import write_tokenizer
 from trainer.config.custom_import import import_custom
+from trainer.models.registry import get_trainer_family
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extend.md").read_text()
@@ -157,6 +158,55 @@ def test_the_family_is_the_one_of_transformers(pools, folder, tmp_path, tied):
     again = CohereForCausalLM.from_pretrained(tmp_path / "hf").eval()  # config.json too
     with torch.inference_mode():
         assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
+
+
+def mixtral_logits(folder, checkpoint, tokens):
+    """Case: what the page's Mixtral says to tokens, in the trainer's model, from a checkpoint of any format."""
+    import_custom(str(folder / "mine"))
+    with open_native(checkpoint) as weights:
+        model = get_trainer_family(weights.info.family).build_model(weights.info.args)
+        model.load_state_dict({fqn: torch.from_numpy(weights.read(fqn)) for fqn in weights.tensors})
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0].tolist()
+
+
+def test_the_mixture_of_experts_of_the_page_is_the_one_of_transformers(pools, folder, tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    numbers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    config = MixtralConfig(**numbers, vocab_size=97, intermediate_size=56, num_local_experts=11, initializer_range=0.2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(config).eval()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight)
+    model.save_pretrained(tmp_path / "theirs")
+    tokens = torch.randint(97, (48,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    (ours,) = pools[1].run(mixtral_logits, folder, tmp_path / "theirs", tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(torch.tensor(ours), expected, rtol=0, atol=2e-5)
+    pools[1].run(convert_there_and_back, folder, tmp_path / "theirs", tmp_path)
+    again = MixtralForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    with torch.inference_mode():
+        assert torch.equal(again(torch.tensor([tokens])).logits[0], expected)
+
+
+def test_the_mixture_of_experts_of_the_page_trains(pools, folder, tmp_path):
+    config = runs.make_config(
+        folder / "tokenizer",
+        tmp_path,
+        flavor="tiny",
+        model={"name": "mixtral"},
+        training={"dataset": "counting", "dataset_path": "20000", "global_batch_size": 8},
+        parallelism={"pipeline_parallel_degree": 2},
+    )
+    assert pools[2].run(train_in_a_layout, folder, config) == ["", ""]
+    losses = runs.read_losses(tmp_path)
+    assert losses[4] < losses[1]
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {f"expert_load/layer_{n}" for n in range(3)} <= record.keys()
 
 
 def test_without_the_import_it_is_reported_what_is_missing(folder, titan, tmp_path, monkeypatch):

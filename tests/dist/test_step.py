@@ -83,9 +83,9 @@ class _Counted(Batch):
     num_valid_tokens = 100  # counted on the host, where samples are
 
 
-def reads_of_a_step(layout: Layout, implementation: str) -> tuple[list[str], bool]:
+def reads_of_a_step(layout: Layout, implementation: str, flavor: str = "debug_gqa") -> tuple[list[str], bool]:
     """Case: what the host reads in a second step, and whether that is before the update."""
-    model, config = build_model(layout, "debug_gqa"), layout.config("debug_gqa")
+    model, config = build_model(layout, flavor), layout.config(flavor)
     optimizer = build_optimizer(
         model.named_parameters(), replace(config.optimizer, implementation=implementation, name="AdamW")
     )
@@ -120,6 +120,12 @@ def reads_of_a_step(layout: Layout, implementation: str) -> tuple[list[str], boo
 def test_the_host_reads_one_value_in_a_step_and_after_the_update(pools, layout):
     for names, is_before in pools[layout.world_size].run(reads_of_a_step, layout, "fused"):
         assert names == ["tolist"] and not is_before
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_experts_and_their_balance_need_no_other_reading(pools, implementation):
+    for names, is_before in pools[2].run(reads_of_a_step, Layout("fsdp 2", 2), implementation, "qwen3/debug_moe_mixed"):
+        assert names[0] == "tolist" and names.count("tolist") == 1 and is_before == (implementation == "foreach")
 
 
 def test_an_update_that_cannot_be_left_out_on_the_device_waits_for_the_verdict(pools):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from converters.catalog import Box
 from converters.families import registry as families
-from converters.families.base import ModelArgs, YarnRope
+from converters.families.base import ModelArgs, Role, YarnRope
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from trainer.build import build
@@ -28,6 +28,7 @@ from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
+EXPERTS = "qwen3_experts"
 WARMUP_STEPS = 20
 
 
@@ -41,6 +42,8 @@ def args_of(flavor: str) -> ModelArgs:
     family, name = family_of(flavor)
     if family.endswith("_biased"):
         _register_biased(family)
+    elif family == EXPERTS:
+        _register_experts()
     return get_family(family).flavors[name]
 
 
@@ -56,6 +59,18 @@ def _register_biased(name: str) -> None:
 
     families.register(replace(family, name=name, flavors=flavors, hf_architectures=()))
     trained_families.register(name, replace(trained, initial_distribution=initial_distribution))
+
+
+def _register_experts() -> None:
+    """Qwen 3 with routers whose scores do not nearly tie, and with biases that are not 0 at first."""
+    trained = get_trainer_family("qwen3")
+
+    def initial_distribution(parameter, args):
+        drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1)}
+        return drawn.get(parameter.role) or trained.initial_distribution(parameter, args)
+
+    families.register(replace(get_family("qwen3"), name=EXPERTS, hf_architectures=()))
+    trained_families.register(EXPERTS, replace(trained, initial_distribution=initial_distribution))
 
 
 @dataclass(frozen=True)

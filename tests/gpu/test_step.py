@@ -31,9 +31,11 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def make_run(parallelism: dict, sections: dict) -> tuple[TrainModel, torch.optim.Optimizer, TrainStep]:
+def make_run(
+    parallelism: dict, sections: dict, flavor: str = "debug_gqa"
+) -> tuple[TrainModel, torch.optim.Optimizer, TrainStep]:
     """One rank in mixed precision, with initial weights."""
-    config = Layout("", 1, parallelism, BF16, sections).config("debug_gqa")
+    config = Layout("", 1, parallelism, BF16, sections).config(flavor)
     job = resolve_job(config, 1)
     meshes = make_meshes(job.dims, "cuda")
     model = build(job, meshes, torch.device("cuda", 0))
@@ -43,18 +45,20 @@ def make_run(parallelism: dict, sections: dict) -> tuple[TrainModel, torch.optim
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "sections"),
+    ("parallelism", "sections", "flavor"),
     [
-        ({}, {}),
-        (FSDP, {}),
-        ({}, {"activation_checkpoint": OP}),
-        ({}, {"compile": {"enable": True}}),
-        ({}, {"optimizer": {"state_dtype": "bfloat16"}}),
+        ({}, {}, "debug_gqa"),
+        (FSDP, {}, "debug_gqa"),
+        ({}, {"activation_checkpoint": OP}, "debug_gqa"),
+        ({}, {"compile": {"enable": True}}, "debug_gqa"),
+        ({}, {"optimizer": {"state_dtype": "bfloat16"}}, "debug_gqa"),
+        (FSDP, {"activation_checkpoint": OP}, "qwen3/debug_moe_mixed"),
+        ({}, {"compile": {"enable": True}}, "qwen3/debug_moe_mixed"),
     ],
-    ids=["one rank", "fsdp", "op", "compiled", "bf16 moments"],
+    ids=["one rank", "fsdp", "op", "compiled", "bf16 moments", "experts", "experts, compiled"],
 )
-def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelism, sections):
-    _, optimizer, step = make_run(parallelism, sections)
+def test_the_host_waits_once_and_after_the_update_was_launched(group, parallelism, sections, flavor):
+    _, optimizer, step = make_run(parallelism, sections, flavor)
     tokens = torch.randint(2048, (4, 64))  # two batches, in memory that is not pinned
     waits: list[bool] = []
     is_updated = False

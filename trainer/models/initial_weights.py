@@ -7,6 +7,7 @@ number. To get a slice, draw the blocks that overlap it: a rank its shard, `tita
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from math import prod
 from threading import Lock
@@ -38,6 +39,13 @@ def initial_blocks(
     caller with a cache.
     """
     draw = draw or _draw
+    if len(parameter.shape) > 2:  # a stack of experts: each is drawn on its own, so that blocks stay small
+        within = Box(box.offsets[1:], box.sizes[1:])
+        for number in range(box.offsets[0], box.offsets[0] + box.sizes[0]):
+            one = replace(parameter, fqn=f"{parameter.fqn}/{number}", shape=parameter.shape[1:])
+            for inner, draw_part in initial_blocks(one, distribution, seed=seed, box=within, draw=draw):
+                yield Box((number, *inner.offsets), (1, *inner.sizes)), partial(_as_stack, draw_part)
+        return
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, prod(parameter.shape[1:])))
     first, last = box.offsets[0], box.offsets[0] + box.sizes[0]
     for block in range(first // rows_per_block, -(-last // rows_per_block)):
@@ -48,6 +56,10 @@ def initial_blocks(
         if part is not None:
             key = f"{seed}/{parameter.fqn}/{block}"
             yield part, partial(_draw_part, draw, distribution, whole, key, part)
+
+
+def _as_stack(draw: Callable[[], np.ndarray]) -> np.ndarray:
+    return draw()[None]
 
 
 def _draw_part(draw: Draw, distribution: Distribution, whole: Box, key: str, part: Box) -> np.ndarray:

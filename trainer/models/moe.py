@@ -159,15 +159,28 @@ def _(weights_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
     return torch.empty_like(weights_TK)
 
 
+@torch.library.custom_op("titan::add_counts", mutates_args=())
+def _add_counts(grad_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
+    """A copy of the gradient; adds the rows of each expert to `load_E`, which nothing in a graph reads.
+
+    The write is not declared, and goes to `data`: autograd and the compiler take it for a change of a saved tensor, and
+    refuse the backward passes of a pipeline's other microbatches.
+    """
+    load_E.data.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
+    return grad_TK.clone()
+
+
+@_add_counts.register_fake
+def _(grad_TK: Tensor, ends_E: Tensor, load_E: Tensor) -> Tensor:
+    return torch.empty_like(grad_TK)
+
+
 def _keep_ends(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ends_E, ctx.load_E = inputs  # saved for backward, load_E could not be changed by another batch
-    ctx.save_for_backward(ends_E)
+    ctx.save_for_backward(*inputs[1:])
 
 
 def _count(ctx: Any, grad_TK: Tensor) -> tuple[Tensor, None, None]:
-    (ends_E,) = ctx.saved_tensors
-    ctx.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
-    return grad_TK, None, None
+    return _add_counts(grad_TK, *ctx.saved_tensors), None, None
 
 
 _counted.register_autograd(_count, setup_context=_keep_ends)

@@ -38,7 +38,8 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
     if config.checkpoint.last_save_in_hf and rate != 0:
         problems.append(
             "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"
-            " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false"
+            " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false, and after the"
+            " run titan convert dcp-to-hf --drop-expert-bias"
         )
     return problems
 

@@ -236,8 +236,8 @@ def test_an_implausible_mesh_is_refused_at_once(text):
 def test_a_mesh_that_no_trainer_can_run_is_reported_in_full():
     args = FLAVORS["debug_gqa"]  # 8 heads, 4 key/value heads, 384 columns, 2,048 tokens, 4 layers
     with pytest.raises(ConfigError) as error:
-        check_mesh(MeshShape(pp=9, tp=3), args)
+        check_mesh(MeshShape(pp=9, tp=3), LLAMA3, args)
     assert "tp=3 does not divide 8 attention heads, 4 key/value heads, 2,048 vocabulary entries" in error.value.message
     assert "possible: 1, 2, 4\n" in error.value.message
     assert "4 layers cannot be split into 9 pipeline stages; " in error.value.message
-    check_mesh(MeshShape(pp=2, dp_shard=7, cp=3, tp=4), args)
+    check_mesh(MeshShape(pp=2, dp_shard=7, cp=3, tp=4), LLAMA3, args)

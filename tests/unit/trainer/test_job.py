@@ -168,7 +168,9 @@ MOE = Model(name="qwen3", flavor="debug_moe")
 
 def test_experts_are_not_sharded_by_tensor_parallelism_and_their_bias_is_not_exported():
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}
-    config = Config(model=MOE, parallelism=Parallelism(**degrees), checkpoint=Checkpoint(last_save_in_hf=True))
+    config = Config(
+        model=MOE, parallelism=Parallelism(**degrees), checkpoint=Checkpoint(enable=True, last_save_in_hf=True)
+    )
     with pytest.raises(ConfigError) as raised:
         resolve_job(config, 8)
     assert "tensor_parallel_degree = 2: tensor parallelism of experts is not supported yet" in raised.value.message

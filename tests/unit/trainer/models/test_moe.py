@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from converters.families.base import Experts
 from converters.families.qwen3 import Qwen3Args, block
 from tests.hf_names import native_name
+from trainer.config.sections import ActivationCheckpoint
 from trainer.models import grouped_product as products
 from trainer.models.grouped_product import grouped_product
 from trainer.models.moe import MoE
 from trainer.models.qwen3.model import build_model
+from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
 
 COMMON = {"norm_eps": 1e-6, "rope_theta": 1e6, "num_experts": 12, "experts_per_token": 3}
 ARGS = {
@@ -339,3 +341,42 @@ def test_16_bit_products_are_computed_in_fp32_and_rounded(counts):
     output = grouped_product(x_RI, w_EOI, ends_E)
     assert output.dtype == torch.bfloat16
     assert output.float().allclose(loop(x_RI.float(), w_EOI.float(), counts), rtol=2**-7, atol=1e-2)
+
+
+# Counting
+
+
+def count_of(mode: ActivationCheckpoint) -> tuple[Tensor, Tensor]:
+    """Counts of two batches with gradients and one without, and the experts that the first two were sent to."""
+    args = ARGS["mixed with dense layers"]
+    torch.manual_seed(0)
+    model = build_model(args)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=GATE_STD if "gate" in name else 0.1)
+    chosen: list[Tensor] = []
+    moe = model.layers["1"].moe
+    moe.load_E = torch.zeros(args.num_experts, dtype=torch.int64)
+    moe.router.register_forward_hook(lambda _, inputs, routes: chosen.append(routes.ids_TK))
+    apply_activation_checkpoint(model, mode)
+    outputs = [model(tokens_of(args, length).roll(length)) for length in (5, 9)]
+    ids = torch.cat([each.flatten() for each in chosen])
+    for output in outputs:  # both forward passes first, as in a pipeline
+        output.sum().backward()
+    with torch.no_grad():
+        model(tokens_of(args, 7))
+    return moe.load_E, ids.bincount(minlength=args.num_experts)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        ActivationCheckpoint(mode="none"),
+        ActivationCheckpoint(mode="full"),
+        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+        ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    ],
+    ids=["none", "full", "op", "every 2nd"],
+)
+def test_tokens_are_counted_once_where_they_are_trained_on(mode):
+    found, wanted = count_of(mode)
+    assert found.equal(wanted) and found.sum() == 2 * (5 + 9) * 3

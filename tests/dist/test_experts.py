@@ -1,0 +1,382 @@
+"""Mixtures of experts: any layout trains as one rank does, routes as it does, and moves the biases once per update."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from converters.families.qwen3 import QWEN3
+from converters.manifest import read_manifest
+from converters.weights import open_native
+from tests.dist import runs
+from tests.dist.layouts import AOT_EAGER, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
+from tests.dist.training import (
+    EXPERTS,
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    WARMUP_STEPS,
+    Layout,
+    _gradients_of_a_step,
+    args_of,
+    build_model,
+    differences_from_seed,
+    make_step,
+    own_batch,
+    train,
+)
+from trainer.checkpoints.arrays import as_tensor
+from trainer.models.qwen3.model import build_model as build_plain_model
+from trainer.observability.throughput import flops_per_token
+from trainer.optim.lr_schedule import Curve, LRSchedule
+from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.context import head_tail_positions
+
+STEPS, FEW_STEPS = 20, 5
+MIXED, EVERY = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe"
+TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
+
+CASES = [
+    (
+        Layout("fsdp 2, full recomputation, accumulated", 2, training=TWICE, sections={"activation_checkpoint": FULL}),
+        MIXED,
+    ),
+    (Layout("cp 2", 2, {CP: 2}), MIXED),
+    (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
+    (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
+]
+SLOW_CASES = [
+    (Layout("fsdp 2", 2), EVERY),
+    (Layout("hsdp 2x2", 4, {REPLICAS: 2}), EVERY),
+    (Layout("fsdp 2 pp 2", 4, {PP: 2, MICROBATCH: 2}), EVERY),
+    (Layout("cp 2 pp 2", 4, {PP: 2, CP: 2, MICROBATCH: 2}), MIXED),
+    (Layout("fsdp 2 cp 2", 4, {CP: 2}), EVERY),
+    (Layout("Interleaved1F1B", 2, {PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"}), EVERY),
+    (Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"}), EVERY),
+    (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), EVERY),
+    (Layout("fsdp 8", 8), EVERY),  # two ranks have no expert
+]
+MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
+FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
+PP2_COMPILED = Layout("pp 2", 2, {PP: 2, MICROBATCH: 2}, sections={"compile": MODEL_ONLY})
+
+
+def names(case) -> str:
+    layout, flavor = case
+    return f"{layout.name}-{flavor.rpartition('/')[2]}"
+
+
+class Routed:
+    """The experts of every token of a forward pass, and by how much they won, of each layer with experts here."""
+
+    def __init__(self, model):
+        self.model = model
+        self.calls: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for part in model.parts:
+            for number, layer in part.layers.items():
+                if hasattr(layer, "moe"):
+                    layer.moe.router.register_forward_hook(self._hook(int(number)))
+
+    def _hook(self, number):
+        def keep(router, args, routes):
+            if torch._C._current_graph_task_id() != -1:  # recomputation
+                return
+            x_TD, bias_E = args
+            with torch.no_grad():
+                scores_TE = (x_TD.float() @ router.gate.weight.float().T).softmax(-1) + bias_E
+                best = scores_TE.topk(router.top_k + 1).values
+            margin_T = best[:, -2] - best[:, -1]
+            self.calls.setdefault(number, []).append((routes.ids_TK.sort(dim=-1).values, margin_T))
+
+        return keep
+
+    def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Layer → ids [samples, positions, K] and margins [samples, positions] of this rank's tokens."""
+        cp, num_samples = self.model.meshes.dims.cp, GLOBAL_BATCH // self.model.meshes.dims.batch
+        taken = {}
+        for number, calls in self.calls.items():
+            wholes = [torch.cat(each) for each in zip(*calls, strict=True)]
+            taken[number] = tuple(whole.reshape(num_samples, SEQ_LEN // cp, -1).numpy() for whole in wholes)
+        self.calls.clear()
+        return taken
+
+
+def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool = True) -> dict:
+    """Case: first gradients, then of every step loss, norm, biases and routes of this rank's tokens and layers."""
+    config, model = layout.config(flavor), build_model(layout, flavor)
+    output = {"not as seeded": differences_from_seed(model, flavor)}
+    gradients = {fqn: g.numpy() for fqn, g in _gradients_of_a_step(model, config).items()}
+    meshes, dims = model.meshes, model.meshes.dims
+    samples = np.arange(GLOBAL_BATCH).reshape(dims.batch, -1)[meshes["batch"].get_local_rank()]
+    cp_rank = meshes["cp"].get_local_rank()
+    positions = (
+        head_tail_positions(SEQ_LEN, cp_rank, dims.cp, torch.device("cpu")).numpy()
+        if dims.cp > 1
+        else np.arange(SEQ_LEN)
+    )
+    routed = Routed(model) if sees_routes else None
+    optimizer = build_optimizer(model.named_parameters(), config.optimizer)
+    schedule = LRSchedule(optimizer, Curve.of(WARMUP_STEPS, warmup_steps=WARMUP_STEPS, decay_ratio=0.0))
+    train_step = make_step(model, config, max_norm=config.training.max_norm)
+    made = []
+    for step in range(steps):
+        biases = {fqn: b.numpy().copy() for fqn, b in model.state_dict().items() if fqn.endswith("expert_bias")}
+        result = train_step.run(own_batch(model, step), optimizer, stop_requested=False)
+        routes = routed.take() if routed else {}
+        model.forward_loss(own_batch(model, step + 1))  # as a validation, which must not be counted
+        if routed:
+            routed.calls.clear()
+        optimizer.zero_grad()
+        schedule.step()
+        made.append(
+            {
+                "loss": result.loss,
+                "norm": result.grad_norm,
+                "loads": {load.layer: (load.max_over_mean, load.num_dead) for load in result.expert_loads},
+                "biases": biases,
+                "routes": routes,
+            }
+        )
+    biases = {fqn: b.numpy().copy() for fqn, b in model.state_dict().items() if fqn.endswith("expert_bias")}
+    return output | {
+        "gradients": gradients, "steps": made, "last biases": biases, "samples": samples, "positions": positions,
+    }  # fmt: skip
+
+
+def routes_of_a_step(ranks: list[dict], step: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Layer → ids [GLOBAL_BATCH, SEQ_LEN, K] and margins [GLOBAL_BATCH, SEQ_LEN, 1], of all ranks' tokens."""
+    whole: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for rank in ranks:
+        place = np.ix_(rank["samples"], rank["positions"])
+        for layer, found in rank["steps"][step]["routes"].items():
+            if layer not in whole:
+                whole[layer] = tuple(np.full((GLOBAL_BATCH, SEQ_LEN, each.shape[-1]), -1, each.dtype) for each in found)
+            for target, values in zip(whole[layer], found, strict=True):
+                target[place] = values
+    assert all((ids >= 0).all() for ids, _ in whole.values())
+    return whole
+
+
+def biases_of(ranks: list[dict], what, number: int = 0) -> dict[str, np.ndarray]:
+    """FQN → bias; equal on all ranks that hold it."""
+    found: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        held = rank[what] if what == "last biases" else rank["steps"][number]["biases"]
+        for fqn, bias in held.items():
+            assert np.array_equal(found.setdefault(fqn, bias), bias), fqn
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(pools):
+    """(layout, flavor, steps) → the output of each rank; trained once."""
+    made = {}
+
+    def run(layout: Layout, flavor: str, steps: int = STEPS) -> list[dict]:
+        key = layout.name, flavor, steps
+        if key not in made:
+            made[key] = pools[layout.world_size].run(train_and_look, layout, flavor, steps)
+        return made[key]
+
+    return run
+
+
+def assert_gradients_are_those_of_one_rank(one: dict, ranks: list[dict]) -> None:
+    assert all(rank["not as seeded"] == [] for rank in ranks)
+    assert set().union(*(rank["gradients"] for rank in ranks)) == set(one["gradients"])
+    far = {}
+    for rank in ranks:
+        for fqn, gradient in rank["gradients"].items():
+            wanted = one["gradients"][fqn]
+            error = np.linalg.norm(gradient - wanted) / np.linalg.norm(wanted)
+            if not error <= 1e-5:
+                far[fqn] = error
+    assert far == {}
+
+
+def assert_trains_as_one_rank(one: dict, ranks: list[dict], flavor: str) -> None:
+    args = args_of(flavor)
+    agree, num_differing = True, 0
+    num_steps = len(ranks[0]["steps"])
+    for step, wanted in enumerate(one["steps"][:num_steps]):
+        mine = routes_of_a_step(ranks, step)
+        theirs = routes_of_a_step([one], step)
+        if agree:
+            assert biases_of(ranks, "steps", step).keys() == wanted["biases"].keys()
+            for fqn, bias in biases_of(ranks, "steps", step).items():
+                assert np.array_equal(bias, wanted["biases"][fqn]), (step, fqn)
+        for layer, (ids, _) in mine.items():
+            other, margins = theirs[layer]
+            differs = (ids != other).any(axis=-1)
+            if agree and differs.any():
+                assert (margins[differs] <= 1e-4).all(), (step, layer)
+                agree, num_differing = False, int(differs.sum())
+        loss = ranks[0]["steps"][step]["loss"]
+        assert loss == pytest.approx(wanted["loss"], rel=1e-6 if agree else 1e-4), (step, num_differing)
+        for rank in ranks:
+            assert rank["steps"][step]["loss"] == loss
+            assert rank["steps"][step]["loads"] == ranks[0]["steps"][step]["loads"]
+        # the biases of the next step follow from the counts of this one
+        after = biases_of(ranks, "steps", step + 1) if step + 1 < num_steps else biases_of(ranks, "last biases")
+        for layer, (ids, _) in mine.items():
+            counts = np.bincount(ids.flatten(), minlength=args.num_experts).astype(np.float64)
+            assert counts.sum() == GLOBAL_BATCH * SEQ_LEN * args.experts_per_token
+            move = np.sign(counts.mean() - counts)
+            move = args.balance_rate * (move - move.mean())
+            fqn = f"layers.{layer}.moe.expert_bias"
+            np.testing.assert_allclose(after[fqn], biases_of(ranks, "steps", step)[fqn] + move, rtol=0, atol=3e-8)
+            most, num_dead = ranks[0]["steps"][step]["loads"][layer]
+            assert (most, num_dead) == pytest.approx((counts.max() / counts.mean(), (counts == 0).sum()))
+
+
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_a_layout_routes_and_trains_as_one_rank(trained, case):
+    layout, flavor = case
+    one, ranks = trained(ONE_RANK, flavor)[0], trained(layout, flavor, STEPS if case is CASES[0] else FEW_STEPS)
+    assert_gradients_are_those_of_one_rank(one, ranks)
+    assert_trains_as_one_rank(one, ranks, flavor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[1:] + SLOW_CASES, ids=names)
+def test_a_layout_routes_and_trains_as_one_rank_over_many_steps(trained, case):
+    layout, flavor = case
+    one, ranks = trained(ONE_RANK, flavor)[0], trained(layout, flavor)
+    assert_gradients_are_those_of_one_rank(one, ranks)
+    assert_trains_as_one_rank(one, ranks, flavor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES + SLOW_CASES, ids=names)
+def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
+    layout, flavor = case
+    first, again = (pools[layout.world_size].run(train, layout, flavor, FEW_STEPS) for _ in range(2))
+    assert first == again
+
+
+def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, int, int]:
+    """Case: training with compiled blocks; how many graphs were compiled, and breaks of them."""
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        found = train_and_look(layout, flavor, steps, sees_routes=False)
+        return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("layout", "flavor", "num_graphs"),
+    [(FSDP2_COMPILED, MIXED, 2), pytest.param(PP2_COMPILED, EVERY, 1, marks=pytest.mark.slow)],
+    ids=["fsdp 2", "pp 2"],
+)
+def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
+    """One graph for all layers of a kind; in validation, which has no gradients, another."""
+    (one,) = trained(ONE_RANK, flavor)
+    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, layout, flavor, 3):
+        assert (graphs, breaks) == (2 * num_graphs, 0)
+        for step in range(3):
+            assert found["steps"][step]["loss"] == pytest.approx(one["steps"][step]["loss"], rel=1e-6)
+            for fqn, bias in found["steps"][step]["biases"].items():
+                assert np.array_equal(bias, one["steps"][step]["biases"][fqn])
+
+
+def biases_after_a_bad_step(implementation: str) -> list[tuple[bool, dict, dict]]:
+    """Case: of three steps, the second with a loss of NaN: whether finite, the biases and the loads after it."""
+    config, model = ONE_RANK.config(MIXED), build_model(ONE_RANK, MIXED)
+    optimizer = build_optimizer(model.named_parameters(), replace(config.optimizer, implementation=implementation))
+    train_step, found, forward_backward = make_step(model, config, max_norm=1.0), [], model.forward_backward
+    for step in range(3):
+        model.forward_backward = lambda *args, factor=(1, float("nan"), 1)[step]: forward_backward(*args) * factor
+        result = train_step.run(own_batch(model, 0), optimizer, stop_requested=False)
+        optimizer.zero_grad()
+        biases = {fqn: b.numpy().copy() for fqn, b in model.state_dict().items() if fqn.endswith("expert_bias")}
+        found.append((result.is_finite, biases, {load.layer: load.max_over_mean for load in result.expert_loads}))
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_a_skipped_step_moves_no_bias_and_its_tokens_do_not_count_later(pools, implementation):
+    (steps,) = pools[1].run(biases_after_a_bad_step, implementation)
+    assert [is_finite for is_finite, *_ in steps] == [True, False, True]
+    (_, first, _), (_, second, _), (_, third, _) = steps
+    for fqn, bias in first.items():
+        assert np.array_equal(bias, second[fqn]) and not np.array_equal(bias, third[fqn])
+        assert np.abs(third[fqn] - second[fqn]).max() < 2e-3  # of one step
+
+
+def config_of_a_run(data, dump, *, flavor="debug_moe_mixed", **sections):
+    return runs.make_config(
+        data,
+        dump,
+        model={"name": "qwen3", "flavor": flavor},
+        checkpoint={"keep_latest_k": 3},
+        validation={"enable": True},
+        **sections,
+    )
+
+
+def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_path):
+    flavor = "debug_moe"
+    whole, resumed, args = tmp_path / "whole", tmp_path / "resumed", QWEN3.flavors[flavor]
+    sections = runs.FSDP2 | {"activation_checkpoint": {"mode": "full"}, "debug": {"seed": 3}, "flavor": flavor}
+    assert pools[2].run(runs.run, config_of_a_run(data, whole, **sections)) == ["", ""]
+    runs.begin_from(resumed, whole, 2)
+    assert pools[2].run(runs.run, config_of_a_run(data, resumed, **sections)) == ["", ""]
+    assert runs.differences(resumed / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
+    tensors = read_manifest(whole / "checkpoint" / "step-4").tensors
+    biases = {fqn: t for fqn, t in tensors.items() if "expert_bias" in fqn}
+    assert set(biases) == {f"layers.{n}.moe.expert_bias" for n in range(4)}
+    assert all((t.dtype, t.shape) == ("float32", (12,)) for t in biases.values())
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    for record in (record for record in records if "loss" in record):
+        assert record["expert_load"] == max(record[f"expert_load/layer_{n}"] for n in range(4)) >= 1
+        assert record["dead_experts"] == sum(record[f"dead_experts/layer_{n}"] for n in range(4))
+        flops = flops_per_token(args, num_parameters=QWEN3.num_active_parameters(args), seq_len=runs.SEQ_LEN)
+        assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
+
+
+def test_biases_stay_fp32_where_parameters_are_bf16(pools, data, tmp_path):
+    training = {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"}
+    assert pools[2].run(runs.run, config_of_a_run(data, tmp_path, training=training)) == ["", ""]
+    tensors = read_manifest(tmp_path / "checkpoint" / "step-4").tensors
+    dtypes = {fqn: t.dtype for fqn, t in tensors.items() if fqn.startswith("layers.1.moe.")}
+    assert dtypes.pop("layers.1.moe.expert_bias") == "float32"
+    assert set(dtypes.values()) == {"bfloat16"} and len(dtypes) == 4
+
+
+def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = config_of_a_run(data, tmp_path, training={"expert_balance_rate": 0.0, "steps": 2})
+    saved = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "bfloat16"}
+    config = replace(config, checkpoint=replace(config.checkpoint, **saved))
+    assert pools[2].run(runs.run, config) == ["", ""]
+    step = tmp_path / "checkpoint" / "step-2"
+    dtypes = {fqn: t.dtype for fqn, t in read_manifest(step).tensors.items()}
+    assert {fqn for fqn, dtype in dtypes.items() if dtype != "bfloat16"} == {"layers.1.moe.expert_bias"}
+    ours = build_plain_model(QWEN3.flavors["debug_moe_mixed"])
+    with open_native(step) as weights:
+        read = {fqn: as_tensor(weights.read(fqn), dtypes[fqn]).float() for fqn in weights.tensors}
+    ours.load_state_dict(read)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export-hf", dtype=torch.float32).eval()
+    tokens = torch.arange(48)[None] * 7 % 290
+    with torch.no_grad():
+        logits, output = ours(tokens), theirs(tokens).logits
+    assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
+
+
+def test_forced_balance_gives_every_expert_as_many_tokens(pools):
+    layout = Layout("forced", 2, sections={"debug": {"moe_force_load_balance": True}})
+    for rank in pools[2].run(train_and_look, layout, EVERY, 2):
+        for step in rank["steps"]:
+            assert all(load == (1.0, 0) for load in step["loads"].values()) and len(step["loads"]) == 4
+
+
+def test_a_rate_of_zero_keeps_the_biases(pools):
+    layout = Layout("not balanced", 1, training={"expert_balance_rate": 0.0})
+    (rank,) = pools[1].run(train_and_look, layout, EVERY, 2)
+    for fqn, bias in rank["steps"][0]["biases"].items():
+        assert bias.any() and np.array_equal(bias, rank["last biases"][fqn])

@@ -1,0 +1,99 @@
+"""converters/expressions.py: every node reads any box as numpy would index it, and undoes its inverse."""
+
+import numpy as np
+import pytest
+
+from converters.catalog import Box, TensorInfo
+from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
+from converters.expressions import AllZeros, HeadRows, Index, Join, Source, Stack, Take, source_rows
+
+RNG = np.random.default_rng(0)
+STACKED = RNG.standard_normal((12, 6, 5), dtype=np.float32)
+
+
+class Arrays:
+    """A TensorSource over arrays in memory."""
+
+    def __init__(self, **arrays):
+        self.arrays = arrays
+        self.tensors = {n: TensorInfo(str(a.dtype), a.shape) for n, a in arrays.items()}
+
+    def read(self, fqn, box):
+        return self.arrays[fqn][box.slices_within(Box.whole(self.arrays[fqn].shape))]
+
+
+PARTS = Arrays(**{f"e{n}": STACKED[n] for n in range(12)})
+WHOLE = Arrays(w=STACKED, up=STACKED + 100)
+CASES = {
+    "stack": (Stack(tuple(Source(f"e{n}") for n in range(12))), PARTS, STACKED),
+    "index": (Index(Source("w"), 10, 6), WHOLE, STACKED[10]),
+    "index of a stack": (Index(Stack(tuple(Source(f"e{n}") for n in range(12))), 7, 6), PARTS, STACKED[7]),
+    "second half": (Take(Source("w"), 1, 3), WHOLE, STACKED[:, 3:]),
+    "join": (Join((Source("w"), Source("up")), 1, (12, 12, 5)), WHOLE, np.concatenate([STACKED, STACKED + 100], 1)),
+    "join of rows": (Join((Source("w"), Source("up")), 0, (24, 6, 5)), WHOLE, np.concatenate([STACKED, STACKED + 100])),
+    "heads": (
+        HeadRows(HeadRows(Source("e0"), 2, to_halves=True), 6, to_halves=False),
+        PARTS,
+        STACKED[0][[0, 3, 1, 4, 2, 5]],
+    ),
+    "zeros": (AllZeros("float32"), PARTS, np.zeros((12, 6), np.float32)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_box(case):
+    expression, source, expected = CASES[case]
+    for _ in range(60):
+        starts = [int(RNG.integers(0, size)) for size in expected.shape]
+        sizes = [int(RNG.integers(0, size - start + 1)) for size, start in zip(expected.shape, starts, strict=True)]
+        box = Box(tuple(starts), tuple(sizes))
+        found = expression.read(source, box)
+        assert found.shape == box.sizes
+        assert np.array_equal(found, expected[box.slices_within(Box.whole(expected.shape))])
+
+
+def test_a_box_reads_only_its_own_experts():
+    read = []
+
+    class Watched(Arrays):
+        def read(self, fqn, box):
+            read.append((fqn, box))
+            return super().read(fqn, box)
+
+    CASES["stack"][0].read(Watched(**PARTS.arrays), Box((9, 2, 0), (2, 1, 5)))
+    assert read == [("e9", Box((2, 0), (1, 5))), ("e10", Box((2, 0), (1, 5)))]
+
+
+def test_the_same_over_other_tensors():
+    other = Arrays(**{f"e{n}.exp_avg": 2 * STACKED[n] for n in range(12)})
+    moments = CASES["stack"][0].renamed(lambda name: f"{name}.exp_avg")
+    assert moments.sources == tuple(f"e{n}.exp_avg" for n in range(12))
+    assert np.array_equal(moments.read(other, Box.whole(STACKED.shape)), 2 * STACKED)
+
+
+def digest_of(array, rows=lambda numbers: numbers) -> TensorDigest:
+    digest = TensorDigest(str(array.dtype), array.shape)
+    for start in range(0, len(array), 3):  # in boxes, as they are read
+        box = Box((start,) + (0,) * (array.ndim - 1), (min(3, len(array) - start), *array.shape[1:]))
+        digest.update(box, array[start : start + 3], rows=rows(digest.row_numbers(box)))
+    return digest
+
+
+def test_digests_of_parts_add_up_to_that_of_the_stack():
+    whole = digest_of(STACKED)
+    parts = [digest_of(STACKED[n], lambda rows, n=n: source_rows(Index(Source("w"), n, 6), rows)) for n in range(12)]
+    total = sum(sum_of_rows(part.hexdigest(), "float32", (6, 5)) for part in parts)
+    assert digest_of_sum(total, "float32", STACKED.shape) == whole.hexdigest()
+    swapped = [
+        digest_of(STACKED[n ^ 1], lambda rows, n=n: source_rows(Index(Source("w"), n, 6), rows)) for n in range(12)
+    ]
+    assert digest_of_sum(sum(part.partial for part in swapped), "float32", STACKED.shape) != whole.hexdigest()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_digests_of_halves_add_up_to_that_of_the_fused_tensor(dim):
+    up = STACKED + 100
+    fused = np.concatenate([STACKED, up], dim)
+    join = Join((Source("w"), Source("up")), dim, fused.shape)
+    together = digest_of(fused, lambda rows: source_rows(join, rows))
+    assert together.partial == (digest_of(STACKED).partial + digest_of(up).partial) % (1 << 128)
