@@ -57,6 +57,19 @@ class SortedRows:
         return torch.empty_like(out_RD).index_copy(0, self.order_R, out_RD)
 
 
+class RowsOfOneToken:
+    """The rows of a single token on a CPU, best expert first: nothing is sorted."""
+
+    def __init__(self, ids_1K: Tensor):
+        self.spans = [(e, row, row + 1) for row, e in enumerate(ids_1K[0].tolist())]
+
+    def of_experts(self, x_1D: Tensor) -> Tensor:
+        return x_1D.expand(len(self.spans), -1)
+
+    def of_tokens(self, out_KD: Tensor) -> Tensor:
+        return out_KD
+
+
 class SeparateWeights(nn.Module):
     """One matrix [O, I] of every expert, each packed, widened, quantized or plain by itself: for a CPU."""
 
@@ -75,7 +88,7 @@ class SeparateWeights(nn.Module):
         """Whether `multiply` runs without waiting for a GPU, so that it can be part of a CUDA graph."""
         return False
 
-    def multiply(self, x_RI: Tensor, rows: SortedRows) -> Tensor:
+    def multiply(self, x_RI: Tensor, rows: SortedRows | RowsOfOneToken) -> Tensor:
         """Each expert's product with its own rows, [R, O]."""
         return torch.cat([F.linear(x_RI[start:end], self.weights[e]) for e, start, end in rows.spans])
 
@@ -117,8 +130,8 @@ class StackedWeights(SeparateWeights):
     def groups_without_sync(self) -> bool:
         return self._groups and self._has_kernel
 
-    def multiply(self, x_RI: Tensor, rows: SortedRows) -> Tensor:
-        if self._groups:
+    def multiply(self, x_RI: Tensor, rows: SortedRows | RowsOfOneToken) -> Tensor:
+        if self._groups and isinstance(rows, SortedRows):
             return grouped_product(x_RI, self.data_EOI, rows.ends_E)
         return super().multiply(x_RI, rows)
 
@@ -137,8 +150,8 @@ class SlicedExperts(nn.Module):
     gate_up: SeparateWeights  # [2 S, D]: gates, then what they multiply
     down: SeparateWeights  # [D, S]
 
-    def multiply(self, x_RD: Tensor, rows: SortedRows) -> Tensor:
-        """The experts' outputs for rows in expert order."""
+    def multiply(self, x_RD: Tensor, rows: SortedRows | RowsOfOneToken) -> Tensor:
+        """The experts' outputs for their rows."""
         return self.down.multiply(_swiglu(self.gate_up.multiply(x_RD, rows)), rows)
 
     def multiply_chosen(self, x_RD: Tensor, ids_R: Tensor) -> Tensor:
@@ -209,7 +222,8 @@ class RoutedExperts(nn.Module):
             x_RD = x_TD[:, None].expand(*ids_TK.shape, -1).flatten(0, 1)
             out_RD = self.experts.multiply_chosen(x_RD, ids_TK.flatten())
         else:
-            rows = SortedRows(ids_TK, self.numbers.num)
+            is_one = len(x_TD) == 1 and not x_TD.is_cuda
+            rows = RowsOfOneToken(ids_TK) if is_one else SortedRows(ids_TK, self.numbers.num)
             out_RD = rows.of_tokens(self.experts.multiply(rows.of_experts(x_TD), rows))
         out_TKD = out_RD.view(*ids_TK.shape, -1)
         out_TD = (out_TKD.float() * weights_TK[..., None]).sum(dim=1).type_as(x_TD)
