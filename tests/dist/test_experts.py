@@ -361,6 +361,10 @@ def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_p
     with open_native(step) as weights:
         read = {fqn: as_tensor(weights.read(fqn), dtypes[fqn]).float() for fqn in weights.tensors}
     ours.load_state_dict(read)
+    # a run can start from either
+    first = config_of_a_run(data, tmp_path / "next")
+    for losses in pools[2].run(runs.first_losses, first, {"dcp": step, "hf": tmp_path / "export-hf"}):
+        assert losses["dcp"] == losses["hf"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export-hf", dtype=torch.float32).eval()
     tokens = torch.arange(48)[None] * 7 % 290
     with torch.no_grad():
