@@ -224,7 +224,7 @@ class Checkpoints:
         note(f"saved {step_folder(self.folder, step)}")
 
     def _cast(self, weights: Mapping[str, torch.Tensor], *, kept: Collection[str] = ()) -> dict[str, Any]:
-        """The weights, but for `kept`, in `export_dtype`. Raises CheckpointError on all ranks where a number overflows."""
+        """The weights, but for `kept`, in `export_dtype`. Raises CheckpointError on all ranks where one overflows."""
         dtype = getattr(torch, self._settings.export_dtype)
         narrow = {fqn: tensor if fqn in kept else tensor.to(dtype) for fqn, tensor in weights.items()}
         overflown = [fqn for fqn, tensor in narrow.items() if _has_more_infinities(tensor, weights[fqn])]
