@@ -45,6 +45,8 @@ def convert(
     for_mesh: str | None = None,
     shard_bytes: int | None = None,
     num_shards: int | None = None,
+    fused_experts: bool = False,
+    drop_expert_bias: bool = False,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -64,6 +66,8 @@ def convert(
         for_mesh: for `dcp`: shard for this mesh, such as `"dp_shard=8,tp=2"`.
         shard_bytes: largest size of an output file, for formats with a free number of files.
         num_shards: for `meta`: number of `consolidated.NN.pth` files.
+        fused_experts: for `hf`: one tensor for all experts of a layer instead of one each.
+        drop_expert_bias: for `hf`: leave out balancing offsets of experts that are not zero.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.
@@ -82,7 +86,13 @@ def convert(
         dst,
         to=to,
         dtype=dtype,
-        options=OutputOptions(mesh=mesh, shard_bytes=shard_bytes, num_shards=num_shards),
+        options=OutputOptions(
+            mesh=mesh,
+            shard_bytes=shard_bytes,
+            num_shards=num_shards,
+            fused_experts=fused_experts or None,
+            drop_expert_bias=drop_expert_bias or None,
+        ),
         model_from=model_from,
         workers=workers,
         digests=digests,

@@ -102,7 +102,13 @@ def convert(
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
-            needs = estimate_needs(destination.work_folder, plan.target, workers=workers, carried=carried)
+            needs = estimate_needs(
+                destination.work_folder,
+                plan.target,
+                num_read=len(catalog.tensors),
+                workers=workers,
+                carried=carried,
+            )
         else:
             done = destination.write(
                 source=plan.contents.view,

@@ -16,7 +16,7 @@ from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError
 from converters.execute import Progress, no_progress
 from converters.expressions import HeadRows
-from converters.families.base import Naming, all_numbers
+from converters.families.base import Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fold import number_ranges
 from converters.manifest import manifest_of
@@ -166,7 +166,7 @@ def _model_differences(a: ModelInfo | None, b: ModelInfo | None) -> tuple[list[D
     """Differences between the models' numbers, which do not all show in shapes; and notes about mere limits."""
     if a is None or b is None:
         return [], []
-    ours, theirs = {"family": a.family, **all_numbers(a.args)}, {"family": b.family, **all_numbers(b.args)}
+    ours, theirs = {"family": a.family, **computed_numbers(a.args)}, {"family": b.family, **computed_numbers(b.args)}
     changed = {key: f"{ours[key]} in A, {theirs.get(key)} in B" for key in ours if ours[key] != theirs.get(key)}
     notes = [
         f"{key}: {changed[key]} (a limit without effect on the computation)" for key in _NO_DIFFERENCE if key in changed

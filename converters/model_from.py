@@ -10,7 +10,7 @@ from converters.catalog import Catalog
 from converters.containers.hf_cache import snapshot_of
 from converters.containers.paths import refuse_links_out
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders, printable
-from converters.families.base import all_numbers
+from converters.families.base import computed_numbers
 from converters.families.registry import get_family
 from converters.hf_fields import COSMETIC
 from converters.json_file import load_with_repeated_keys, read_json
@@ -60,8 +60,8 @@ def find_model_info(
         own = replace(own, args=replace(own.args, max_seq_len=given.args.max_seq_len))
     own_fields = _fields(own, is_whole=own_file.name == HF_CONFIG)
     given_fields = _fields(given, is_whole=given_file is not None and given_file.name == HF_CONFIG)
-    ours = {"family": model_type(own), **all_numbers(own.args), **own_fields, **_sure_ids(own)}
-    theirs = {"family": model_type(given), **all_numbers(given.args), **given_fields, **_sure_ids(given)}
+    ours = {"family": model_type(own), **computed_numbers(own.args), **own_fields, **_sure_ids(own)}
+    theirs = {"family": model_type(given), **computed_numbers(given.args), **given_fields, **_sure_ids(given)}
     problems = [
         f"{printable(key)}: {value!r:.200} in the checkpoint, {theirs[key]!r:.200} in --model-from"
         for key, value in ours.items()

@@ -17,8 +17,8 @@ from converters.families.base import (
     Family,
     ModelArgs,
     Scaling,
-    all_numbers,
     args_to_json,
+    computed_numbers,
 )
 from converters.families.registry import all_families, get_family, read_hf_config, read_meta_params
 from converters.hf_fields import (
@@ -140,7 +140,7 @@ def _refuse_other_numbers(folder: Path, args: ModelArgs, shapes: Mapping[str, tu
 
 def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
     """The numbers that a file of this name can state."""
-    numbers = all_numbers(args)
+    numbers = computed_numbers(args)
     if name == META_PARAMS:
         scaling = numbers.pop("rope_scaling") or {}
         left_open = ("max_seq_len", "tied", "low_freq_factor", "original_max_position_embeddings")

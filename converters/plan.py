@@ -92,7 +92,7 @@ def _dropped(weights: NativeWeights, view: View, output: Format, options: Output
         values = source.read(fqn, whole)
         found[fqn].update(whole, values)
         if not np.any(values != 0):
-            reason = f"zero, {reason}"
+            reason = f"zero; {reason}"
         elif options.drop_expert_bias:
             reason = f"as asked, although it is not zero: tokens may be sent to other experts ({reason})"
         else:

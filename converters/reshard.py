@@ -151,7 +151,7 @@ def reshard(
         carried = [*(catalog.root / name for name in _other_files(catalog)), *spelling.info.assets.values()]
         done, needs = Execution({}, []), None
         if dry_run:
-            needs = estimate_needs(dst, target, workers=workers, carried=carried)
+            needs = estimate_needs(dst, target, num_read=len(catalog.tensors), workers=workers, carried=carried)
         else:
             done = execute(
                 dst,

@@ -17,6 +17,7 @@ from converters.catalog import Catalog, TensorSource
 from converters.containers.target import Target
 from converters.crc import crc32
 from converters.errors import CheckpointError
+from converters.expressions import Expression, HeadRows, Source, head_order
 from converters.file_lock import is_open_file, lock_file
 from converters.names import DCP_METADATA, MANIFEST
 
@@ -55,9 +56,21 @@ def reading_order(source: TensorSource, *numbers: int) -> str:
     """32 hex digits that identify `numbers`, and what a source and its views read for each tensor."""
     summed = xxh3_128(repr(numbers).encode())
     while (inner := getattr(source, "source", None)) is not None:
-        expressions = getattr(source, "expressions", None)
-        read = type(source).__name__ if expressions is None else sorted(expressions.items())
-        summed.update(repr(read).encode())
+        expressions: Mapping[str, Expression] | None = getattr(source, "expressions", None)
+        if expressions is None:
+            summed.update(repr(type(source).__name__).encode())
+        else:  # as before there were expressions, where a tensor is made of one
+            summed.update(
+                repr(sorted((fqn, made.sources[0]) for fqn, made in expressions.items() if made.sources)).encode()
+            )
+            for fqn, made in sorted(expressions.items()):
+                match made:
+                    case HeadRows(Source(), head_dim, to_halves):
+                        summed.update(fqn.encode() + head_order(head_dim, to_halves=to_halves).tobytes())
+                    case Source():
+                        continue
+                    case _:
+                        summed.update(f"{fqn} {made!r}".encode())
         source = inner
     return summed.hexdigest()
 

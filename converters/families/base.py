@@ -96,6 +96,7 @@ class ModelArgs:
 LISTED_FOR_EVERY_FAMILY: Mapping[str, Any] = {"qk_norm": False}
 _OMITTED_AT_DEFAULT = ("attention_bias", "mlp_bias")  # added later: files of models without them stay as they were
 OMITTED_AT_DEFAULT = {"omitted": True}  # metadata of such a field of a family's own args
+ONLY_FOR_TRAINING = OMITTED_AT_DEFAULT | {"only for training": True}  # which no file but titan's states
 
 
 def all_numbers(args: ModelArgs) -> dict[str, Any]:
@@ -106,6 +107,12 @@ def all_numbers(args: ModelArgs) -> dict[str, Any]:
         if name == "tied":
             listed |= LISTED_FOR_EVERY_FAMILY
     return listed
+
+
+def computed_numbers(args: ModelArgs) -> dict[str, Any]:
+    """`all_numbers` without those that change training, but not what the model computes."""
+    others = {f.name for f in fields(args) if f.metadata.get("only for training")}
+    return {name: value for name, value in all_numbers(args).items() if name not in others}
 
 
 def args_to_json(args: ModelArgs) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from converters.families.base import Experts, Parameter, Role
 from converters.rules import Half, Rule, Stacked, Zeros
 
-NO_EXPERT_BIAS = "Hugging Face's class has no such offset: its experts were balanced by a loss"
+NO_EXPERT_BIAS = "Hugging Face's class has no such offset, its experts are balanced by a loss"
 
 
 def expert_parameters(layer: str, dim: int, experts: Experts) -> list[Parameter]:

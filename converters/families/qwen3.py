@@ -7,6 +7,7 @@ from typing import Any
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import (
     OMITTED_AT_DEFAULT,
+    ONLY_FOR_TRAINING,
     Block,
     Dense,
     Experts,
@@ -55,13 +56,14 @@ class Qwen3Args(ModelArgs):
     normalize_weights: bool = field(default=True, metadata=OMITTED_AT_DEFAULT)  # of the chosen experts, to a sum of 1
     sparse_step: int = field(default=1, metadata=OMITTED_AT_DEFAULT)  # every so many layers have experts
     dense_layers: tuple[int, ...] = field(default=(), metadata=OMITTED_AT_DEFAULT)  # and these never
-    balance_rate: float = field(default=1e-3, metadata=OMITTED_AT_DEFAULT)  # see Experts
+    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
 
 
 def block(args: ModelArgs, layer: int) -> Block:
     """Experts in every `sparse_step`-th layer, but for `dense_layers`."""
-    assert isinstance(args, Qwen3Args)
-    if not args.num_experts or layer in args.dense_layers or (layer + 1) % args.sparse_step:
+    if not isinstance(args, Qwen3Args) or not args.num_experts:
+        return Block(Dense(args.ffn_hidden))
+    if layer in args.dense_layers or (layer + 1) % args.sparse_step:
         return Block(Dense(args.ffn_hidden))
     return Block(
         Experts(
@@ -213,15 +215,16 @@ def _expert_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             "config.json describes a Qwen 3 MoE without experts", hint="dense ones are of type qwen3"
         )
-    counts = {config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
-    if len(counts) > 1:
-        raise CheckpointError(f"config.json has two numbers of experts: {', '.join(map(str, sorted(counts)))}")
+    counts = {key: config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{key} {value}" for key, value in counts.items())
+        raise CheckpointError(f"config.json has two numbers of experts: {found}", hint="correct the one that is wrong")
 
     def given(key: str, default: Any) -> Any:
         return default if config.get(key) is None else config[key]
 
     return {
-        "num_experts": next(iter(counts), 128),
+        "num_experts": next(iter(counts.values()), 128),
         "experts_per_token": given("num_experts_per_tok", 8),
         "expert_hidden": given("moe_intermediate_size", 768),
         "normalize_weights": given("norm_topk_prob", False),

@@ -30,6 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "bos_token_id": [None, 5],
     "chunk_size_feed_forward": [4],
     "dtype": ["bfloat16", "float16", None],
+    "decoder_sparse_step": [2, 5],
     "eos_token_id": [None, 5, [5, 6]],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu", "silu", "swish"],
@@ -40,7 +41,11 @@ VALUES: dict[str, list[Any]] = {
     "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["full_attention", "sliding_attention"] * 2],
     "max_position_embeddings": [32, 4096],
     "max_window_layers": [0, 2, 4],
+    "mlp_only_layers": [[1], [3, 0], [0, 1, 2, 3]],
+    "moe_intermediate_size": [40, 32],
     "num_attention_heads": [2, 8],
+    "num_experts": [11, 16],
+    "num_experts_per_tok": [1, 4],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "pad_token_id": [0, 5],
@@ -79,6 +84,8 @@ ACCEPTED_FIELDS = {
     *("output_hidden_states", "return_dict", "id2label", "label2id", "problem_type", "transformers_version"),
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
     *("attention_bias", "mlp_bias"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+    *("mlp_only_layers", "output_router_logits", "router_aux_loss_coef"),
     *("vocab_size", "pretraining_tp", "dtype", "torch_dtype", "architectures", "rope_theta", "my_own_key"),
     *("_name_or_path", "logits_scaling", "residual_multiplier", "no_rope_layers", "max_window_layers"),
 }
@@ -101,8 +108,8 @@ class Mutation:
         return ", ".join(f"{name}={value!r}" for name, value in self.values.items())
 
     def must_be_accepted(self, *, in_file: bool) -> bool:
-        """In a file a key may contradict `rope_parameters` next to it, or the weights of an untied model: an error."""
-        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings"}:
+        """In a file a key may contradict another (`rope_parameters`, `num_local_experts`) or the weights: an error."""
+        if in_file and self.values.keys() & {"rope_scaling", "rope_theta", "tie_word_embeddings", "num_experts"}:
             return False
         return all(_is_accepted(name, value) for name, value in self.values.items())
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from converters.convert import convert
 from converters.errors import UnsupportedError
@@ -31,6 +39,14 @@ NUMBERS = {
 }
 LLAMA = {"rope_parameters": {"rope_theta": 500000.0, **SCALING}}
 QWEN = {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}, "head_dim": 16}
+MOE = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+}
 MODELS = {
     "untied": (LlamaConfig, LlamaForCausalLM, LLAMA),
     "tied": (LlamaConfig, LlamaForCausalLM, LLAMA | {"tie_word_embeddings": True}),
@@ -38,10 +54,12 @@ MODELS = {
     "head_dim apart": (LlamaConfig, LlamaForCausalLM, LLAMA | {"head_dim": 16}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, QWEN),
     "qwen3 tied": (Qwen3Config, Qwen3ForCausalLM, QWEN | {"tie_word_embeddings": True}),
+    "qwen3 moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, QWEN | MOE),
 }
 FORMATS = {
     "dcp": ("dcp", "out", OutputOptions()),
     "dcp for a mesh": ("dcp", "out", OutputOptions(mesh=MeshShape(pp=2, dp_shard=3, tp=2))),
+    "dcp for FSDP": ("dcp", "out", OutputOptions(mesh=MeshShape(pp=2, dp_shard=5))),
     "hf": ("hf", "out", OutputOptions(shard_bytes=40_000)),
     "torch folder": ("torch", "out", OutputOptions()),
     "torch file": ("torch", "out.pt", OutputOptions()),
@@ -55,15 +73,21 @@ REFUSED = {  # (model, format written) → why; torchtune and Meta's code build 
     ("head_dim apart", "meta"): "params.json cannot express head_dim 16",
     ("qwen3", "meta"): "Meta's format has no qwen3 models",
     ("qwen3 tied", "meta"): "Meta's format has no qwen3 models",
-    **{(model, "torchtune"): "torchtune 0.6.1" for model in ("head_dim apart", "qwen3", "qwen3 tied")},
+    ("qwen3 moe", "meta"): "Meta's format has no qwen3 models",
+    **{(model, "torchtune"): "torchtune 0.6.1" for model in ("head_dim apart", "qwen3", "qwen3 tied", "qwen3 moe")},
 }
 TOKENS = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.stack([torch.arange(24), 20_000 + torch.arange(24)])  # near, and far where RoPE's scaling shows
 
 
+def _is_refused(model: str, form: str) -> bool:
+    """Whether a format cannot hold a model, or training cannot run it on the mesh (experts with tp)."""
+    return (model, FORMATS[form][0]) in REFUSED or (model, form) == ("qwen3 moe", "dcp for a mesh")
+
+
 def _every_pair() -> list:
     """Every model in every format that can hold it. Most are slow tests: all go through all formats in turn, too."""
-    pairs = [(model, form) for model in MODELS for form in FORMATS if (model, FORMATS[form][0]) not in REFUSED]
+    pairs = [(model, form) for model in MODELS for form in FORMATS if not _is_refused(model, form)]
     return [pytest.param(*pair, marks=() if pair[0] == "tied" else pytest.mark.slow) for pair in pairs]
 
 
@@ -91,6 +115,7 @@ def source(request, tmp_path_factory) -> tuple[str, Path, torch.nn.Module]:
 
 
 def logits(model) -> torch.Tensor:
+    model.set_experts_implementation("eager")  # the one that computes in float64
     with torch.no_grad():
         return model(TOKENS, position_ids=POSITIONS).logits
 
@@ -130,7 +155,7 @@ def test_through_every_format_in_turn(source, tmp_path):
     name, folder, model = source
     place = folder
     for number, (form, (to, _, options)) in enumerate(FORMATS.items()):
-        if form != "torch file" and (name, to) not in REFUSED:
+        if form != "torch file" and not _is_refused(name, form):
             convert(place, tmp_path / str(number), to=to, options=options)
             place = tmp_path / str(number)
     convert(place, tmp_path / "back", to="hf")
@@ -140,7 +165,8 @@ def test_through_every_format_in_turn(source, tmp_path):
 def test_logits_of_the_trainer_s_model(source, tmp_path):
     """HF → DCP → the model that `titan train` builds, against transformers; bound by transformers' own rounding."""
     name, folder, model = source
-    convert(folder, tmp_path / "dcp", to="dcp", source="hf", options=OutputOptions(mesh=MeshShape(dp_shard=3, tp=2)))
+    mesh = MeshShape(dp_shard=3, tp=1 if name == "qwen3 moe" else 2)
+    convert(folder, tmp_path / "dcp", to="dcp", source="hf", options=OutputOptions(mesh=mesh))
     with open_native(tmp_path / "dcp") as weights:
         ours = get_trainer_family(weights.info.family).build_model(weights.info.args)
     state = {fqn: torch.full_like(value, torch.nan) for fqn, value in ours.state_dict().items()}

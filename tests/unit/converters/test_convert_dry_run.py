@@ -170,14 +170,57 @@ def qwen_671b() -> tuple[dict[str, TensorInfo], dict]:
     return {name: TensorInfo("bfloat16", shape) for name, shape in shapes.items()}, config
 
 
+def qwen_235b() -> tuple[dict[str, TensorInfo], dict]:
+    """Qwen 3 235B-A22B as the hub has it: 36,945 tensors, one per expert."""
+    dim, hidden, q, kv = 4096, 1536, 64 * 128, 4 * 128
+    shapes = {"model.embed_tokens.weight": (151936, dim), "model.norm.weight": (dim,), "lm_head.weight": (151936, dim)}
+    for n in range(94):
+        layer = f"model.layers.{n}."
+        shapes |= {f"{layer}{name}.weight": (dim,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{layer}self_attn.{name}.weight": (128,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{layer}self_attn.{name}_proj.weight": (kv, dim) for name in "kv"}
+        shapes |= {f"{layer}self_attn.q_proj.weight": (q, dim), f"{layer}self_attn.o_proj.weight": (dim, q)}
+        shapes[f"{layer}mlp.gate.weight"] = (128, dim)
+        for e in range(128):
+            expert = f"{layer}mlp.experts.{e}."
+            shapes |= {f"{expert}{name}_proj.weight": (hidden, dim) for name in ("gate", "up")}
+            shapes[f"{expert}down_proj.weight"] = (dim, hidden)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": dim,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": hidden,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "torch_dtype": "bfloat16",
+    }
+    return {name: TensorInfo("bfloat16", shape) for name, shape in shapes.items()}, config
+
+
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """llama/ (405B) and qwen/ (671B) as the hub would have them, dcp/ a training job's 405B."""
+    """llama/ (405B), qwen/ (671B) and moe/ (235B) as the hub would have them, dcp/ a training job's 405B."""
     folder = tmp_path_factory.mktemp("big")
     write_sparse_hf(folder / "llama", llama_405b(), shard_bytes=5 * 10**9, config=LLAMA_405B_CONFIG)
     tensors, config = qwen_671b()
     assert 665e9 < num_bytes(tensors) / 2 < 680e9
     write_sparse_hf(folder / "qwen", tensors, shard_bytes=5 * 10**9, config=config)
+    tensors, config = qwen_235b()
+    assert num_bytes(tensors) == 2 * 235_093_634_560 and len(tensors) == 36_945
+    write_sparse_hf(folder / "moe", tensors, shard_bytes=4 * 10**9, config=config)
     native = convert_names(llama_405b())
     write_sparse_dcp(folder / "dcp", native)
     shutil.copy(folder / "llama" / "config.json", folder / "dcp")
@@ -196,6 +239,9 @@ MESH = ["--for-mesh", "dp_shard=64,tp=8"]
     [
         ("llama", "dcp", []),
         ("qwen", "dcp", []),
+        ("moe", "dcp", ["--for-mesh", "dp_shard=64"]),
+        pytest.param("moe", "hf", ["--fused-experts"], marks=pytest.mark.slow),
+        pytest.param("moe", "hf", [], marks=pytest.mark.slow),
         ("dcp", "hf", []),
         ("dcp", "torch", []),
         ("dcp", "meta", ["--num-shards", "8"]),
@@ -216,6 +262,6 @@ def test_the_largest_models_within_5_seconds_and_500_mb(big, source, to, options
     (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
     assert int(peak) * 1024 < 500e6 and secs < 5
     report = json.loads(done.stdout)
-    assert report["num_bytes"] > (1.34e12 if source == "qwen" else 8.1e11)
+    assert report["num_bytes"] > {"qwen": 1.34e12, "moe": 4.7e11}.get(source, 8.1e11)
     if options == MESH:
         assert report["num_files"] == 513  # one for each rank, and .metadata

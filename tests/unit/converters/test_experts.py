@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import converters.engine.copy as copying
+from converters.accept import accept
 from converters.convert import convert
 from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError, UnsupportedError
@@ -120,6 +123,17 @@ def test_fused_names_are_those_of_transformers_in_memory(source, tmp_path):
     assert all(np.array_equal(written[name], held[name]) for name in held)
 
 
+def test_the_fused_form_is_read_as_transformers_holds_it(source, tmp_path):
+    folder, model = source
+    (tmp_path / "src").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "src")
+    save_file({n: w.numpy() for n, w in model.state_dict().items()}, tmp_path / "src" / "model.safetensors")
+    with open_native(tmp_path / "src") as weights:
+        assert weights.naming == "hf_fused"
+        for name, array in native_arrays(model).items():
+            assert np.array_equal(weights.read(name), array), name
+
+
 @pytest.mark.parametrize("prefix", ["newest", "model."])
 def test_torchtitans_other_names_are_read(dcp, prefix, tmp_path):
     convert(dcp, tmp_path / "native", to="torch")
@@ -221,7 +235,7 @@ def test_zeros_come_and_go_with_a_reason(hf, dcp, tmp_path):
     assert set(report.kept_float32) == set(report.made)
     assert read_manifest(tmp_path / "dcp").tensors[BIAS].dtype == "float32"
     back = convert(tmp_path / "dcp", tmp_path / "hf", to="hf")
-    assert set(back.dropped) == set(report.made) and back.dropped[BIAS].startswith("zero, ")
+    assert set(back.dropped) == set(report.made) and back.dropped[BIAS].startswith("zero; ")
     direct = convert(hf, tmp_path / "direct", to="hf")
     assert direct.dropped == direct.made == {}
 
@@ -446,3 +460,60 @@ def test_diff_explains_what_was_mixed_up(hf, dcp, tmp_path):
     one, other = diff(changed(hf, tmp_path / "swapped", swapped), dcp).differences
     assert "equal to layers.1.moe.experts.w3: gate and up are swapped" in one.detail
     assert "equal to layers.1.moe.experts.w1: gate and up are swapped" in other.detail
+
+
+# An interrupted run
+
+
+@pytest.mark.parametrize("form", ["stack", "unstack", "fuse"])
+def test_an_interrupted_run_goes_on_where_it_ended(hf, dcp, form, tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(copying, "UNIT_BYTES", 4096)
+    src, to, options = {
+        "stack": (hf, "dcp", OutputOptions()),
+        "unstack": (dcp, "hf", OutputOptions()),
+        "fuse": (dcp, "hf", FUSED),
+    }[form]
+    convert(src, tmp_path / "whole", to=to, options=options)
+    advanced = []
+
+    @contextmanager
+    def stopping(total, what):
+        def advance(num_bytes):
+            advanced.append(num_bytes)
+            if sum(advanced) > total / 2:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, tmp_path / "out", to=to, options=options, resume=True, progress=stopping)
+    report = convert(src, tmp_path / "out", to=to, options=options, resume=True)
+    assert report.resumed_bytes > report.num_bytes / 4
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "out" / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes()
+
+
+def test_verify_accept_of_a_folder_of_experts(dcp, tmp_path):
+    convert(dcp, tmp_path / "hf", to="hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors[UP.format(e=10)] = tensors[UP.format(e=10)] + 1
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert not verify(tmp_path / "hf").ok
+    report = accept(tmp_path / "hf")
+    assert report.ok and list(report.changes.tensors) == [UP.format(e=10)]
+    assert verify(tmp_path / "hf").verdict == "all checks passed"
+    convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")  # its digests still add up to those of stacks
+
+
+def test_a_number_that_only_training_uses_is_no_contradiction(hf, dcp, tmp_path):
+    shutil.copytree(dcp, tmp_path / "dcp")
+    content = json.loads((tmp_path / "dcp" / "titan_model.json").read_text())
+    content["args"]["balance_rate"] = 0.01
+    (tmp_path / "dcp" / "titan_model.json").write_text(json.dumps(content))
+    (tmp_path / "dcp" / "titan_manifest.json").unlink()
+    assert diff(tmp_path / "dcp", hf).equal
+    convert(tmp_path / "dcp", tmp_path / "hf", to="hf", model_from=hf)
+    convert(tmp_path / "dcp", tmp_path / "torch", to="torch")
+    assert read_model_info(tmp_path / "torch").args.balance_rate == 0.01

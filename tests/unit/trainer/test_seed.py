@@ -11,12 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from converters.catalog import Box
+from converters.diff import diff
 from converters.errors import CheckpointError, ConfigError
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.layout import MeshShape, local_box
 from converters.manifest import check_files, read_manifest
 from converters.model_info import ModelInfo, read_model_info
 from converters.open import open_checkpoint
+from converters.weights import open_native
 from trainer.config.load import load_config
 from trainer.config.sections import Config, Debug, Model, Parallelism, Training
 from trainer.job import resolve_job
@@ -70,6 +72,29 @@ def test_values_depend_on_the_seed_and_not_on_the_mesh(tmp_path):
     assert sums["one"] == sums["cut"]
     assert sums["one"]["output.weight"] != sums["other"]["output.weight"]
     assert {t.dtype for t in sums["half"].values()} == {"bfloat16"}
+
+
+def test_experts_are_drawn_one_by_one_and_balanced_by_zeros(tmp_path):
+    """In bfloat16 but for the balancing bias; the same on a mesh that shards 12 experts unevenly."""
+    config = replace(
+        CONFIG, model=Model(name="qwen3", flavor="debug_moe"), training=Training(seq_len=64, dtype="bfloat16")
+    )
+    seed(resolve_job(config), tmp_path / "one")
+    uneven = replace(config, parallelism=Parallelism(data_parallel_shard_degree=5))
+    seed(resolve_job(uneven, 5), tmp_path / "five")
+    assert diff(tmp_path / "one", tmp_path / "five").equal
+    with open_native(tmp_path / "one") as weights:
+        for layer in (0, 3):
+            moe, depth = f"layers.{layer}.moe.", 0.02 / (2 * (layer + 1)) ** 0.5
+            assert weights.tensors[f"{moe}expert_bias"].dtype == "float32"
+            assert not weights.read(f"{moe}expert_bias").any()
+            for name, std in (("w1", 0.02), ("w2", depth), ("w3", depth)):  # torchtitan's moe.py, init_weights
+                values = weights.read(f"{moe}experts.{name}")
+                assert values.dtype == "bfloat16"
+                assert [abs(float(one.astype("float32").std()) / std - 1) < 0.05 for one in values] == [True] * 12
+                assert len({one.tobytes() for one in values}) == 12
+            gate = weights.read(f"{moe}router.gate.weight").astype("float32")
+            assert abs(float(gate.std()) / depth - 1) < 0.1
 
 
 def test_a_layout_that_cannot_be_and_a_folder_that_is_there_are_refused(tmp_path):

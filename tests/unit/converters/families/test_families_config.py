@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from converters.errors import CheckpointError, UnsupportedError
 from converters.families.base import RopeScaling
@@ -43,6 +43,17 @@ def models(draw, family: str | None = None, like_meta: bool = False) -> ModelInf
         max_seq_len=draw(st.integers(1, 2**20)),
         tied=draw(st.booleans()),
     )
+    if family == "qwen3" and draw(st.booleans()):
+        num = draw(st.integers(1, 512))
+        args = replace(
+            args,
+            num_experts=num,
+            experts_per_token=draw(st.integers(1, num)),
+            expert_hidden=draw(st.integers(1, 4096)),
+            normalize_weights=draw(st.booleans()),
+            sparse_step=draw(st.integers(1, 5)),
+            dense_layers=tuple(sorted(draw(st.sets(st.integers(0, args.num_layers - 1), max_size=5)))),
+        )
     if not get_family(family).claims(args):  # made so that it does
         args = (
             replace(args, rope_theta=10000.0) if family == "llama2" else replace(args, rope_theta=5e5, vocab_size=999)
@@ -68,7 +79,9 @@ def test_transformers_says_the_same_numbers(tmp_path_factory, info):
     """What its config class makes of our file, saved by itself, is the same model."""
     folder = tmp_path_factory.mktemp("config")
     write_hf_config(folder, info, dtype="bfloat16")
-    theirs = (Qwen3Config if info.family == "qwen3" else LlamaConfig).from_pretrained(folder)
+    theirs = AutoConfig.from_pretrained(folder)
+    kind = Qwen3MoeConfig if getattr(info.args, "num_experts", 0) else Qwen3Config
+    assert type(theirs) is (kind if info.family == "qwen3" else LlamaConfig)
     assert str(theirs.dtype) == "torch.bfloat16"
     theirs.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
