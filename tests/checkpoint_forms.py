@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,10 +112,19 @@ def native(hf: Path) -> dict[str, torch.Tensor]:
     """The weights under native names, spelled out without the tables that are tested."""
     config, out = json.loads((hf / "config.json").read_text()), {}
     heads = {"wq": config["num_attention_heads"], "wk": config["num_key_value_heads"]}
+    stacks: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # (layer, matrix) → expert → its weight
     for theirs, weight in load_file(hf / "model.safetensors").items():
         name = native_name(theirs)
+        if inside := re.fullmatch(r"(layers\.\d+)\.mlp\.experts\.(\d+)\.(gate|down|up)_proj\.weight", name):
+            layer, expert, matrix = inside.groups()
+            stacks.setdefault((layer, {"gate": "w1", "down": "w2", "up": "w3"}[matrix]), {})[int(expert)] = weight
+            continue
+        name = name.replace(".mlp.gate.", ".moe.router.gate.")
         rotated = heads.get(name.split(".")[-2]) if config["model_type"] == "llama" else None
         out[name] = (interleaved(weight, rotated) if rotated else weight).contiguous()
+    for (layer, matrix), experts in stacks.items():
+        out[f"{layer}.moe.experts.{matrix}"] = torch.stack([experts[e] for e in range(len(experts))])
+        out[f"{layer}.moe.expert_bias"] = torch.zeros(len(experts))
     return out
 
 
@@ -128,6 +138,9 @@ def _torchtitan(hf: Path, place: Path, *, layout: str = "flat") -> Path:
             new = old.replace("output.weight", "lm_head.weight")
             for w in "qkv":
                 new = new.replace(f"attention.w{w}", f"attention.qkv_linear.w{w}")
+            new = re.sub(r"moe\.experts\.w([13])$", r"moe.routed_experts.inner_experts.w\1_EFD", new)
+            new = re.sub(r"moe\.experts\.w2$", "moe.routed_experts.inner_experts.w2_EDF", new)
+            new = new.replace("moe.expert_bias", "moe.expert_bias_E")
             weights[new] = weights.pop(old)
     beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "train_state.step": torch.tensor(7)}
     dcp.save(weights | beside, checkpoint_id=str(place / "step-7"), no_dist=True)

@@ -1,6 +1,7 @@
 """A tiny random Qwen 3 MoE as transformers itself writes it, and its weights by native names, without the tables."""
 
 from pathlib import Path
+from types import MethodType
 
 import numpy as np
 
@@ -59,6 +60,35 @@ def native_arrays(model) -> dict[str, np.ndarray]:
             name = name.replace(theirs, ours)
         found[name] = values
     return found
+
+
+def write_native(folder: Path, model, biases) -> None:
+    """The model as a DCP under native names; `biases`: layer → a tensor that its router adds to scores, else zeros."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    weights = {name: torch.tensor(values) for name, values in native_arrays(model).items()}
+    weights |= {f"layers.{layer}.moe.expert_bias": bias for layer, bias in biases.items()}
+    if model.config.tie_word_embeddings:
+        del weights["output.weight"]
+    dcp.save(weights, checkpoint_id=str(folder), no_dist=True)
+    model.config.save_pretrained(folder)
+
+
+def add_biases(model, biases) -> None:
+    """Let transformers' routers choose by score + bias, as in arXiv 2408.15664; weights are those of the scores."""
+    for layer, bias in biases.items():
+        router = model.model.layers[layer].mlp.gate
+        router.choice_bias, router.forward = bias, MethodType(_route, router)
+
+
+def _route(router, hidden):
+    scores = (hidden.reshape(-1, router.weight.shape[1]) @ router.weight.T).softmax(-1)
+    ids = (scores + router.choice_bias).topk(router.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return scores, weights, ids
 
 
 _NAMES = {

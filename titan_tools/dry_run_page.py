@@ -10,7 +10,8 @@ from converters.sizes import format_bytes
 from titan_tools.console import count, note, print_json, table
 from trainer.config.sections import Config
 from trainer.config.show import unread
-from trainer.job import resolve_job
+from trainer.job import Job, resolve_job
+from trainer.parallel.experts import has_experts
 
 if TYPE_CHECKING:
     from trainer.dry_run import DryRun
@@ -29,7 +30,7 @@ def dry_run_from_command_line(config: Config, *, world_size: int | None, rank: i
     if as_json:
         print_json(as_record(config, found))
     else:
-        _print(config, found)
+        _print(job, found)
 
 
 def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
@@ -47,9 +48,10 @@ def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
     }
 
 
-def _print(config: Config, found: "DryRun") -> None:
-    dims, at = found.dims, found.coordinates
-    model = f"{config.model.name} {config.model.flavor}, {found.model_parameters:,} parameters"
+def _print(job: Job, found: "DryRun") -> None:
+    dims, at, uses_experts = found.dims, found.coordinates, has_experts(job.family, job.args)
+    active = f" ({job.num_active_parameters:,} active)" if uses_experts else ""
+    model = f"{job.config.model.name} {job.config.model.flavor}, {found.model_parameters:,} parameters{active}"
     print(f"{model}, on {count(dims.world_size, 'rank')}")
     place = ", ".join(
         f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
@@ -86,4 +88,4 @@ def _print(config: Config, found: "DryRun") -> None:
     )
     for line in found.left_out:
         note(f"left out: {line}")
-    note("activations are not counted: titan estimate-memory estimates the peak")
+    note("activations are not counted" + ("" if uses_experts else ": titan estimate-memory estimates the peak"))

@@ -61,8 +61,9 @@ class Qwen3Args(ModelArgs):
 
 def block(args: ModelArgs, layer: int) -> Block:
     """Experts in every `sparse_step`-th layer, but for `dense_layers`."""
-    assert isinstance(args, Qwen3Args)
-    if not args.num_experts or layer in args.dense_layers or (layer + 1) % args.sparse_step:
+    if not isinstance(args, Qwen3Args) or not args.num_experts:
+        return Block(Dense(args.ffn_hidden))
+    if layer in args.dense_layers or (layer + 1) % args.sparse_step:
         return Block(Dense(args.ffn_hidden))
     return Block(
         Experts(

@@ -1,7 +1,8 @@
 """Inference speed of whole `titan infer` runs, compared with transformers and a bare loop of matrix products.
 
 python scripts/bench/infer.py            with a GPU: 8B in bf16, int8 and float8, with and without --compile
-python scripts/bench/infer.py --on cpu   1.2B in fp32 and bf16 on two threads, and the time from start to first token
+python scripts/bench/infer.py --on cpu   on two threads: 1.2B in fp32 and bf16, the time from start to first token, and
+                                         1.3B with 64 experts, of which a token reads 8
 
 Each round runs each row once; the medians of `--rounds` count. Weights are random: speed does not depend on them. The
 exit code is 1 where a limit is missed. `--dir` keeps the checkpoints for the next time.
@@ -23,10 +24,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import LLAMA_1B, LLAMA_8B, write_model  # noqa: E402
+from models import LLAMA_1B, LLAMA_8B, QWEN3_MOE, write_model  # noqa: E402
 from rounds import ROOT, TITAN, machine, read_once  # noqa: E402
 
-HF, DCP, SHORT, LONG, MANY = "hf", "dcp", "short.txt", "long.txt", "many.jsonl"
+HF, DCP, EXPERTS, SHORT, LONG, MANY = "hf", "dcp", "experts", "short.txt", "long.txt", "many.jsonl"
 _LETTERS = {SHORT: 200, LONG: 1600}  # about 128 and 1024 tokens
 _MANY_LETTERS = [20 + 37 * n % 300 for n in range(24)]  # of the prompts of a batch, about 13 to 200 tokens
 _BATCH_SIZE = 8
@@ -95,6 +96,16 @@ def cpu_rows(tokens: int) -> tuple[list[Row], list[Limit]]:
             Limit(f"{titan}, long prompt", "ttft_ms", 1.0, over=f"{peer}, long prompt", is_most=True),
             Limit(f"{titan}, batch", "tokens_per_sec", 1.0, over=f"{peer}, batch"),
         ]
+    titan, peer, bare = (f"{who}, 64 experts" for who in ("titan", "transformers", "bare loop"))
+    rows += [
+        Row(peer, _peer("transformers", EXPERTS, "float32", SHORT, tokens), 2),
+        Row(titan, _titan(EXPERTS, SHORT, tokens, "--dtype", "float32"), 2),
+        Row(bare, _peer("bare", EXPERTS, "float32", SHORT, tokens), 2),
+    ]
+    limits += [
+        Limit(titan, "decode_per_sec", 1.2, over=peer),
+        Limit(titan, "decode_per_sec", 0.85, over=bare),
+    ]
     for form in (HF, DCP):
         rows.append(Row(f"start to first token, {form}", _titan(form, SHORT, 1), 2))
         limits.append(Limit(f"start to first token, {form}", "wall_secs", _START_SECS, is_most=True))
@@ -151,7 +162,7 @@ def main() -> None:
         parser.error(f"no row's name contains {chosen.only!r}")
     with TemporaryDirectory(prefix="titan-bench-") as temporary:
         work = (chosen.dir or Path(temporary)).absolute()
-        prepare(work, LLAMA_1B if on_cpu else LLAMA_8B, dcp=on_cpu)
+        prepare(work, LLAMA_1B if on_cpu else LLAMA_8B, dcp=on_cpu, experts=QWEN3_MOE if on_cpu else None)
         for number in range(chosen.rounds):
             for row in rows:
                 print(f"round {number + 1} of {chosen.rounds}: {row.name}", file=sys.stderr, flush=True)
@@ -164,7 +175,7 @@ def main() -> None:
     raise SystemExit(0 if ok else 1)
 
 
-def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool) -> None:
+def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool, experts: Mapping[str, Any] | None = None) -> None:
     """Make missing checkpoints and prompts, and read every file into the page cache."""
     work.mkdir(parents=True, exist_ok=True)
     text = (ROOT / "README.md").read_text()
@@ -172,10 +183,12 @@ def prepare(work: Path, config: Mapping[str, Any], *, dcp: bool) -> None:
         (work / name).write_text(text[:letters])
     prompts = [{"id": n, "prompt": text[50 * n :][:letters]} for n, letters in enumerate(_MANY_LETTERS)]
     (work / MANY).write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    if not (work / HF / "tokenizer.json").is_file():
-        shutil.rmtree(work / HF, ignore_errors=True)
-        write_model(work / HF, config, normal=True)
-        write_tokenizer(work / HF, config["vocab_size"])
+    for name, numbers in ((HF, config), (EXPERTS, experts)):
+        if numbers is None or (work / name / "tokenizer.json").is_file():
+            continue
+        shutil.rmtree(work / name, ignore_errors=True)
+        write_model(work / name, numbers, normal=True)
+        write_tokenizer(work / name, numbers["vocab_size"])
     if dcp and not (work / DCP).is_dir():
         _run(["convert", "hf-to-dcp", HF, DCP], work)
     read_once(work)

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from random import Random
 from statistics import mean
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import shapes_of  # noqa: E402
+
+_TOP_K = "num_experts_per_tok"
 
 
 def transformers(folder: Path, dtype: torch.dtype, prompt: str, num_new: int) -> dict[str, float]:
@@ -73,18 +76,27 @@ def _model_and_tokenizer(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def bare(folder: Path, dtype: torch.dtype, num_new: int) -> dict[str, float]:
-    """All products with the weights that one token needs, one after another: the limit for calls of F.linear."""
+    """All products with the weights that one token needs, one after another: the limit for calls of F.linear.
+
+    Of experts, others in each layer and for each token.
+    """
     config = json.loads((folder / "config.json").read_text())
-    shapes = [shape for name, shape in shapes_of(config).items() if len(shape) == 2]  # tied: the embedding's is one
-    if not config["tie_word_embeddings"]:
-        shapes.remove(shapes_of(config)["model.embed_tokens.weight"])
-    weights = [torch.full(shape, 0.01, dtype=dtype) for shape in shapes]
-    inputs = {k: torch.randn(1, k).to(dtype) for _, k in shapes}
-    secs = []
+    shapes = {name: shape for name, shape in shapes_of(config).items() if len(shape) == 2}
+    if not config["tie_word_embeddings"]:  # else the embedding is the output
+        del shapes["model.embed_tokens.weight"]
+    weights = {name: torch.full(shape, 0.01, dtype=dtype) for name, shape in shapes.items()}
+    inputs = {k: torch.randn(1, k).to(dtype) for _, k in shapes.values()}
+    of_experts: dict[str, dict[str, list[torch.Tensor]]] = {}  # layer → expert → its weights
+    for name in [name for name in weights if ".experts." in name]:
+        layer, _, inside = name.partition(".experts.")
+        of_experts.setdefault(layer, {}).setdefault(inside.partition(".")[0], []).append(weights.pop(name))
+    random, secs = Random(0), []
     with torch.inference_mode():
         for _ in range(num_new):
+            chosen = [e for layer in of_experts.values() for e in random.sample([*layer.values()], config[_TOP_K])]
+            active = [*weights.values(), *(weight for expert in chosen for weight in expert)]
             started = time.perf_counter()
-            for weight in weights:
+            for weight in active:
                 F.linear(inputs[weight.shape[1]], weight)
             secs.append(time.perf_counter() - started)
     return {"tpot_ms": 1000 * mean(secs[1:])}

@@ -12,7 +12,7 @@ from converters.families.qwen3 import QWEN3
 from converters.manifest import read_manifest
 from converters.weights import open_native
 from tests.dist import runs
-from tests.dist.layouts import AOT_EAGER, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
+from tests.dist.layouts import AOT_EAGER, BUDGET, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
 from tests.dist.training import (
     EXPERTS,
     GLOBAL_BATCH,
@@ -60,6 +60,7 @@ SLOW_CASES = [
 ]
 MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
 FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
+BUDGET_COMPILED = Layout("budget", 2, sections=BUDGET | {"compile": BUDGET["compile"] | {"components": ("model",)}})
 PP2_COMPILED = Layout("pp 2", 2, {PP: 2, MICROBATCH: 2}, sections={"compile": MODEL_ONLY})
 
 
@@ -269,8 +270,11 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
 
 @pytest.mark.parametrize(
     ("layout", "flavor", "num_graphs"),
-    [(FSDP2_COMPILED, MIXED, 2), pytest.param(PP2_COMPILED, EVERY, 1, marks=pytest.mark.slow)],
-    ids=["fsdp 2", "pp 2"],
+    [
+        (FSDP2_COMPILED, MIXED, 2),
+        *(pytest.param(layout, EVERY, 1, marks=pytest.mark.slow) for layout in (PP2_COMPILED, BUDGET_COMPILED)),
+    ],
+    ids=["fsdp 2", "pp 2", "budget"],
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
@@ -361,6 +365,10 @@ def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_p
     with open_native(step) as weights:
         read = {fqn: as_tensor(weights.read(fqn), dtypes[fqn]).float() for fqn in weights.tensors}
     ours.load_state_dict(read)
+    # a run can start from either
+    first = config_of_a_run(data, tmp_path / "next")
+    for losses in pools[2].run(runs.first_losses, first, {"dcp": step, "hf": tmp_path / "export-hf"}):
+        assert losses["dcp"] == losses["hf"]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export-hf", dtype=torch.float32).eval()
     tokens = torch.arange(48)[None] * 7 % 290
     with torch.no_grad():

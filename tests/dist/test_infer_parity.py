@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from converters.convert import convert
 from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, full_forward, greedy, ragged_prompts
+from tests.tiny_experts import add_biases, write_experts, write_native
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import NO_TEXT, complete, load
 from titan_tools.infer.decoding import generate as generation
@@ -43,7 +44,13 @@ MODELS = {
     "llama, biases": ("llama3", {"rope_scaling": SHORT, "attention_bias": True, "mlp_bias": True}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "qwen3, tied": ("qwen3_tied", {"num_key_value_heads": 1}),
+    "experts": ("experts", {"mlp_only_layers": []}),
+    "experts, sliced unevenly": (  # of 9 features, four ranks have 3, 3, 3 and none
+        "experts",
+        {"mlp_only_layers": [1], "moe_intermediate_size": 9, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
 }
+BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
 MOST_DIFFERENCE = 1e-4  # of logits
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,7 +99,13 @@ class Known:
     def __init__(self, folder, called, *, num, num_new):
         name, numbers = MODELS[called]
         std = 0.05 if called == "llama, packed" else 0.2
-        self.folder, self.model = folder, write_tiny(folder, name, numbers=NUMBERS | numbers, std=std)
+        if name == "experts":
+            self.folder, self.model = folder / "native", write_experts(folder / "hf", **NUMBERS | numbers)
+            self.model.set_experts_implementation("eager")  # torch's product knows no rows of odd length
+            write_native(self.folder, self.model, BIASES)
+            add_biases(self.model, BIASES)
+        else:
+            self.folder, self.model = folder, write_tiny(folder, name, numbers=NUMBERS | numbers, std=std)
         self.called, self.num_new = called, num_new
         self.prompts = ragged_prompts(num=num, longest=150, vocab_size=VOCAB)
         self.said = greedy(self.model, self.prompts, num_new)
@@ -101,7 +114,7 @@ class Known:
         assert logits_PLV.std() > 0.5
         torch.save(logits_PLV, self.logits)
         rows = max(num // 8, 3)  # fewer than the ranks have: tokens are not to tell
-        alone = complete(load(folder), self.prompts, rows=rows, max_new_tokens=num_new, sampling=SEEDED)
+        alone = complete(load(self.folder), self.prompts, rows=rows, max_new_tokens=num_new, sampling=SEEDED)
         self.seeded = [c.tokens for c in alone]
 
     def assert_say(self, ranks, *, what, tell):
@@ -160,10 +173,17 @@ def known(request, asked, tmp_path_factory):
 
 
 FEW, MANY = (8, 8), (64, 256)  # prompts, new tokens
-QUICK = [("llama", 4, "shared memory"), ("qwen3, tied", 2, "shared memory"), ("llama", 2, "gloo")]
+QUICK = [
+    ("llama", 4, "shared memory"),
+    ("qwen3, tied", 2, "shared memory"),
+    ("llama", 2, "gloo"),
+    ("experts", 2, "shared memory"),
+    ("experts, sliced unevenly", 4, "shared memory"),
+]
 SLOW = [
     *((called, tp, "shared memory") for called in MODELS for tp in (1, 2, 4, 8)),
     ("llama, tied", 4, "gloo"),
+    ("experts", 4, "gloo"),
 ]
 SLOW.remove(("llama, packed", 8, "shared memory"))  # cut so small, they would not be
 CASES = [

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.tiny_experts import write_experts
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, write_llama
 from titan_tools.infer.decoding.engine import Engine
@@ -22,6 +23,7 @@ def say(folder, how, tp):
     return said
 
 
+EXPERTS = {"vocab_size": 301, "moe_intermediate_size": 18}
 TIED = {"tie_word_embeddings": True}
 ODD = {"intermediate_size": 9, "vocab_size": 259}  # a rank has no features of w2, and slices are odd
 
@@ -31,12 +33,14 @@ ODD = {"intermediate_size": 9, "vocab_size": 259}  # a rank has no features of w
     [
         pytest.param("int8", 2, TIED, id="int8, tp 2 tied"),
         pytest.param("float8", 4, ODD, id="float8, tp 4, odd slices"),
+        pytest.param("int8", 4, EXPERTS, id="int8, tp 4, experts"),
+        pytest.param("float8", 2, EXPERTS, id="float8, tp 2, experts", marks=pytest.mark.slow),
         pytest.param("float8", 2, TIED, id="float8, tp 2 tied", marks=pytest.mark.slow),
         pytest.param("int8", 4, ODD, id="int8, tp 4, odd slices", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_agree_and_stay_close_to_the_exact_model(pools, tmp_path, how, tp, numbers):
-    write_llama(tmp_path, **numbers)
+    (write_experts if numbers is EXPERTS else write_llama)(tmp_path, **numbers)
     ranks, exact = pools[tp].run(say, tmp_path, how, tp), say(tmp_path, None, 1)
     for rank in ranks:
         assert rank == ranks[0]  # bit for bit: each chooses by itself

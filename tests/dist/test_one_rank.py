@@ -50,15 +50,24 @@ def train_and_look(layout: Layout, flavor: str, with_fsdp: bool) -> dict:
         found["validation"] = model.forward_loss(own_batch(model, 0)).item()
     finally:
         build.computes_in_copies = fsdp.computes_in_copies = computes_in_copies
-    weights = {fqn: tensor.full_tensor() if with_fsdp else tensor for fqn, tensor in model.state_dict().items()}
+    weights = {fqn: getattr(tensor, "full_tensor", lambda t=tensor: t)() for fqn, tensor in model.state_dict().items()}
     return found | {"weights": weights}
 
 
-@pytest.mark.parametrize("flavor", ["debug_gqa", pytest.param("debug_tied", marks=pytest.mark.slow)])
+FLAVORS = [
+    *((flavor, name) for flavor in ("debug_gqa", "debug_tied") for name in LAYOUTS),
+    *(("qwen3/debug_moe_mixed", name) for name in LAYOUTS),
+]
+
+
+def _is_slow(flavor: str, name: str) -> bool:
+    return name not in {"debug_gqa": OFTEN, "qwen3/debug_moe_mixed": {"accumulated"}}.get(flavor, ())
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in LAYOUTS]
+    ("flavor", "name"), [pytest.param(*case, marks=[pytest.mark.slow] * _is_slow(*case)) for case in FLAVORS]
 )
-def test_numbers_are_those_of_fsdp_over_one_rank(pools, name, flavor):
+def test_numbers_are_those_of_fsdp_over_one_rank(pools, flavor, name):
     (ours,) = pools[1].run(train_and_look, LAYOUTS[name], flavor, False)
     (fsdps,) = pools[1].run(train_and_look, LAYOUTS[name], flavor, True)
     weights, expected = ours.pop("weights"), fsdps.pop("weights")

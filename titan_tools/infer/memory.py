@@ -53,7 +53,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 def _pass_bytes(model: SlicedModel, args: ModelArgs, *, tp: int, room: int) -> int:
     """Approximate activations of a prefill pass: hidden states of the layers, and copied keys and values if any."""
-    numbers = PREFILL_TOKENS["cuda"] * (8 * args.dim + 4 * args.ffn_hidden // tp)
+    inside = 4 * args.ffn_hidden // tp
+    for experts in (layer.numbers for layer in model.experts):
+        # For each of a token's experts: input, output, output in the token's order, and its product in fp32
+        inside = max(inside, experts.top_k * (7 * args.dim + 4 * experts.hidden // tp))
+    numbers = PREFILL_TOKENS["cuda"] * (8 * args.dim + inside)
     if copies_heads(model.device.type, model.dtype):
         numbers += 2 * room * args.head_dim * args.num_heads // tp
     return numbers * model.dtype.itemsize

@@ -45,7 +45,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
       and record them as CUDA graphs.
     - bandwidth_gb_per_sec: what decode steps read of one rank's memory, in 10^9 bytes: the weights once for all rows,
       and the keys and values of each row. An embedding that is not also the output is left out: a step reads one row of
-      it for each sequence.
+      it for each sequence. Of experts, as many as the rows choose on average if all are equally likely.
     - bandwidth_share: as a share of the GPU's peak in its data sheet; None on a CPU.
     - peak_memory_gib: the most that one rank held (2^30 bytes): allocated on its GPU, or resident on a CPU.
     - dtype: of the weights, "int8" and "float8" with --quantize.
@@ -56,7 +56,8 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
     gb_per_sec = None
     if steps and engine is not None:
         model, num_cached = engine.model, timings.cache_tokens_read
-        num_bytes = steps * model.bytes_per_token + num_cached * model.bytes_per_cached_token
+        num_bytes = steps * model.bytes_per_token + timings.expert_bytes_read
+        num_bytes += num_cached * model.bytes_per_cached_token
         gb_per_sec = num_bytes / decode_secs / 1e9
     peak = peak_gb_per_sec(ranks.device)
     return {

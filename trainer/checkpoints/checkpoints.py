@@ -5,6 +5,7 @@ synchronously or asynchronously (`background.py`). No weight is changed before a
 a step has its CRC32.
 """
 
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +156,8 @@ class Checkpoints:
         self.finish()
         self._needed_bytes = self.bytes_of_step(state.model, model_only=model_only)
         self._is_final = is_final
-        nested = self._cast(state.model) if model_only else state.model.state_dict() | state.sections()
+        weights, buffers = state.model.state_dict(), state.model.named_buffers()
+        nested = self._cast(weights, kept=buffers) if model_only else weights | state.sections()
         damaged = frozenset(self._damaged - {step})
         keep = self._settings.keep_latest_k
         try:
@@ -221,10 +223,10 @@ class Checkpoints:
         self.last_good_step = step
         note(f"saved {step_folder(self.folder, step)}")
 
-    def _cast(self, model: TrainModel) -> dict[str, Any]:
-        """The parameters in `export_dtype`. Raises CheckpointError on every rank where a number overflows."""
-        dtype, weights, buffers = getattr(torch, self._settings.export_dtype), model.state_dict(), model.named_buffers()
-        narrow = {fqn: tensor if fqn in buffers else tensor.to(dtype) for fqn, tensor in weights.items()}
+    def _cast(self, weights: Mapping[str, torch.Tensor], *, kept: Collection[str] = ()) -> dict[str, Any]:
+        """The weights, but for `kept`, in `export_dtype`. Raises CheckpointError on all ranks where one overflows."""
+        dtype = getattr(torch, self._settings.export_dtype)
+        narrow = {fqn: tensor if fqn in kept else tensor.to(dtype) for fqn, tensor in weights.items()}
         overflown = [fqn for fqn, tensor in narrow.items() if _has_more_infinities(tensor, weights[fqn])]
         if names := sorted({fqn for part in on_each(self._group, lambda: overflown) for fqn in part}):
             raise CheckpointError(

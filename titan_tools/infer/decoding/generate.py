@@ -59,6 +59,7 @@ class Timings:
     num_decode_steps: int = 0
     num_tokens: int = 0  # all new ones
     cache_tokens_read: int = 0  # by decode steps, summed over steps and rows
+    expert_bytes_read: int = 0  # by decode steps on one rank
 
 
 def generate(
@@ -177,6 +178,7 @@ class _Run:
         timings.num_decode_steps += 1
         timings.num_tokens += len(rows)
         timings.cache_tokens_read += sum(self.engine.lengths(len(rows)))
+        timings.expert_bytes_read += self.engine.model.expert_bytes(len(rows))
 
     def take_finished(self) -> Iterator[Completion]:
         """The completions of finished sequences, whose rows become free."""

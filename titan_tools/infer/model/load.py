@@ -1,11 +1,11 @@
 """Build a rank's model on the meta device and read the slice of each parameter from a checkpoint of any format.
 
-A weight is fused, packed for the CPU or quantized as soon as it is read, so that memory is the shard, the largest
-weight, and the blocks that are being read.
+A weight is fused, packed for the CPU or quantized as soon as it is read, and so is each expert's, so that memory is the
+shard, the largest weight, and the blocks that are being read.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.families.base import Parameter
+from converters.families.base import Block, Experts, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
+from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts
 from titan_tools.infer.model.linear import (
     FusedLinear,
     PackedWeight,
@@ -24,9 +25,10 @@ from titan_tools.infer.model.linear import (
     can_fuse,
     can_pack,
     fuse,
+    has_fast_vector_products,
 )
 from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
-from titan_tools.infer.model.reading import Joined, joined_shape, read_in_order
+from titan_tools.infer.model.reading import Joined, read_in_order
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
     SlicedEmbedding,
@@ -35,10 +37,12 @@ from titan_tools.infer.model.tensor_parallel import (
     slice_for_rank,
     summed_inputs,
 )
+from trainer.models.moe import MoE
 from trainer.models.registry import check_parameters, get_trainer_family
 from trainer.parallel.cpu_products import multiplies
 
 _FEW = 4 << 20  # elements of a fused weight that are always allowed, however small the other weights are
+_IN_FP32 = (Role.ROUTER, Role.ROUTER_BIAS)  # whatever the dtype of the computation
 
 
 @dataclass(slots=True)
@@ -55,7 +59,8 @@ class SlicedModel:
     dtype: torch.dtype
     num_kv_heads: int  # of this rank
     head_dim: int
-    bytes_per_token: int  # weights that a decode step of one sequence reads on this rank
+    bytes_per_token: int  # weights that a decode step of one sequence reads on this rank, without experts
+    experts: tuple[RoutedExperts, ...] = ()  # the layers that have some
     quantized: str | None = None
 
     @property
@@ -63,6 +68,10 @@ class SlicedModel:
         """Keys and values of a token, in all layers on this rank."""
         num_layers = len(self.body.get_submodule("layers"))  # type: ignore[arg-type]  # a ModuleDict
         return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def expert_bytes(self, num: int) -> int:
+        """Weights of the experts that a decode step of `num` sequences chooses on average if all are equally likely."""
+        return sum(layer.bytes_chosen(num) for layer in self.experts)
 
 
 def load_model(
@@ -79,41 +88,53 @@ def load_model(
 ) -> SlicedModel:
     """Build and fill the model of `rank`, without communication; running it needs a process group of `tp` ranks.
 
-    `quantize`: "int8" or "float8", of all linear layers. `fused`: layers with the same input are one product. `packed`:
-    on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none for the dtype;
-    such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
+    `quantize`: "int8" or "float8", of all linear layers and experts. `fused`: layers with the same input are one
+    product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
+    for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
-    args, parameters = info.args, get_family(info.family).parameters(info.args)
+    args, family = info.args, get_family(info.family)
+    parameters = family.parameters(args)
     with torch.device("meta"), _NoInitialValues():
         model: Any = get_trainer_family(info.family).build_model(args)
     check_parameters(model, parameters, family=info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
+    _replace_experts(model, family.blocks(args), tp=tp)
+    single = [p for p in parameters if p.expert_dim is None]
     # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
-    most = max(_FEW, *(box.num_elements for box in slices.values())) if device.type == "cpu" else None
-    groups = _fuse(model, parameters, slices, most=most) if fused else [(fqn,) for fqn in slices]
+    most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
+    group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if fused else {})
+
+    # Dense models are packed all the same, so that their logits keep every bit
+    is_faster_plain = len(single) < len(parameters) and has_fast_vector_products(dtype)
 
     def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
         """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
         if quantize:
             return partial(quantize_weight, how=quantize)
-        if packed and can_pack(shape, dtype, device):
+        if packed and can_pack(shape, dtype, device) and not is_faster_plain:
             return PackedWeight
         return WidenedWeight if packed and not multiplies(dtype, device) else None
 
-    def form_of_group(fqns: tuple[str, ...]) -> Callable[[Tensor], Any] | None:
+    places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
+    roles = {p.fqn: p.role for p in parameters}
+    for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
         module, name = _owner(model, fqns[0])
-        is_weight = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
-        return form_of(joined_shape([slices[fqn] for fqn in fqns])) if is_weight else None
-
-    forms = {fqns: form_of_group(fqns) for fqns in groups}
-    wanted = [Joined(fqns, is_temporary=form not in (None, WidenedWeight)) for fqns, form in forms.items()]
-    for joined, values in read_in_order(wanted, slices, source, dtype=dtype, device=device):
-        module, name = _owner(model, joined.fqns[0])
-        setattr(module, name, nn.Parameter(values, requires_grad=False))
-        if form := forms[joined.fqns]:
-            _convert(module, form)
+        boxes, role = tuple((fqn, slices[fqn]) for fqn in fqns), roles[fqns[0]]
+        if isinstance(module, SlicedExperts):
+            whole = Joined(boxes, dtype, dim=1)
+            form = form_of(whole.shape[1:])
+            name = "down" if role is Role.EXPERT_ROW else "gate_up"
+            stacked = device.type != "cpu" or not packed
+            places |= module.reads(name, whole, form, is_temporary=_is_converted(form), stacked=stacked)
+            continue
+        joined = Joined(boxes, torch.float32 if role in _IN_FP32 else dtype)
+        is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
+        form = form_of(joined.shape) if is_linear and role not in _IN_FP32 else None
+        places[replace(joined, is_temporary=_is_converted(form))] = partial(_set, module, name, form)
+    for joined, values in read_in_order([*places], source, device=device):
+        places[joined](values)
         del values  # before the next weight is allocated
     model.tie()
     if args.tied and (form := form_of(model.output.weight.shape)):
@@ -128,6 +149,7 @@ def load_model(
         num_kv_heads=slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim,
         head_dim=args.head_dim,
         bytes_per_token=_bytes_per_token(model, head),
+        experts=tuple(module for module in model.modules() if isinstance(module, RoutedExperts)),
         quantized=quantize,
     )
 
@@ -144,6 +166,24 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **named)
 
 
+def _replace_experts(model: Any, blocks: Sequence[Block], *, tp: int) -> None:
+    for number, layer in model.layers.items():
+        numbers = blocks[int(number)].feed_forward
+        for name, module in list(layer.named_children()):
+            if isinstance(module, MoE) and isinstance(numbers, Experts):
+                setattr(layer, name, RoutedExperts(module, numbers, tp=tp))
+
+
+def _expert_groups(parameters: list[Parameter]) -> dict[str, tuple[str, ...]]:
+    """FQN → the FQNs of the stacked matrices that are multiplied in one product: gates, then what they multiply."""
+    groups: dict[str, tuple[str, ...]] = {}
+    for role in (Role.EXPERT_COLUMN, Role.EXPERT_UP_COLUMN):
+        for p in parameters:
+            if p.role is role:
+                groups[p.module] = (*groups.get(p.module, ()), p.fqn)
+    return {fqn: group for group in groups.values() for fqn in group}
+
+
 def _make_parallel(model: Any, parameters: list[Parameter], *, tp: int, rank: int) -> None:
     for name in summed_inputs(parameters):
         parent, _, child = name.rpartition(".")
@@ -154,8 +194,8 @@ def _make_parallel(model: Any, parameters: list[Parameter], *, tp: int, rank: in
 
 def _fuse(
     model: nn.Module, parameters: list[Parameter], slices: dict[str, Box], *, most: int | None
-) -> list[tuple[str, ...]]:
-    """Fuse the linear layers that have the same input; returns the FQNs of all parameters, grouped by tensor.
+) -> dict[str, tuple[str, ...]]:
+    """Fuse the linear layers that have the same input; returns FQN → the FQNs that are one tensor now.
 
     `most`: elements that a fused weight may have.
     """
@@ -168,13 +208,25 @@ def _fuse(
             for name in ("weight", "bias"):
                 group = tuple(f"{path}.{name}" for path in paths)
                 group_of |= dict.fromkeys(group, group)
-    return list(dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters))
+    return group_of
 
 
 def _owner(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter, and the parameter's name in it."""
     path, _, name = fqn.rpartition(".")
     return model.get_submodule(path), name
+
+
+def _set(module: nn.Module, name: str, form: Callable[[Tensor], Any] | None, values: Tensor) -> None:
+    is_buffer = name in dict(module.named_buffers(recurse=False))
+    setattr(module, name, values if is_buffer else nn.Parameter(values, requires_grad=False))
+    if form:
+        _convert(module, form)
+
+
+def _is_converted(form: Callable[[Tensor], Any] | None) -> bool:
+    """Whether the values that were read are freed: a widened weight keeps them."""
+    return form not in (None, WidenedWeight)
 
 
 def _convert(linear: Any, form: Callable[[Tensor], Any]) -> None:
@@ -185,9 +237,9 @@ def _convert(linear: Any, form: Callable[[Tensor], Any]) -> None:
 
 
 def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
-    """Weights that a decode step reads, without the embedding, of which it reads one row."""
+    """Weights that every decode step reads: without experts, and without the embedding, of which it reads one row."""
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]
     converted = (PackedWeight, QuantizedWeight, WidenedWeight)
-    return sum(plain.values()) + sum(weight.num_bytes for weight in weights if isinstance(weight, converted))
+    return sum(plain.values()) + sum(w.num_bytes for w in weights if isinstance(w, converted))

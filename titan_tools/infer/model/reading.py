@@ -6,7 +6,7 @@ memory on top of it, together never more than the largest weight.
 
 import mmap
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -28,19 +28,27 @@ _NUM_READERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Parameters whose slices are concatenated along dim 0 into one tensor; mostly there is just one."""
+    """Boxes of parameters that are concatenated along `dim` into one tensor of `dtype`; mostly there is just one."""
 
-    fqns: tuple[str, ...]
+    boxes: tuple[tuple[str, Box], ...]  # (FQN, box in the unsharded parameter)
+    dtype: torch.dtype
+    dim: int = 0
     is_temporary: bool = False  # converted at once by the caller: its memory is reused
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor; the boxes' other dims are equal."""
+        sizes = list(self.boxes[0][1].sizes)
+        sizes[self.dim] = sum(box.sizes[self.dim] for _, box in self.boxes)
+        return tuple(sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def read_in_order(
-    wanted: Sequence[Joined],
-    slices: Mapping[str, Box],
-    source: TensorSource,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
+    wanted: Sequence[Joined], source: TensorSource, *, device: torch.device
 ) -> Iterator[tuple[Joined, Tensor]]:
     """Yield each of `wanted` with its values; those of a temporary one are valid until the next is requested.
 
@@ -48,33 +56,29 @@ def read_in_order(
     block and what malloc keeps for its thread.
     """
 
-    def read(target: Tensor, fqn: str, box: Box) -> None:
-        target[box.slices_within(slices[fqn])].copy_(as_tensor(source.read(fqn, box), source.tensors[fqn].dtype))
-
-    def num_bytes(joined: Joined) -> int:
-        return prod(joined_shape([slices[fqn] for fqn in joined.fqns])) * dtype.itemsize
+    def read(target: Tensor, fqn: str, box: Box, block: Box) -> None:
+        target[block.slices_within(box)].copy_(as_tensor(source.read(fqn, block), source.tensors[fqn].dtype))
 
     def may_begin(joined: Joined) -> bool:
         if len(pending) >= 2 and _num_ahead(pending) >= _AHEAD_BYTES:
             return False
-        return not joined.is_temporary or scratch.has_room(num_bytes(joined))  # always true where nothing is pending
+        return not joined.is_temporary or scratch.has_room(joined.num_bytes)  # always true where nothing is pending
 
     def begin(joined: Joined) -> _Pending:
-        boxes = [slices[fqn] for fqn in joined.fqns]
-        shape = joined_shape(boxes)
-        memory = scratch.take(num_bytes(joined)) if joined.is_temporary else None
+        memory = scratch.take(joined.num_bytes) if joined.is_temporary else None
         if memory is None:
-            weight = torch.empty(shape, dtype=dtype, device=device)
+            weight = torch.empty(joined.shape, dtype=joined.dtype, device=device)
         else:
-            weight = memory[: num_bytes(joined)].view(dtype).view(shape)
+            weight = memory[: joined.num_bytes].view(joined.dtype).view(joined.shape)
+        sizes = [box.sizes[joined.dim] for _, box in joined.boxes]
         reads = [
-            pool.submit(read, part, fqn, block)
-            for fqn, part in zip(joined.fqns, torch.split(weight, [box.sizes[0] for box in boxes]), strict=True)
-            for block in _blocks(slices[fqn], source.tensors[fqn].dtype)
+            pool.submit(read, part, fqn, box, block)
+            for (fqn, box), part in zip(joined.boxes, torch.split(weight, sizes, dim=joined.dim), strict=True)
+            for block in _blocks(box, source.tensors[fqn].dtype)
         ]
         return _Pending(joined, weight, memory, reads)
 
-    pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device, most=max(map(num_bytes, wanted)))
+    pool, scratch = ThreadPoolExecutor(_NUM_READERS), _Scratch(device, most=max(joined.num_bytes for joined in wanted))
     pending: deque[_Pending] = deque()
     following = deque(wanted)
     with deferred_signals() as deliver_signals:
@@ -96,11 +100,6 @@ def read_in_order(
                 memory = None
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def joined_shape(boxes: Sequence[Box]) -> tuple[int, ...]:
-    """The shape of boxes concatenated along dim 0; their other dims are equal."""
-    return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:])
 
 
 @dataclass(slots=True)
@@ -153,5 +152,13 @@ def _num_ahead(pending: Sequence[_Pending]) -> int:
 
 
 def _blocks(box: Box, dtype: str) -> Iterator[Box]:
-    if box.num_elements:
+    """Rows of `box`; of stacked experts, those of one after another."""
+    if not box.num_elements:
+        return
+    if len(box.sizes) < 3:
         yield from row_blocks(box, itemsize(dtype), _BLOCK_BYTES)
+        return
+    first, num = box.offsets[0], box.sizes[0]
+    for expert in range(first, first + num):
+        for rows in row_blocks(Box(box.offsets[1:], box.sizes[1:]), itemsize(dtype), _BLOCK_BYTES):
+            yield Box((expert, *rows.offsets), (1, *rows.sizes))

@@ -1,7 +1,7 @@
 """Tensor parallelism of inference: the slice of each weight that a rank holds, and modules with explicit collectives.
 
-Two all-reduces per layer (after wo and w2), one for the embedding, one all-gather for the logits. Every rank gets
-identical logits, so each can choose the next token by itself.
+Two all-reduces per layer (after wo, and after w2 or the sum over experts), one for the embedding, one all-gather for
+the logits. Every rank gets identical logits, so each can choose the next token by itself.
 
 Shape letters: B batch, L tokens, D model dim, V vocabulary, R the vocabulary rows of one rank.
 """
@@ -121,6 +121,17 @@ class SummedLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class AllReduce(nn.Module):
+    """The sum of the ranks' partial outputs."""
+
+    def __init__(self, *, tp: int):
+        super().__init__()
+        self.collectives: Collectives = ProcessGroupCollectives(tp)
+
+    def forward(self, part: Tensor) -> Tensor:
+        return self.collectives.sum(part)
+
+
 class SlicedEmbedding(nn.Module):
     """An embedding with sliced rows: a rank looks up its own tokens and takes zeros for the others."""
 
@@ -160,5 +171,5 @@ class GatheredOutput(nn.Module):
 def use_collectives(model: nn.Module, collectives: Collectives) -> None:
     """Set the collectives of all parallel modules in `model`, itself included."""
     for module in model.modules():
-        if isinstance(module, SummedLinear | SlicedEmbedding | GatheredOutput):
+        if isinstance(module, SummedLinear | AllReduce | SlicedEmbedding | GatheredOutput):
             module.collectives = collectives

@@ -11,6 +11,7 @@ import typer
 
 from converters.weights import open_native
 from tests.chat_templates import CHATML
+from tests.tiny_experts import write_experts
 from tests.tiny_infer import CPU, NO_TEXT, load
 from tests.tiny_llama import write_llama
 from titan_tools.cli import app
@@ -75,6 +76,17 @@ def test_heads_that_a_prefill_copies_need_room_too(hf, gpu_of, monkeypatch):
     as_they_are = rows_that_fit(model, args, ranks, rows=99, room=long)
     monkeypatch.setattr(memory, "copies_heads", lambda device_type, dtype: True)
     assert rows_that_fit(model, args, ranks, rows=99, room=long) == as_they_are - 1 < 98
+
+
+def test_each_of_a_tokens_experts_needs_room(tmp_path, gpu_of):
+    write_experts(tmp_path)
+    with open_native(tmp_path) as weights:
+        args = weights.info.args
+    model, ranks = load(tmp_path), TPRanks(1, 0, CPU)
+    inside = 3 * (7 * 32 + 4 * 24)  # 3 experts a token, of width 24 on 32
+    for more in (0, -1):
+        gpu_of(memory._OTHER_BYTES + 2048 * (8 * 32 + inside) * 4 + int(needed(model, args, 5)) + more)
+        assert rows_that_fit(model, args, ranks, rows=8, room=ROOM) == 5 + more
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
+from tests.tiny_experts import write_experts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
 from titan_tools.infer.model.linear import PackedWeight
@@ -26,6 +27,7 @@ MODELS = {
     "llama 3, plain RoPE": ("llama3", {"rope_scaling": None}),
     "qwen3": ("qwen3", {}),
     "qwen3, tied": ("qwen3_tied", {}),
+    "experts": ("experts", {"mlp_only_layers": [0]}),
 }
 LONG = {
     "llama 3.1 past 8192": ("llama3", {"rope_scaling": SCALING, "max_position_embeddings": 131072}),
@@ -49,7 +51,10 @@ class Known:
     def __init__(self, folder, called):
         self.called, self.folder, self._said = called, folder, {}
         name, numbers = (MODELS | LONG)[called]
-        self.model = write_tiny(folder, name, numbers=NUMBERS | numbers)
+        if name == "experts":
+            self.model = write_experts(folder, **NUMBERS | numbers)
+        else:
+            self.model = write_tiny(folder, name, numbers=NUMBERS | numbers)
         write_byte_ranks(folder / "tokenizer.model")  # Meta's and torchtune's code open no other
         self.prompts = LONG_PROMPTS if called in LONG else PROMPTS
 
@@ -105,7 +110,7 @@ def one_by_one():
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["rows 1", "rows 8"])
-@pytest.mark.parametrize("known", ["llama 3.1", "qwen3"], indirect=True)
+@pytest.mark.parametrize("known", ["llama 3.1", "qwen3", "experts"], indirect=True)
 def test_64_prompts(known, rows, memory_full_of_nan, tell):
     known.assert_says(load(known.folder), rows=rows, num_new=FEW, tell=tell)
 
@@ -114,7 +119,14 @@ OF_MODELS = ("known", "form")
 SOME_FORMS = ("dcp for a mesh", "torchtitan", "torch .pt", "meta, two shards", "torchtune's own")
 
 
-@pytest.mark.parametrize(OF_MODELS, in_forms(["llama 3.1", "qwen3"], SOME_FORMS), indirect=["known"])
+SOME_OF_EXPERTS = ("dcp for a mesh", "torchtitan, qkv_linear")
+
+
+@pytest.mark.parametrize(
+    OF_MODELS,
+    [*in_forms(["llama 3.1", "qwen3"], SOME_FORMS), *in_forms(["experts"], SOME_OF_EXPERTS)],
+    indirect=["known"],
+)
 def test_64_prompts_from_some_forms(known, form, tmp_path, tell):
     place, model_from = write_form(FORMS[form], known.folder, tmp_path)
     known.assert_says(load(place, model_from=model_from), rows=64, num_new=FEW, tell=tell, form=form)

@@ -13,6 +13,7 @@ from converters.catalog import Box
 from converters.engine import copy
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, parameters
+from converters.families.qwen3 import QWEN3
 from converters.layout import MeshShape, local_box
 from converters.model_info import ModelInfo
 from trainer.config.sections import Config, Model, Training
@@ -121,6 +122,15 @@ def test_the_distribution_of_each_role():
         assert drawn[f"layers.3.{module}"] == Normal(0.02 / 8**0.5)
     for norm in ("norm", "layers.0.attention_norm", "layers.11.ffn_norm"):
         assert drawn[norm] == Constant(1.0)
+
+
+def test_the_distribution_of_experts_is_torchtitans():
+    args = QWEN3.flavors["debug_moe"]
+    drawn = {p.fqn.removeprefix("layers.3.moe."): initial_distribution(p, args) for p in QWEN3.parameters(args)}
+    assert drawn["experts.w1"] == Normal(0.02)
+    for name in ("experts.w2", "experts.w3", "router.gate.weight"):
+        assert drawn[name] == Normal(0.02 / 8**0.5)
+    assert drawn["expert_bias"] == Constant(0.0)
 
 
 def test_values_do_not_move_between_versions():

@@ -15,6 +15,7 @@ from trainer.models.grouped_product import grouped_product
 from trainer.models.moe import MoE
 from trainer.models.qwen3.model import build_model
 from trainer.parallel.activation_checkpoint import apply_activation_checkpoint
+from trainer.parallel.cpu_products import fp32_products
 
 COMMON = {"norm_eps": 1e-6, "rope_theta": 1e6, "num_experts": 12, "experts_per_token": 3}
 ARGS = {
@@ -336,11 +337,19 @@ def test_fake_tensors_have_the_shapes_of_real_ones(dtype):
 
 
 @pytest.mark.parametrize("counts", COUNTS[:2], ids=str)
-def test_16_bit_products_are_computed_in_fp32_and_rounded(counts):
+def test_16_bit_products_without_instructions_for_them_are_computed_in_fp32_and_rounded(counts, monkeypatch):
+    monkeypatch.setattr(products, "multiplies", lambda dtype, device: dtype == torch.float32)
     x_RI, w_EOI, ends_E = groups(counts, dim=16, width=24, dtype=torch.bfloat16)
-    output = grouped_product(x_RI, w_EOI, ends_E)
-    assert output.dtype == torch.bfloat16
-    assert output.float().allclose(loop(x_RI.float(), w_EOI.float(), counts), rtol=2**-7, atol=1e-2)
+    wide = [t.detach().float().requires_grad_() for t in (x_RI, w_EOI)]
+    wanted = loop(*wide, counts)
+    upstream = torch.randn_like(wanted).bfloat16()
+    with fp32_products():
+        output = grouped_product(x_RI, w_EOI, ends_E)
+        output.backward(upstream)
+    wanted.backward(upstream.float())
+    for mine, theirs in ((output, wanted), (x_RI.grad, wide[0].grad), (w_EOI.grad, wide[1].grad)):
+        assert mine.dtype == torch.bfloat16
+        assert mine.float().allclose(theirs, rtol=2**-8, atol=1e-6)  # half a unit in the last place
 
 
 # Counting

@@ -86,8 +86,10 @@ NOT_HERE = {
     "torch_attn._varlen_attn.default",
     "inductor_compiled_code",
 }
-# The attention of CPUs, and of context ranks in fp32; products of Linears with a bias, of plain attention, in float8
+# The attention of CPUs, and of context ranks in fp32; the choice of experts; products of Linears with a bias, of plain
+# attention, in float8
 OWN = {
+    "aten.topk.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._efficient_attention_forward.default",
     "aten.addmm.default",

@@ -73,6 +73,13 @@ def test_every_linear_is_converted_and_the_output_if_its_weight_is_cast_once():
     assert converted(plain) == of_layers(LINEARS, 4) | {"output"}
 
 
+def test_routers_and_experts_are_not_converted():
+    mixed = converted(config(family="qwen3", flavor="debug_moe_mixed", filter_fqns=()))
+    attention = {name for name in LINEARS if name.startswith("attention.")}
+    dense = {f"layers.{n}.{name}" for n in (0, 2, 3) for name in LINEARS - attention}
+    assert mixed == of_layers(attention, 4) | dense | {"output"}
+
+
 def test_a_run_says_what_becomes_of_the_output():
     args = get_family("llama3").flavors["debug_gqa"]
 
