@@ -68,6 +68,12 @@ def _file_in(name: str, write: Callable[[Path, Path], Path]) -> Callable[[Path, 
     return lambda hf, place: next(write(hf, place).glob(name))
 
 
+def _for_a_mesh(hf: Path, place: Path) -> Path:
+    has_experts = "num_experts_per_tok" in json.loads((hf / "config.json").read_text())
+    mesh = MeshShape(pp=2, dp_shard=3, tp=1 if has_experts else 2)
+    return _converted("dcp", mesh=mesh)(hf, place)
+
+
 def _copied(hf: Path, place: Path) -> Path:
     return shutil.copytree(hf, place / "out")
 
@@ -162,7 +168,7 @@ FORMS = {
     "hf, pytorch_model.bin": Form(_pytorch_model),
     "hf, two .bin": Form(lambda hf, place: _pytorch_model(hf, place, num_files=2)),
     "dcp": Form(_converted("dcp")),
-    "dcp for a mesh": Form(_converted("dcp", mesh=MeshShape(pp=2, dp_shard=3, tp=2))),
+    "dcp for a mesh": Form(_for_a_mesh),
     "torchtitan": Form(_torchtitan, says_model=False),
     "torchtitan, model. prefix": Form(lambda hf, p: _torchtitan(hf, p, layout="model. prefix"), says_model=False),
     "torchtitan, qkv_linear": Form(lambda hf, p: _torchtitan(hf, p, layout="qkv_linear"), says_model=False),

@@ -192,7 +192,7 @@ def test_parts_of_dtensors_are_updated_as_torch_updates_dtensors(pools, layout):
 
 
 def test_an_error_of_the_update_leaves_no_guard_on_the_optimizer():
-    def fail(optimizer):
+    def fail(optimizer, verdict):
         raise RuntimeError("a hook")
 
     step = SimpleNamespace(
