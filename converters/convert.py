@@ -96,7 +96,7 @@ def convert(
         src, catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
-        vouched = vouched_for(catalog, plan.stored)
+        vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
         remarks = [*destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.tensors, to=to, dtype=dtype)
         carried = destination.carried_files(weights)

@@ -8,7 +8,6 @@ and Index, HeadRows and HeadRows are each other's inverse.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -238,10 +237,23 @@ class AllZeros:
         return self
 
 
-def source_rows(expression: Expression, rows: Rows) -> Rows:
-    """The numbers that rows have in the source's tensors. Each row must be one row of one of them.
+def has_halves(expression: Expression) -> bool:
+    """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
+    if isinstance(expression, Take | Join):
+        return True
+    match expression:
+        case HeadRows(part) | Index(part):
+            return has_halves(part)
+        case Stack(parts):
+            return any(map(has_halves, parts))
+    return False
 
-    Where the source is native, these are the numbers of a digest (see digest.py).
+
+def source_rows(expression: Expression, rows: Rows) -> Rows:
+    """The numbers that rows have in the source's tensors. Each row must be one row of one of them, or of a Join.
+
+    Where the source is native, these are the numbers of a digest (see digest.py). A Join has its own: if its parts had
+    theirs, which are the same ones, a digest would not change where rows of two parts are exchanged.
     """
     match expression:
         case HeadRows(part):
@@ -251,18 +263,9 @@ def source_rows(expression: Expression, rows: Rows) -> Rows:
             if isinstance(rows, range):
                 return source_rows(part, range(rows.start + first, rows.stop + first))
             return source_rows(part, (np.asarray(rows) + first).tolist())
-        case Join(parts, dim, shape):
-            # A row is along the last dim; within `before`, a part has `each` rows in succession
-            each = prod(shape[dim:-1]) // len(parts)
-            before, within = np.divmod(np.asarray(rows), each * len(parts))
-            of, row = np.divmod(within, each)
-            numbers = before * each + row
-            for position, part in enumerate(parts):
-                if (mine := of == position).any():
-                    numbers[mine] = source_rows(part, numbers[mine].tolist())
-            moved: list[int] = numbers.tolist()
-            return moved
-    assert isinstance(expression, Source | AllZeros), f"{type(expression).__name__}: its rows are parts of others"
+    assert isinstance(expression, Source | AllZeros | Join), (
+        f"{type(expression).__name__}: its rows are parts of others"
+    )
     return rows
 
 

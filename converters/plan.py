@@ -11,7 +11,7 @@ from converters.containers.target import Target
 from converters.dtypes import DTYPES, itemsize
 from converters.engine.digest import TensorDigest
 from converters.errors import CheckpointError, ConfigError, list_offenders
-from converters.expressions import Expression, Index, RowNumbers, Source, Stack
+from converters.expressions import Expression, Index, RowNumbers, Source, Stack, has_halves
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.formats.base import Contents, Format, OutputOptions
@@ -31,6 +31,7 @@ class ConversionPlan:
     casts: Mapping[str, str]
     kept_float32: tuple[str, ...]  # native names of tensors that a cast to 16 bits leaves as they are
     stored: Mapping[str, tuple[str, ...]]  # target name → the source's own names
+    halved: frozenset[str]  # the source's own names of tensors that are halved, or joined as halves
     native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
@@ -54,12 +55,19 @@ def plan_conversion(
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
+    stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
         target=output.plan(contents, options),
         casts=casts,
         kept_float32=tuple(fqn for fqn in kept if fqn in written),
-        stored={name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of},
+        stored=stored,
+        halved=frozenset(
+            held
+            for name, names in stored.items()
+            if any(map(has_halves, (view.expressions[name], *(weights.source.expressions[n] for n in native_of[name]))))
+            for held in names
+        ),
         native_rows=None if naming is None else view.native_rows,
         dropped={**ledger.dropped, **dropped},
         made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
@@ -73,7 +81,7 @@ def _stored(expression: Expression, native: View, *, is_native: bool) -> tuple[s
     match expression:
         case Index(Source(fqn), number) if isinstance(stack := native.expressions[fqn], Stack):
             return stack.parts[number].sources
-    return tuple(name for fqn in expression.sources for name in native.expressions[fqn].sources)
+    return tuple(dict.fromkeys(name for fqn in expression.sources for name in native.expressions[fqn].sources))
 
 
 def _dropped(weights: NativeWeights, view: View, output: Format, options: OutputOptions) -> dict[str, str]:

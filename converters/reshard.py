@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from converters.engine.journal import plan_fingerprint
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, check_places, execute, no_progress
+from converters.expressions import has_halves
 from converters.families.registry import get_family
 from converters.json_file import read_json
 from converters.layout import (
@@ -131,7 +133,9 @@ def reshard(
     loader_state = describe_loader_state([*kept.tensors, *kept.blobs], mesh)
     with CatalogReader(kept) as reader:
         contents = collect(reader, spelling, sections, allow_missing=allow_missing)
-        vouched = vouched_for(training.catalog, _stored(contents.source, training))
+        stored = _stored(contents.source, training)
+        halved = (names for fqn, names in stored.items() if has_halves(contents.source.expressions[fqn]))
+        vouched = vouched_for(training.catalog, stored, halved=frozenset(chain.from_iterable(halved)))
         check_blobs(reader)
         held = contents.source.tensors
         weights = {n: i for n, i in held.items() if n in spelling.weights}

@@ -24,12 +24,14 @@ class Vouched:
     root: Path
     listed: Mapping[str, TensorSum]  # by name in the source
     stored: Mapping[str, tuple[str, ...]]
+    halved: frozenset[str] = frozenset()  # in the source: tensors whose sums are not those of their targets
     lost: str = "; nothing of the copy was kept"
 
     def check(self, found: Mapping[str, TensorDigest]) -> None:
         """Raise CheckpointError with every tensor whose digest in `found` (by target name) differs.
 
-        Where targets are stacks, parts or halves of source tensors, the sums of all that belong together are compared.
+        Where targets are stacks or parts of source tensors, the sums of all that belong together are compared. Halves
+        have no sums in common with the whole: their files are compared before (vouched_for).
         """
         wrong = []
         for targets, names in _groups(self.stored, found, self.listed):
@@ -38,6 +40,8 @@ class Vouched:
                 continue
             if len(targets) == len(names) == 1 and found[targets[0]].shape == listed[0].shape:
                 is_same = found[targets[0]].hexdigest() == listed[0].digest
+            elif not self.halved.isdisjoint(names):
+                continue
             else:
                 sums = sum(sum_of_rows(entry.digest, entry.dtype, entry.shape) for entry in listed)
                 is_same = (sum(found[target].partial for target in targets) - sums) % (1 << 128) == 0
@@ -77,11 +81,13 @@ def _groups(
         yield list(together), list(group)
 
 
-def vouched_for(catalog: Catalog, stored: Mapping[str, tuple[str, ...]]) -> Vouched | None:
+def vouched_for(
+    catalog: Catalog, stored: Mapping[str, tuple[str, ...]], *, halved: frozenset[str] = frozenset()
+) -> Vouched | None:
     """The manifest's digests of the tensors in `stored` (target name → source names); None without a manifest.
 
     Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
-    that have no digest (`--no-digest`), although these are read twice then.
+    that have no digest (`--no-digest`), or that are halved or joined (`halved`), although these are read twice then.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
@@ -89,9 +95,9 @@ def vouched_for(catalog: Catalog, stored: Mapping[str, tuple[str, ...]]) -> Vouc
     known = manifest.tensors
     read = {name for names in stored.values() for name in names}
     undigested = {name for name in read if name in known and not known[name].digest}
-    twice = {chunk.file for name in undigested for chunk in catalog.tensors[name].chunks}
+    twice = {chunk.file for name in undigested | (read & halved) for chunk in catalog.tensors[name].chunks}
     _require_files(catalog.root, manifest, manifest.files.keys() - (holding - twice))
-    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored)
+    return Vouched(catalog.root, {name: known[name] for name in read if name in known}, stored, halved)
 
 
 def check_digests(catalog: Catalog, stored: Mapping[str, tuple[str, ...]], found: Mapping[str, TensorDigest]) -> None:

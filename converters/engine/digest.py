@@ -3,8 +3,8 @@
 Sum modulo 2¹²⁸ of xxh3_128(row, seed = row number), over rows along the last dim (a 1-D tensor has one row per
 element), plus the hash of dtype and shape. Rows can be added in any order and by any process. The row number is the
 native one: a container with another order of rows (q and k of Hugging Face), or with one tensor for each expert of a
-stack, passes the native numbers. So the sums of rows of a stack's parts add up to the stack's, and those of a fused
-tensor to its halves', which share row numbers.
+stack, passes the native numbers. So the sums of rows of a stack's parts add up to the stack's. A tensor that fuses two
+native ones has its own row numbers.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Identity of a checkpoint's weights and tokenizer: equal for equal content, in any folder and format."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -48,17 +48,18 @@ def _weights_identity(weights: NativeWeights) -> str:
             digests = _native_digests(weights, listed)
             lines = "".join(f"{fqn} {digests[fqn]}\n" for fqn in sorted(digests))
             return f"digests {blake2b(lines.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
-    return f"sampled {_sample(weights.source)}"
+    return f"sampled {_sample(weights.source, weights.tensors)}"
 
 
 def _native_digests(weights: NativeWeights, listed: Mapping[str, TensorSum]) -> dict[str, str]:
-    """Digests by native name. Tensors that a naming of the family fuses have one for all of them, in any naming."""
+    """Digests by native name; for tensors that a naming of the family fuses a sample, because halves have none."""
     source, family = weights.source, get_family(weights.info.family)
-    groups = {fqn: fused_with(fqn, family) or (fqn,) for fqn in source.tensors}
     digests = {}
-    for fqn, group in groups.items():
-        names = dict.fromkeys(name for member in group for name in source.ledger.used[member])
+    for fqn, names in source.ledger.used.items():
         info = source.tensors[fqn]
+        if fused_with(fqn, family):
+            digests[fqn] = _sample(source, [fqn])
+            continue
         if names:
             total = sum(sum_of_rows(listed[name].digest, listed[name].dtype, listed[name].shape) for name in names)
         else:  # zeros that the checkpoint does not have, and others do
@@ -69,10 +70,10 @@ def _native_digests(weights: NativeWeights, listed: Mapping[str, TensorSum]) -> 
     return digests
 
 
-def _sample(source: View) -> str:
+def _sample(source: View, fqns: Iterable[str]) -> str:
     """Digest of each tensor's name, dtype, shape, and a few elements of its first and of its last row."""
     digest = blake2b(digest_size=_DIGEST_BYTES)
-    for fqn in sorted(source.tensors):
+    for fqn in sorted(fqns):
         info = source.tensors[fqn]
         digest.update(f"{fqn} {info.dtype} {list(info.shape)}\n".encode())
         if not info.shape or not prod(info.shape):

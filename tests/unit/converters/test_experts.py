@@ -4,6 +4,7 @@ import json
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import ml_dtypes
@@ -324,10 +325,41 @@ def test_a_flipped_bit_is_found_while_copying(dcp, form, tmp_path):
     raw = bytearray(file.read_bytes())
     raw[place + 40] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="values are not those that titan_manifest.json lists") as error:
+    said = "model.safetensors" if form == "fused" else "values are not those that titan_manifest.json lists"
+    with pytest.raises(CheckpointError, match=said) as error:
         convert(src, tmp_path / "out", to=to)
-    assert f"\n  {stored}: " in error.value.message
+    assert form == "fused" or f"\n  {stored}: " in error.value.message
     assert not (tmp_path / "out").exists()
+    assert f"{name}: its values have changed (digest)" in str(verify(src).checks)
+
+
+@pytest.mark.parametrize("form", ["fused", "torch"])
+def test_gate_and_up_exchanged_in_a_file_with_a_manifest_are_found(dcp, form, tmp_path):
+    src = tmp_path / "src"
+    if form == "fused":
+        convert(dcp, src, to="hf", options=FUSED)
+        name, file = "model.layers.1.mlp.experts.gate_up_proj", src / "model.safetensors"
+        _, rows, columns = read_manifest(src).tensors[name].shape
+        num_bytes = 4 * rows // 2 * columns
+        places = [_place_of(src, name), _place_of(src, name) + num_bytes]
+    else:
+        convert(dcp, src, to="torch")
+        name = "layers.1.moe.experts.w1"
+        num_bytes = 4 * prod(read_manifest(src).tensors[name].shape)
+        (file,) = src.glob("*.pt*")
+        places = [_place_of(src, f"layers.1.moe.experts.{w}") for w in ("w1", "w3")]
+    raw = bytearray(file.read_bytes())
+    gate, up = (bytes(raw[place : place + num_bytes]) for place in places)
+    for place, values in zip(places, (up, gate), strict=True):
+        raw[place : place + num_bytes] = values
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=file.name):
+        convert(
+            src,
+            tmp_path / "out",
+            to="dcp" if form == "fused" else "hf",
+            options=OutputOptions() if form == "fused" else FUSED,
+        )
     assert f"{name}: its values have changed (digest)" in str(verify(src).checks)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from converters.catalog import Box, TensorInfo
 from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
-from converters.expressions import AllZeros, HeadRows, Index, Join, Source, Stack, Take, source_rows
+from converters.expressions import AllZeros, HeadRows, Index, Join, Source, Stack, Take, has_halves, source_rows
 
 RNG = np.random.default_rng(0)
 STACKED = RNG.standard_normal((12, 6, 5), dtype=np.float32)
@@ -90,10 +90,21 @@ def test_digests_of_parts_add_up_to_that_of_the_stack():
     assert digest_of_sum(sum(part.partial for part in swapped), "float32", STACKED.shape) != whole.hexdigest()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_digests_of_halves_add_up_to_that_of_the_fused_tensor(dim):
-    up = STACKED + 100
-    fused = np.concatenate([STACKED, up], dim)
-    join = Join((Source("w"), Source("up")), dim, fused.shape)
-    together = digest_of(fused, lambda rows: source_rows(join, rows))
-    assert together.partial == (digest_of(STACKED).partial + digest_of(up).partial) % (1 << 128)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_fused_tensor_has_a_digest_of_its_own_which_sees_exchanged_halves(dim):
+    halves, join = (STACKED, STACKED + 100), Join((Source("w"), Source("up")), dim, (0, 0, 0))
+    fused, swapped = (
+        digest_of(np.concatenate(parts, dim), lambda rows: source_rows(join, rows)) for parts in (halves, halves[::-1])
+    )
+    assert fused.hexdigest() == digest_of(np.concatenate(halves, dim)).hexdigest() != swapped.hexdigest()
+
+
+def test_what_has_halves():
+    take = Take(Source("fused"), 1, 3)
+    found = [
+        has_halves(e) for e in (take, Stack((Source("a"), take)), Index(take, 0, 3), Join((Source("a"),), 0, (1,)))
+    ]
+    assert all(found)
+    assert not any(
+        has_halves(e) for e in (Source("a"), CASES["stack"][0], Index(Source("a"), 0, 3), AllZeros("float32"))
+    )
