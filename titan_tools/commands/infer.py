@@ -190,7 +190,9 @@ def infer(
     ] = None,
     quantize: Annotated[
         _Quantize | None,
-        typer.Option(help="Round the weights of linear layers to 8 bits. Default: off.", show_default=False),
+        typer.Option(
+            help="Round the weights of linear layers and experts to 8 bits. Default: off.", show_default=False
+        ),
     ] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile the decode step: a slower start, then faster decoding.")

@@ -27,7 +27,9 @@ def _unread(kind: Any, switch: str) -> Refused:
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
 _MX = 'model.converters = ["quantize.linear.mx"] or similar'
 _NO_EXPERTS = "its experts are not covered yet; of the models with experts, Qwen 3's are"
-_NO_EP = "each rank computes all experts: expert parallelism is not covered yet, and FSDP shards their weights"
+_NO_EP = (
+    "each rank computes all experts: expert parallelism is not covered yet, and FSDP shards their weights; nearest: 1"
+)
 
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),

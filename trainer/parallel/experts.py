@@ -19,6 +19,14 @@ def has_experts(family: Family, args: ModelArgs) -> bool:
     return family.has_role(Role.ROUTER, args)
 
 
+def balance_rate(config: Config, of_model: float) -> float:
+    """The rate at which a run moves `expert_bias`. Forced loads say nothing about the router: none moves then."""
+    if config.debug.moe_force_load_balance:
+        return 0.0
+    rate = config.training.expert_balance_rate
+    return of_model if rate is None else rate
+
+
 def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshShape) -> list[str]:
     """Settings that a model with experts, or one without them, cannot be combined with."""
     rate = config.training.expert_balance_rate
@@ -51,5 +59,4 @@ def apply_expert_settings(model: Transformer, config: Config) -> None:
     for module in model.modules():
         if isinstance(module, MoE):
             module.router.forces_balance = config.debug.moe_force_load_balance
-            if config.training.expert_balance_rate is not None:
-                module.balance_rate = config.training.expert_balance_rate
+            module.balance_rate = balance_rate(config, module.balance_rate)

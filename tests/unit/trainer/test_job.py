@@ -16,6 +16,7 @@ from trainer.job import (
     resolve_job,
     sequence_divisor,
 )
+from trainer.parallel.experts import balance_rate
 
 GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048
 
@@ -187,3 +188,9 @@ def test_settings_of_experts_are_refused_without_experts():
         "training.expert_balance_rate = 0.01",
     ]
     assert resolve_job(replace(config, model=MOE)).dims == MeshShape()
+
+
+def test_a_forced_load_moves_no_bias():
+    config = Config(training=Training(expert_balance_rate=0.01))
+    assert balance_rate(config, 0.5) == 0.01 and balance_rate(Config(), 0.5) == 0.5
+    assert balance_rate(replace(config, debug=Debug(moe_force_load_balance=True)), 0.5) == 0

@@ -87,7 +87,10 @@ def quantize_weight(weight_NK: Tensor, how: str) -> QuantizedWeight:
     scales = []
     for rows in _row_blocks(weight_NK):
         block_NK = weight_NK[rows].detach()
-        data_NK[rows], scale_N = round_rows(block_NK)
+        if num_features == 1:  # torchao takes such rows for a single one; a zero beside them changes no scale
+            block_NK = F.pad(block_NK, (0, 1))
+        rounded_NK, scale_N = round_rows(block_NK)
+        data_NK[rows] = rounded_NK[:, :num_features]
         scales.append(scale_N)
     scale_N = torch.cat(scales) if scales else weight_NK.new_ones(num_rows if not num_features else 0)
     return QuantizedWeight(data_NK, scale_N)

@@ -221,3 +221,12 @@ def test_the_command_says_it_in_eight_bits(titan, folder, how):
     model = load(folder, dtype=torch.bfloat16, quantize=how)
     tokens = complete(model, [output["results"][0]["prompt_tokens"]], max_new_tokens=12, stop_ids=frozenset({EOS}))
     assert output["results"][0]["tokens"] == tokens[0].tokens
+
+
+@pytest.mark.parametrize("num_rows", [1, 32])
+@pytest.mark.parametrize("how", HOW)
+def test_a_weight_may_be_one_column_wide(how, num_rows):
+    weight = random_weight(num_rows, 1)
+    rounded = quantize_weight(weight, how)
+    assert rounded.shape == weight.shape
+    torch.testing.assert_close(rounded.dequantize(), weight, rtol=0.01, atol=0)
