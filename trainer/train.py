@@ -120,7 +120,7 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     load(config.checkpoint, initial_path(settings, config.model), job.seed, state, checkpoints)
     if is_saving(settings):
         checkpoints.get_ready(model)  # raises now what the first save would raise
-        exports.get_ready(beside_bytes=checkpoints.bytes_of_step(model))
+        exports.get_ready(model.named_buffers(), beside_bytes=checkpoints.bytes_of_step(model))
     num_done = progress.step
     if num_done >= training.steps:
         note(f"step {num_done} of {training.steps} is done already: nothing to do")

@@ -376,6 +376,17 @@ def test_a_run_without_balancing_is_exported_for_transformers(pools, data, tmp_p
     assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
 
 
+def test_biases_that_an_export_would_lose_are_reported_before_the_first_step(pools, data, tmp_path):
+    balanced = config_of_a_run(data, tmp_path / "balanced", training={"steps": 2})
+    assert pools[2].run(runs.run, balanced) == ["", ""]
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 1}  # rank 1 has the experts
+    config = config_of_a_run(data, tmp_path, training={"expert_balance_rate": 0.0}, parallelism=parallelism)
+    start = {"last_save_in_hf": True, "initial_load_path": str(tmp_path / "balanced" / "checkpoint" / "step-2")}
+    for error in pools[2].run(runs.run, replace(config, checkpoint=replace(config.checkpoint, **start))):
+        assert "layers.1.moe.expert_bias" in error and "--drop-expert-bias" in error
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_forced_balance_gives_every_expert_as_many_tokens(pools):
     layout = Layout("forced", 2, sections={"debug": {"moe_force_load_balance": True}})
     for rank in pools[2].run(train_and_look, layout, EVERY, 2):

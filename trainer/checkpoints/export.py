@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from converters.catalog import TensorInfo
 from converters.commit import check_destination, require_space
@@ -12,14 +13,15 @@ from converters.containers.target import Target
 from converters.convert import convert
 from converters.errors import CheckpointError, list_offenders
 from converters.families.registry import get_family
+from converters.fold import fold_texts
 from converters.formats.base import Contents, OutputOptions
 from converters.formats.registry import get_format
 from converters.manifest import check_sizes, list_files
 from converters.model_info import ModelInfo
 from converters.names import EDITABLE, MANIFEST
 from converters.needs import needed_bytes
-from converters.view import foreign_view
-from trainer.agree import on_first
+from converters.view import View, foreign_view
+from trainer.agree import on_each, on_first
 from trainer.config.sections import Checkpoint
 from trainer.models.initial_weights import InitialWeights
 from trainer.observability.log import note
@@ -35,21 +37,33 @@ class Exports:
         self._folders = {kind: dump_folder / EXPORT_FOLDERS[kind] for kind, is_wanted in wanted.items() if is_wanted}
         self._dtype, self._info, self._group = settings.export_dtype, info, group
 
-    def get_ready(self, *, beside_bytes: int = 0) -> None:
+    def get_ready(self, buffers: Mapping[str, Tensor], *, beside_bytes: int = 0) -> None:
         """Raise now what exporting would raise after the last step: no tokenizer, no room, an existing folder.
 
-        `beside_bytes` is other space that the same disk must have.
+        `buffers`: those of this rank, loaded; where an export has no name for one, it must be zero. `beside_bytes` is
+        other space that the same disk must have.
         """
-        on_first(self._group, lambda: self._look(beside_bytes))
+        without_place = on_first(self._group, lambda: self._look(beside_bytes))
+        lost = on_each(self._group, lambda: [fqn for fqn in without_place if fqn in buffers and buffers[fqn].any()])
+        if names := sorted({fqn for of_rank in lost for fqn in of_rank}):
+            raise CheckpointError(
+                "checkpoint.last_save_in_hf: Hugging Face's models have no place for these, and they are not zero:"
+                + list_offenders(fold_texts(names)),
+                hint="after the run, titan convert dcp-to-hf --drop-expert-bias exports it without them",
+                tries=["--checkpoint.no_last_save_in_hf"],
+            )
 
-    def _look(self, beside_bytes: int) -> None:
-        num_bytes = beside_bytes
+    def _look(self, beside_bytes: int) -> list[str]:
+        """Raises what needs no weights, and returns the FQNs that an export has no name for: they must be zero."""
+        num_bytes, without_place = beside_bytes, list[str]()
         for kind, folder in self._folders.items():
             refuse_others(folder)
-            target = plan_export(self._info, folder, kind, dtype=self._dtype)
+            target, view = plan_export(self._info, folder, kind, dtype=self._dtype)
             num_bytes += needed_bytes(target, list(self._info.assets.values()))
+            without_place += view.ledger.dropped
         for folder in self._folders.values():
             require_space(folder, num_bytes)
+        return without_place
 
     def make(self, checkpoint: Path, *, is_new: bool) -> None:
         """Write the exports of a committed checkpoint, each atomically.
@@ -70,15 +84,18 @@ class Exports:
             note(f"  {remark}")
 
 
-def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> Target:
-    """The files of an export. Raises where the format does not support the model, or a needed file is missing."""
+def plan_export(info: ModelInfo, folder: Path, kind: str, *, dtype: str) -> tuple[Target, View]:
+    """The files of an export, and the view with its names.
+
+    Raises where the format does not support the model, or a needed file is missing.
+    """
     output, options = get_format(kind), OutputOptions()
     family = get_family(info.family)
     naming = output.naming(family, options)
     assert naming is not None
     view = foreign_view(InitialWeights(info, seed=0), info, naming)  # for names and shapes
     tensors = {name: TensorInfo(dtype, tensor.shape) for name, tensor in view.tensors.items()}
-    return output.plan(Contents(tensors, view, family, info, folder), options)
+    return output.plan(Contents(tensors, view, family, info, folder), options), view
 
 
 def refuse_others(folder: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.families.base import Family, ModelArgs, Role
+from converters.families.base import Experts, Family, ModelArgs, Role
 from converters.layout import MeshShape
 from trainer.config.sections import Config
 
@@ -30,6 +30,7 @@ def balance_rate(config: Config, of_model: float) -> float:
 def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshShape) -> list[str]:
     """Settings that a model with experts, or one without them, cannot be combined with."""
     rate = config.training.expert_balance_rate
+    mixtures = {b.feed_forward for b in family.blocks(args) if isinstance(b.feed_forward, Experts)}
     if not has_experts(family, args):
         problems = []
         if config.debug.moe_force_load_balance:
@@ -43,7 +44,7 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
             f"parallelism.tensor_parallel_degree = {dims.tp}: tensor parallelism of experts is not supported yet;"
             " nearest: 1, with FSDP (data_parallel_shard_degree), context or pipeline parallelism"
         )
-    if config.checkpoint.last_save_in_hf and rate != 0:
+    if config.checkpoint.last_save_in_hf and any(balance_rate(config, m.balance_rate) for m in mixtures):
         problems.append(
             "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"
             " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false, and after the"
