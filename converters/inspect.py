@@ -101,7 +101,8 @@ def _parts(info: ModelInfo) -> tuple[str, ...]:
     blocks = get_family(info.family).blocks(info.args)
     sparse = Counter(block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts))
     experts = [
-        f"{of.num} experts of {of.hidden} ({of.top_k} per token) in {number if number < len(blocks) else 'all'} layers"
+        f"{of.num} experts of {of.hidden} ({of.top_k} per token) in "
+        + ("all layers" if number == len(blocks) else f"{number} of {len(blocks)} layers")
         for of, number in sparse.items()
     ]
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)

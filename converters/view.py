@@ -183,8 +183,11 @@ def native_view(
         absent = [name for name in foreign.names if name not in found]
         if absent:
             ledger.missing += absent
-            if not allow_missing or len(absent) < len(foreign.names):
+            if not allow_missing:
                 problems += [f"missing     {name}  {list(foreign.shape)}" for name in absent]
+            elif len(absent) < len(foreign.names):
+                rest = f"only all parts of {fqn} together may be missing"
+                problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
         problems += _part_problems(present, foreign.shape)
         if absent:

@@ -32,7 +32,7 @@ def load_for_inference(
         checkpoint: as for `titan infer`; of a run folder the newest complete step.
         dtype: of the computation; default: the checkpoint's own.
         device: default: the GPU if there is one, else the CPU.
-        quantize: round the weights of linear layers to 8 bits.
+        quantize: round the weights of linear layers and experts to 8 bits.
         compile: compile the decode step.
         context: length of the longest sequence; default: the model's context, at most 8192.
         model_from: folder with the model's config and tokenizer, for a checkpoint that does not have them.

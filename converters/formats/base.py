@@ -115,8 +115,8 @@ class OutputOptions:
 
     fused_experts: bool | None = _option(
         "--fused-experts",
-        "Write experts as gate_up_proj and down_proj of a layer, as transformers 5 holds them in memory. Default: one "
-        "tensor per expert, as it saves them.",
+        "Write experts as gate_up_proj and down_proj of a layer, as transformers 5 holds them in memory; other tools "
+        "expect one tensor per expert, which is the default.",
         kind=bool,
         refusal="it chooses between two forms of Hugging Face's format",
     )
