@@ -3,13 +3,13 @@
 Torch-free. Every problem of a layout is reported at once, each with the nearest values that work.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape, uneven_over_tp
+from converters.layout import AXES, MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
@@ -136,6 +136,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         dp_shard=dp_shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
     )
     if dims.world_size == world_size:
         return dims
@@ -146,7 +148,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
             hint=f"nearest world sizes that divide: {', '.join(map(str, near))}",
             tries=[f"{option} {n}" for n in near],
         )
-    product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
+    degrees = {axis: getattr(dims, axis) for axis in AXES}
+    product = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp_shard 1"
     hint = ""
     if world_size % fixed == 0:
         hint = (
