@@ -69,6 +69,11 @@ class MeshShape:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def of_experts(self) -> str:
+        """How the ranks of a replica share experts: `efsdp 2 × ep 8 × etp 1`."""
+        return f"efsdp {self.efsdp} × ep {self.ep} × etp {self.expert_tp}"
+
     def coordinates(self, rank: int) -> "MeshShape":
         """The coordinate of `rank` on each axis, from 0."""
         found = {}
@@ -188,9 +193,10 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
     if hidden % mesh.expert_tp:
         choices = "1" if sliced == "etp" else _divisors(hidden)
         problems.append((sliced, f"does not divide the {hidden:,} columns of an expert; possible: {choices}"))
-    ranks = mesh.fsdp * mesh.tp // (mesh.etp if mesh.etp in (1, mesh.tp) else 1)
+    slices_experts = mesh.tp > 1 and mesh.etp == mesh.tp
+    ranks = mesh.fsdp if slices_experts else mesh.fsdp * mesh.tp
     if num % mesh.ep or ranks % mesh.ep:
-        sharing = f"the {ranks:,} ranks of dp_shard × cp" + (" × tp" if mesh.etp == 1 < mesh.tp else "")
+        sharing = f"the {ranks:,} ranks of dp_shard × cp" + ("" if slices_experts else " × tp")
         uneven = [what for count, what in ((num, f"{num:,} experts"), (ranks, sharing)) if count % mesh.ep]
         problems.append(("ep", f"does not divide {' and '.join(uneven)}; possible: {_divisors(gcd(num, ranks))}"))
     elif cuts_within_experts(num, mesh):

@@ -162,6 +162,15 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
     )
 
 
+def derived_degrees(parallelism: Parallelism) -> list[str]:
+    """What follows from the degrees: how ranks share the experts."""
+    if parallelism.expert_parallel_degree == 1:
+        return []
+    if parallelism.data_parallel_shard_degree == -1:
+        return ["experts: efsdp = dp_shard × cp × tp / (ep × etp), by the number of ranks"]
+    return [f"experts: {resolve(parallelism, required_world_size(parallelism)).of_experts}"]
+
+
 def _fixed_degrees(parallelism: Parallelism) -> int:
     return (
         parallelism.pipeline_parallel_degree
