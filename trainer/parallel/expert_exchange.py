@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 NO_ROWS_ASSUMED = -1
 
@@ -50,9 +50,9 @@ def _exchange_counts(ends_E: Tensor, group_name: str, num_ranks: int) -> tuple[T
     counts_WL = ends_E.diff(prepend=ends_E.new_zeros(1)).long().view(num_ranks, -1)
     received_WL = torch.empty_like(counts_WL)
     dist.all_to_all_single(received_WL, counts_WL, group=_resolve_process_group(group_name))  # type: ignore[arg-type]
-    sent_W, received = torch.cat([counts_WL.sum(dim=1), received_WL.flatten()]).cpu().split([num_ranks, len(ends_E)])
     ends_L = received_WL.sum(dim=0).cumsum(dim=0).int()
-    return sent_W.clone(), received.view_as(counts_WL).clone(), ends_L
+    on_host = torch.cat([counts_WL.sum(dim=1), received_WL.flatten()]).cpu()
+    return on_host[:num_ranks].clone(), on_host[num_ranks:].view_as(counts_WL).clone(), ends_L
 
 
 @_exchange_counts.register_fake
@@ -64,9 +64,7 @@ def _(ends_E: Tensor, group_name: str, num_ranks: int) -> tuple[Tensor, Tensor, 
 
 
 @torch.library.custom_op("titan::send_to_experts", mutates_args=())
-def _send_to_experts(
-    x_RD: Tensor, sent_W: Tensor, received_WL: Tensor, group_name: str, assumed_rows: int
-) -> Tensor:
+def _send_to_experts(x_RD: Tensor, sent_W: Tensor, received_WL: Tensor, group_name: str, assumed_rows: int) -> Tensor:
     received = _all_to_all(x_RD, sent_W.tolist(), received_WL.sum(dim=1).tolist(), group_name)
     return received.index_select(0, _order(received_WL, x_RD.device))
 
@@ -78,9 +76,7 @@ def _(x_RD: Tensor, sent_W: Tensor, received_WL: Tensor, group_name: str, assume
 
 
 @torch.library.custom_op("titan::return_from_experts", mutates_args=())
-def _return_from_experts(
-    out_SD: Tensor, sent_W: Tensor, received_WL: Tensor, group_name: str, num_rows: int
-) -> Tensor:
+def _return_from_experts(out_SD: Tensor, sent_W: Tensor, received_WL: Tensor, group_name: str, num_rows: int) -> Tensor:
     by_rank = out_SD.index_select(0, _inverse(_order(received_WL, out_SD.device)))
     return _all_to_all(by_rank, received_WL.sum(dim=1).tolist(), sent_W.tolist(), group_name)
 
@@ -127,3 +123,8 @@ def _send_gradient(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None,
 
 _send_to_experts.register_autograd(_return_gradient, setup_context=_keep_counts)
 _return_from_experts.register_autograd(_send_gradient, setup_context=_keep_counts)
+
+EXCHANGES = tuple(
+    getattr(torch.ops.titan, name).default for name in ("exchange_counts", "send_to_experts", "return_from_experts")
+)
+"""The operations as torch dispatches them."""
