@@ -147,7 +147,11 @@ def check_hardware(config: Config, device: torch.device) -> None:
         *profiling_machine_problems(config.profiling, device),
         *schedule_machine_problems(degrees),
         *compile_machine_problems(
-            config.compile, config.activation_checkpoint, device, tp=degrees.tensor_parallel_degree
+            config.compile,
+            config.activation_checkpoint,
+            device,
+            tp=degrees.tensor_parallel_degree,
+            ep=degrees.expert_parallel_degree,
         ),
         *async_tensor_machine_problems(degrees, device),
         *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),

@@ -258,6 +258,8 @@ def assert_trains_as_one_rank(one: dict, ranks: list[dict], flavor: str) -> None
                 agree, num_differing = False, int(differs.sum())
         loss = ranks[0]["steps"][step]["loss"]
         assert loss == pytest.approx(wanted["loss"], rel=1e-6 if agree else 1e-4), (step, num_differing)
+        if agree:
+            assert ranks[0]["steps"][step]["norm"] == pytest.approx(wanted["norm"], rel=1e-5), step
         for rank in ranks:
             assert rank["steps"][step]["loss"] == loss
             assert rank["steps"][step]["loads"] == ranks[0]["steps"][step]["loads"]
