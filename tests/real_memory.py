@@ -36,8 +36,11 @@ WITHIN_CPU_KERNELS = {
     ("aten::mm",): "oneDNN packs bf16 matrices",
     ("aten::mul", "aten::to"): "arguments of two dtypes become one",
     ("aten::add_", "aten::to"): "arguments of two dtypes become one",
+    ("aten::cat", "aten::empty_like"): "arguments of two dtypes become one",
     ("aten::sum", "aten::to"): "booleans are counted as integers",
     ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
+    ("aten::sort",): "sorts a copy of numbers and positions",
+    ("titan::add_counts",): "differences of where the rows of experts end",
 }
 # What gloo allocates of its own, in the call of a collective or in the threads that carry it out, until that is done
 WITHIN_GLOO = {

@@ -14,7 +14,6 @@ from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.replay import Peak, Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
-from titan_tools.memory.trace.coverage import refuse_experts
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from titan_tools.memory.two_processes import run_in_child
@@ -86,11 +85,7 @@ class Estimate:
 
 
 def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate:
-    """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on all types.
-
-    Raises UnsupportedError for a mixture of experts.
-    """
-    refuse_experts(job)
+    """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on all types."""
     run, traced_gpu, dims = run_shape(job), gpu or DEFAULT_GPU, job.dims
     gaps = formula_gaps(job)
     num_shared = len(communicators(dims))

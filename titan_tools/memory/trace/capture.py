@@ -1,6 +1,7 @@
 """Trace the real train step of one rank of any job, on fake tensors and without the other ranks."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from converters.collector import collector_paused
 from converters.errors import UnsupportedError
 from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
-from titan_tools.memory.trace.events import StepPoint, Trace
+from titan_tools.memory.trace.events import StepPoint, Trace, layer_of
 from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels
 from titan_tools.memory.trace.offload import OffloadedTensors, OffloadRecorder, move_to_gpu, track_offload
 from titan_tools.memory.trace.recorder import Recorder, owner_of_many
@@ -90,7 +91,9 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
             if kernels.device == "cuda":
                 step.clip.square_sums = square_sums_on_gpu
             model.follow(optimizer)
+            recorder.parameters_per_layer = Counter(map(layer_of, model.named_parameters()))
             _label_parameters(model, optimizer, recorder)
+            _label_experts(model, step, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
@@ -204,7 +207,19 @@ class _PointObserver:
 
 
 def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
-    return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts)
+    return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts, recorder.parameters_per_layer)
+
+
+def _label_experts(model: TrainModel, step: TrainStep, recorder: Recorder) -> None:
+    """What balances experts: a bias in each layer, and the tokens of each expert in all layers of the whole model."""
+    untrained = set(model.named_buffers())
+    for part in model.parts:  # CPU offload replaced the model's own list
+        for fqn, buffer in part.named_buffers():
+            if fqn in untrained:
+                recorder.reclassify(buffer, "parameters", owner=fqn)
+    if step.balance is not None:
+        for tensor in (step.balance.counts_LE, step.balance.rates_L1):
+            recorder.reclassify(tensor, "optimizer", owner="balance of experts")
 
 
 def _label_parameters(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:

@@ -3,7 +3,8 @@
 A stand-in returns tensors of the right shapes. What CUDA kernels allocate internally, where it is more than a mebibyte,
 is not visible to dispatch: it is written down here from ATen's sources, torch 2.11 to 2.13, each function naming its
 file. Other operations of a step need nothing (products beyond cuBLAS's workspace, softmax, gather), or kilobytes:
-FSDP's `chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu).
+FSDP's `chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu),
+grouped products addresses and sizes of each group (native/cuda/GroupMM.cu).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ aten: Any = torch.ops.aten
 KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
 Attend = Callable[..., Any]
 
+_SMALL_SORT = 4096  # numbers: should_use_small_sort, native/cuda/Sort.cu
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
 
@@ -55,6 +57,7 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         aten.sum.dim_IntList: sum_bytes,
+        aten.sort.stable: sort_bytes,
         aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
         aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
     }
@@ -229,6 +232,16 @@ def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
     most_chunks = max(ceil(tensor.numel() / _FOREACH_CHUNK) for tensor in tensors)
     num_bytes: int = len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
     return num_bytes
+
+
+def sort_bytes(args: tuple[Any, ...]) -> int:
+    """Of one long row: the positions before the sort, and a second copy of numbers and positions for cub's radix sort.
+
+    native/cuda/SortStable.cu, segmented_sort_large_segments; cub's DispatchRadixSort, where inputs are not overwritten.
+    """
+    tensor = args[0]
+    count: int = tensor.numel()
+    return 0 if count <= _SMALL_SORT else count * (2 * 8 + tensor.element_size())
 
 
 def sum_bytes(args: tuple[Any, ...]) -> int:

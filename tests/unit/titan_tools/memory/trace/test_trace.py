@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from converters.families.registry import get_family
 from tests.dist.training import Layout, args_of
 from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
 from tests.unit.titan_tools.memory.formula.test_layout import held_bytes
@@ -20,6 +21,7 @@ TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_para
 REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree"
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
+EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
 
 
 def _kept(mode: str, **keys) -> dict:
@@ -43,6 +45,7 @@ CASES = [
     (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
+    (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -66,6 +69,17 @@ MORE_CASES = [
     (Layout("GPipe, TP 2, full recomputation", 4, PIPE | {SCHEDULE: "GPipe", TP: 2}, {}, _kept("full")), GQA, 2),
     (Layout("for-loop", 2, {}, {}, _optimizer(implementation="for-loop")), TIED, 0),
     (Layout("norms of q and k, FSDP 2", 2, {}, BF16), "qwen3/debug_gqa", 0),
+    (Layout("experts and dense layers, one rank, full recomputation", 1, {}, {}, _kept("full")), MIXED, 0),
+    (
+        Layout("experts and dense layers, HSDP", 4, {REPLICAS: 2}, BF16, OP | _optimizer(implementation="foreach")),
+        MIXED,
+        0,
+    ),
+    (Layout("experts, 1F1B, bf16", 2, PIPE, BF16), EXPERTS, 0),
+    (Layout("experts, Interleaved1F1B, FSDP 2", 4, INTERLEAVED, {}, _kept("full")), MIXED, 2),
+    (Layout("experts, DDP 2, bf16", 2, {REPLICAS: 2}, BF16), EXPERTS, 1),
+    (Layout("experts, CP 2, accumulated", 2, {CP: 2}, ACCUMULATED), EXPERTS, 1),
+    (Layout("experts in turn", 1, {}, {}, {"debug": {"moe_force_load_balance": True}}), EXPERTS, 0),
 ]
 
 
@@ -125,8 +139,9 @@ def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
 def test_persistent_blocks_have_their_part(layout, flavor, rank):
     trace, (config, args, dims) = captured(layout, flavor, rank)
     held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    trained = {p.fqn for p in get_family(config.model.name).parameters(args) if p.is_trained}
     for block in live_at(trace, 2, "zero_grad"):
-        if block.part in held and block.owner.endswith(".weight") and block.num_bytes > NUMBER_BYTES:
+        if block.part in held and block.owner in trained and block.num_bytes > NUMBER_BYTES:
             held[block.part] += block.num_bytes
     expected = held_bytes(config, dims.world_size, rank, args)
     assert held == expected
