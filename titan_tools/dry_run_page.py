@@ -57,6 +57,8 @@ def _print(job: Job, found: "DryRun") -> None:
         f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
     )
     print(f"mesh          {dims}")
+    if dims.ep > 1:
+        print(f"experts       {dims.of_experts}; ep rank {at.ep}, etp rank {at.etp}")
     print(f"rank {found.rank:<8} {place or 'the only one'}")
     for stage, modules in found.stages.items():
         print(f"stage         {stage} of {found.num_stages}: {', '.join(fold_texts(modules))}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
+from converters.layout import cuts_within_experts
 from trainer.checkpoints.problems import checkpoint_machine_problems
 from trainer.config.sections import Config
 from trainer.data.batch import Batch, pinning_machine_problems
@@ -32,6 +33,8 @@ from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.expert_parallel import apply_expert_parallel
+from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
     apply_float8,
@@ -63,11 +66,13 @@ def build(
     *,
     memory: AbstractContextManager[Any] | None = None,
     collectives_of: str | None = None,
+    imbalance: float = 1.0,
 ) -> TrainModel:
     """The model as this rank trains it, in uninitialized memory on `device`.
 
     A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
-    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'.
+    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'. `imbalance`: the
+    rows that fake experts receive over the mean of all ranks.
     Raises UnsupportedError with everything that this machine cannot run.
     """
     config, dims, split = job.config, job.dims, job.split
@@ -80,7 +85,14 @@ def build(
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(job, stage)
-        parallelize(part, job, meshes, device, collectives_of=collectives_of or meshes.device_type)
+        parallelize(
+            part,
+            job,
+            meshes,
+            device,
+            collectives_of=collectives_of or meshes.device_type,
+            imbalance=None if memory is None else imbalance,
+        )
         with memory or nullcontext():
             if config.training.enable_cpu_offload:
                 keep_on_cpu(part, device)
@@ -159,8 +171,16 @@ def build_part(job: Job, stage: int) -> Transformer:
     return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.device, *, collectives_of: str) -> None:
-    """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
+def parallelize(
+    part: Transformer,
+    job: Job,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    collectives_of: str,
+    imbalance: float | None = None,
+) -> None:
+    """Float8 → context → tensor → experts → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
@@ -185,6 +205,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
             if is_float8(config.model)
             else None,
         )
+    apply_expert_parallel(part, meshes, imbalance=imbalance)
     apply_activation_checkpoint(part, config.activation_checkpoint)
     if compiles_model:
         apply_compile(part, config.compile)
@@ -204,12 +225,21 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
         apply_fsdp(
             part,
             meshes.fsdp,
+            experts=_expert_shards(job, meshes),
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
             reshard_last=reshard_last,
             offload_to_cpu=training.enable_cpu_offload,
         )
+
+
+def _expert_shards(job: Job, meshes: Meshes) -> ShardedExperts | None:
+    """None where experts are sharded as the rest of their layer."""
+    if meshes.efsdp is None:
+        return None
+    num_experts = min(p.shape[p.expert_dim] for p in job.family.parameters(job.args) if p.expert_dim is not None)
+    return ShardedExperts(meshes.efsdp, dim=1 if cuts_within_experts(num_experts, job.dims) else 0)
 
 
 def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tuple[Tensor, Tensor, Tensor]]:

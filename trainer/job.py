@@ -3,13 +3,13 @@
 Torch-free. Every problem of a layout is reported at once, each with the nearest values that work.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape, uneven_over_tp
+from converters.layout import AXES, MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
@@ -136,6 +136,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         dp_shard=dp_shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
     )
     if dims.world_size == world_size:
         return dims
@@ -146,7 +148,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
             hint=f"nearest world sizes that divide: {', '.join(map(str, near))}",
             tries=[f"{option} {n}" for n in near],
         )
-    product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
+    degrees = {axis: getattr(dims, axis) for axis in AXES}
+    product = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp_shard 1"
     hint = ""
     if world_size % fixed == 0:
         hint = (
@@ -157,6 +160,15 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         hint=hint,
         tries=[f"{option} {dims.world_size}"],
     )
+
+
+def derived_degrees(parallelism: Parallelism) -> list[str]:
+    """What follows from the degrees: how ranks share the experts."""
+    if parallelism.expert_parallel_degree == 1:
+        return []
+    if parallelism.data_parallel_shard_degree == -1:
+        return ["experts: efsdp = dp_shard × cp × tp / (ep × etp), by the number of ranks"]
+    return [f"experts: {resolve(parallelism, required_world_size(parallelism)).of_experts}"]
 
 
 def _fixed_degrees(parallelism: Parallelism) -> int:

@@ -12,7 +12,21 @@ from converters.families.qwen3 import QWEN3
 from converters.manifest import read_manifest
 from converters.weights import open_native
 from tests.dist import runs
-from tests.dist.layouts import AOT_EAGER, BUDGET, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
+from tests.dist.layouts import (
+    AOT_EAGER,
+    BUDGET,
+    CP,
+    EP,
+    ETP,
+    FULL,
+    MICROBATCH,
+    ONE_RANK,
+    OP,
+    PP,
+    REPLICAS,
+    SCHEDULE,
+    TP,
+)
 from tests.dist.training import (
     EXPERTS,
     GLOBAL_BATCH,
@@ -28,6 +42,7 @@ from tests.dist.training import (
     train,
 )
 from trainer.checkpoints.arrays import as_tensor
+from trainer.mesh import local_part
 from trainer.models.qwen3.model import build_model as build_plain_model
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
@@ -35,7 +50,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.context import head_tail_positions
 
 STEPS, FEW_STEPS = 20, 5
-MIXED, EVERY = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe"
+MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
 
 CASES = [
@@ -46,6 +61,13 @@ CASES = [
     (Layout("cp 2", 2, {CP: 2}), MIXED),
     (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
     (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
+    # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
+    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
+    (
+        Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}),
+        MIXED,
+    ),
+    (Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP}), OF_TWO),
 ]
 SLOW_CASES = [
     (Layout("fsdp 2", 2), EVERY),
@@ -57,10 +79,28 @@ SLOW_CASES = [
     (Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"}), EVERY),
     (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), EVERY),
     (Layout("fsdp 8", 8), EVERY),  # two ranks have no expert
+    (Layout("tp 2", 2, {TP: 2}), MIXED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}), EVERY),
+    (Layout("ep 2", 2, {EP: 2}), EVERY),
+    (Layout("ep 2, accumulated", 2, {EP: 2}, training=TWICE), MIXED),
+    (Layout("ep 2, offloaded", 2, {EP: 2}, training={"enable_cpu_offload": True}), MIXED),
+    (Layout("ep 4", 4, {EP: 4}, sections={"activation_checkpoint": OP}), EVERY),
+    (Layout("ep 2 efsdp 2", 4, {EP: 2}), EVERY),
+    (Layout("fsdp 2 tp 2 ep 2", 4, {TP: 2, EP: 2}), MIXED),
+    (Layout("fsdp 2 tp 2 ep 4", 4, {TP: 2, EP: 4}), EVERY),
+    (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}), MIXED),
+    (Layout("tp 2 cp 2 ep 2 etp 2", 4, {TP: 2, CP: 2, EP: 2, ETP: 2}), MIXED),
+    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), MIXED),
+    (Layout("ep 2 pp 2, Interleaved1F1B", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"}), EVERY),
+    (Layout("ep 2 pp 2, ZBVZeroBubble", 4, {EP: 2, PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"}), MIXED),
+    (Layout("hsdp 2x2 ep 2", 4, {EP: 2, REPLICAS: 2}), MIXED),
+    (Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}), MIXED),
 ]
 MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
 FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
 BUDGET_COMPILED = Layout("budget", 2, sections=BUDGET | {"compile": BUDGET["compile"] | {"components": ("model",)}})
+EP2_COMPILED = Layout("ep 2", 2, {EP: 2}, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
+TP2_EP2_COMPILED = Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}, sections={"compile": MODEL_ONLY})
 PP2_COMPILED = Layout("pp 2", 2, {PP: 2, MICROBATCH: 2}, sections={"compile": MODEL_ONLY})
 
 
@@ -86,7 +126,7 @@ class Routed:
                 return
             x_TD, bias_E = args
             with torch.no_grad():
-                scores_TE = (x_TD.float() @ router.gate.weight.float().T).softmax(-1) + bias_E
+                scores_TE = (x_TD.float() @ local_part(router.gate.weight).float().T).softmax(-1) + bias_E
                 best = scores_TE.topk(router.top_k + 1).values
             margin_T = best[:, -2] - best[:, -1]
             self.calls.setdefault(number, []).append((routes.ids_TK.sort(dim=-1).values, margin_T))
@@ -95,11 +135,12 @@ class Routed:
 
     def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Layer → ids [samples, positions, K] and margins [samples, positions] of this rank's tokens."""
-        cp, num_samples = self.model.meshes.dims.cp, GLOBAL_BATCH // self.model.meshes.dims.batch
+        dims = self.model.meshes.dims
+        num_ranks, num_samples = dims.cp * dims.tp, GLOBAL_BATCH // dims.batch  # that share a sequence
         taken = {}
         for number, calls in self.calls.items():
             wholes = [torch.cat(each) for each in zip(*calls, strict=True)]
-            taken[number] = tuple(whole.reshape(num_samples, SEQ_LEN // cp, -1).numpy() for whole in wholes)
+            taken[number] = tuple(whole.reshape(num_samples, SEQ_LEN // num_ranks, -1).numpy() for whole in wholes)
         self.calls.clear()
         return taken
 
@@ -117,6 +158,7 @@ def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool
         if dims.cp > 1
         else np.arange(SEQ_LEN)
     )
+    positions = positions.reshape(dims.tp, -1)[meshes["tp"].get_local_rank()]  # sequence parallelism
     routed = Routed(model) if sees_routes else None
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     schedule = LRSchedule(optimizer, Curve.of(WARMUP_STEPS, warmup_steps=WARMUP_STEPS, decay_ratio=0.0))
@@ -272,9 +314,13 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
     ("layout", "flavor", "num_graphs"),
     [
         (FSDP2_COMPILED, MIXED, 2),
-        *(pytest.param(layout, EVERY, 1, marks=pytest.mark.slow) for layout in (PP2_COMPILED, BUDGET_COMPILED)),
+        (EP2_COMPILED, MIXED, 2),
+        *(
+            pytest.param(layout, EVERY, 1, marks=pytest.mark.slow)
+            for layout in (PP2_COMPILED, BUDGET_COMPILED, TP2_EP2_COMPILED)
+        ),
     ],
-    ids=["fsdp 2", "pp 2", "budget"],
+    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2"],
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""

@@ -203,6 +203,10 @@ class Parallelism:
     """Samples per microbatch; divides training.local_batch_size."""
     context_parallel_degree: Positive = 1
     """Ranks that share each sequence (context parallelism)."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that share the experts (expert parallelism): no more ranks, but those of dp_shard, cp and tp."""
+    expert_tensor_parallel_degree: Positive = 1
+    """With expert parallelism, ranks that share each expert's columns: 1, or tensor_parallel_degree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,9 +105,14 @@ def _kept_operations() -> frozenset[Any]:
     """
     import torch
 
-    aten = torch.ops.aten
+    import trainer.parallel.expert_exchange  # registers its operations
+
+    aten, titan = torch.ops.aten, torch.ops.titan
     return frozenset(
         {
+            titan.exchange_counts.default,
+            titan.send_to_experts.default,
+            titan.return_from_experts.default,
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,

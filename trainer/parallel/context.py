@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainer.parallel.shards import gather_shards
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
@@ -23,33 +24,9 @@ def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.devic
     return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
 
-# torch 2.13 renamed both and warns about the old names
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _GatherShards(torch.autograd.Function):
-    """All ranks' tensors, concatenated along dim 0. Backward reduce-scatters the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        # The functional collective: activation checkpointing can save the result of an operation, but not a buffer that
-        # an operation has filled.
-        gathered: Tensor = funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))  # type: ignore[no-untyped-call]
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
-        _reduce_scatter(own, gradient.contiguous(), group=ctx.group)
-        return own, None
-
-
 def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' head-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
-    gathered: Tensor = _GatherShards.apply(x_BLKH, group)  # type: ignore[no-untyped-call]
-    shards = gathered.chunk(dist.get_world_size(group))
+    shards = gather_shards(x_BLKH, group).chunk(dist.get_world_size(group))
     heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
     return torch.cat((*heads, *reversed(tails)), dim=1)
 

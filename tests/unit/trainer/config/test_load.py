@@ -111,8 +111,8 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[checkpoint]\nexclude_from_loading = ['optimiser']", "a list, each item one of optimizer"),
         ("[checkpoint]\nexclude_from_loading = 'optimizer'", "a list"),
         ("[activation_checkpoint]\nselective_ac_option = '0'", "every n-th layer"),
-        ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "made for expert parallelism"),
-        ("[parallelism]\nexpert_parallel_degree = 2", "expert parallelism is not covered yet"),
+        ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "overlaps two microbatches' exchanges"),
+        ("[parallelism]\nexpert_parallel_comm_backend = 'deepep'", "without DeepEP's kernels"),
         (
             "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['attention.wo']",
             "which products `op` recomputes cannot be chosen",
