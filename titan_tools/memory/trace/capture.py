@@ -68,7 +68,14 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
     ):
         meshes = make_meshes(dims, "cpu")
         with on_parameters_side():  # float8 is gathered in float8 as with NCCL: gloo has no float8
-            model = build(job, meshes, torch.device("cpu"), memory=tensors, collectives_of=kernels.device)
+            model = build(
+                job,
+                meshes,
+                torch.device("cpu"),
+                memory=tensors,
+                collectives_of=kernels.device,
+                imbalance=kernels.imbalance,
+            )
         track_modules(model.parts, recorder)
         observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
 import trainer.parallel.context
+import trainer.parallel.expert_exchange  # registers its operations
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
@@ -38,10 +39,11 @@ _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A device's kernels as far as they affect memory. The default is the CPU's own.
+    """A device's kernels as far as they affect memory, and what they compute. The default is the CPU's own.
 
     `attention`: the operation behind scaled_dot_product_attention. `norm`: RMSNorm in one kernel that keeps one fp32
-    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB.
+    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB. `imbalance`: with
+    expert parallelism, the rows that this rank's experts receive over the mean of all ranks.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -49,6 +51,7 @@ class Kernels:
     norm: Literal["own", "fused"] = "own"
     cublas_mib: float = 0.0
     workspaces: Mapping[Any, KernelBuffers] = field(default_factory=dict)
+    imbalance: float = 1.0
 
 
 def gpu_kernels(gpu: Gpu) -> Kernels:
@@ -60,6 +63,8 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         aten.sort.stable: sort_bytes,
         aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
         aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
+        torch.ops.titan.send_to_experts.default: send_bytes,
+        torch.ops.titan.return_from_experts.default: return_bytes,
     }
     return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
 
@@ -242,6 +247,19 @@ def sort_bytes(args: tuple[Any, ...]) -> int:
     tensor = args[0]
     count: int = tensor.numel()
     return 0 if count <= _SMALL_SORT else count * (2 * 8 + tensor.element_size())
+
+
+def send_bytes(args: tuple[Any, ...]) -> int:
+    """Rows as they arrive, before they are put in the order of experts, and the positions of that order."""
+    rows, *_, num_received = args
+    num_bytes: int = num_received * (rows.shape[1] * rows.element_size() + 8)
+    return num_bytes
+
+
+def return_bytes(args: tuple[Any, ...]) -> int:
+    """Rows in the order in which they go back."""
+    num_bytes: int = args[0].numel() * args[0].element_size()
+    return num_bytes
 
 
 def sum_bytes(args: tuple[Any, ...]) -> int:

@@ -22,6 +22,7 @@ REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
 EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
+EP, ETP = {"expert_parallel_degree": 2}, {"expert_tensor_parallel_degree": 2}
 
 
 def _kept(mode: str, **keys) -> dict:
@@ -46,6 +47,7 @@ CASES = [
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
     (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
+    (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -79,6 +81,12 @@ MORE_CASES = [
     (Layout("experts, Interleaved1F1B, FSDP 2", 4, INTERLEAVED, {}, _kept("full")), MIXED, 2),
     (Layout("experts, DDP 2, bf16", 2, {REPLICAS: 2}, BF16), EXPERTS, 1),
     (Layout("experts, CP 2, accumulated", 2, {CP: 2}, ACCUMULATED), EXPERTS, 1),
+    (Layout("experts, TP 2", 2, {TP: 2}, BF16), EXPERTS, 0),
+    (Layout("experts, EP 2 x TP 2, slices of experts", 4, EP | ETP | {TP: 2}, {}, _kept("full")), EXPERTS, 0),
+    (Layout("experts, EP 2 x TP 2, whole experts", 2, EP | {TP: 2}), MIXED, 0),
+    (Layout("experts, EP 12 x FSDP 2 within experts", 24, {"expert_parallel_degree": 12}), EXPERTS, 0),
+    (Layout("experts, EP 2 x PP 2, bf16", 4, EP | PIPE, BF16), EXPERTS, 0),
+    (Layout("experts, EP 2, HSDP 2 x 2", 4, EP | {REPLICAS: 2}, BF16), EXPERTS, 0),
     (Layout("experts in turn", 1, {}, {}, {"debug": {"moe_force_load_balance": True}}), EXPERTS, 0),
 ]
 
@@ -90,7 +98,7 @@ def _each(cases: list) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("layout", "flavor", "rank"), cases, ids=[layout.name for layout, *_ in cases])
 
 
-def captured(layout: Layout, flavor: str, rank: int):
+def captured(layout: Layout, flavor: str, rank: int, *, imbalance: float = 1.0):
     """Its trace, and what it was made from: each only once."""
     if layout.name not in _CAPTURED:
         tiny = {"seq_len": 16, "local_batch_size": 2, "loss_chunks": 2}
@@ -99,7 +107,7 @@ def captured(layout: Layout, flavor: str, rank: int):
         if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
             args = replace(args, num_layers=2)
         dims = resolve(config.parallelism, layout.world_size)
-        trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels())
+        trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels(imbalance=imbalance))
         _CAPTURED[layout.name] = trace, (config, args, dims)
     return _CAPTURED[layout.name]
 
@@ -114,6 +122,13 @@ def _compare(layout: Layout, flavor: str, rank: int) -> None:
 @_each(CASES)
 def test_trace_is_what_a_real_step_asks_for(layout, flavor, rank):
     _compare(layout, flavor, rank)
+
+
+@pytest.mark.parametrize("imbalance", [1, 2])
+def test_trace_has_as_many_rows_of_experts_as_a_real_step_that_receives_so_many(imbalance):
+    layout = Layout(f"EP 2, {imbalance} times the rows", 2, EP)
+    trace, made_from = captured(layout, EXPERTS, 0, imbalance=imbalance)
+    assert held_by_trace(trace) == held_by_fake_rank(*made_from, rank=0, imbalance=imbalance)
 
 
 @pytest.mark.slow
