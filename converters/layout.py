@@ -180,7 +180,7 @@ def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
 
 
 def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> list[tuple[str, str]]:
-    """(degree, why it does not fit the model's experts, with those that do) for each of tp, ep and etp that does not."""
+    """(degree, why it does not fit the model's experts, and what does) for each of tp, ep and etp that does not."""
     mixtures = {b.feed_forward for b in family.blocks(args) if isinstance(b.feed_forward, Experts)}
     if not mixtures:
         named = [degree for degree in ("ep", "etp") if getattr(mesh, degree) > 1]
@@ -212,7 +212,7 @@ def _divisors(number: int) -> str:
 
 
 def cuts_within_experts(num_experts: int, mesh: MeshShape) -> bool:
-    """Whether FSDP cuts dim 1 of a stack instead of dim 0, as torchtitan: more ranks share it than there are experts."""
+    """Whether FSDP cuts dim 1 of a stack, as in torchtitan, not dim 0: more ranks share it than there are experts."""
     return mesh.ep > 1 and mesh.efsdp * mesh.ep > num_experts
 
 
@@ -244,7 +244,7 @@ def chunk_bounds(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Cuts dim `dim` into `degree` parts; the ranks of neighbouring parts are `stride` apart. None: all have it whole."""
+    """Cuts a dim into `degree` parts; ranks of neighbouring parts are `stride` apart. `dim` None: all have it whole."""
 
     dim: int | None
     degree: int

@@ -71,8 +71,8 @@ def build(
     """The model as this rank trains it, in uninitialized memory on `device`.
 
     A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
-    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'. `imbalance`: the
-    rows that fake experts receive over the mean of all ranks.
+    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'. `imbalance`:
+    rows that fake experts receive, over the mean of all ranks.
     Raises UnsupportedError with everything that this machine cannot run.
     """
     config, dims, split = job.config, job.dims, job.split
@@ -147,7 +147,11 @@ def check_hardware(config: Config, device: torch.device) -> None:
         *profiling_machine_problems(config.profiling, device),
         *schedule_machine_problems(degrees),
         *compile_machine_problems(
-            config.compile, config.activation_checkpoint, device, tp=degrees.tensor_parallel_degree
+            config.compile,
+            config.activation_checkpoint,
+            device,
+            tp=degrees.tensor_parallel_degree,
+            ep=degrees.expert_parallel_degree,
         ),
         *async_tensor_machine_problems(degrees, device),
         *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
@@ -180,7 +184,10 @@ def parallelize(
     collectives_of: str,
     imbalance: float | None = None,
 ) -> None:
-    """Float8 → context → tensor → experts → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
+    """Float8 → context → tensor → experts → checkpointing → compile → loss → FSDP.
+
+    Each wraps the result of the previous one.
+    """
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)

@@ -70,7 +70,7 @@ def communicators(dims: MeshShape) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """One-dimensional meshes by name: pp, dp_replicate, fsdp, tp, batch, cp, and efsdp, ep, etp with expert parallelism.
+    """One-dimensional meshes by name: pp, dp_replicate, fsdp, tp, batch, cp; with expert parallelism efsdp, ep, etp.
 
     Axes of degree 1 are there too. `parameters` is the grid [pp, dp_replicate, fsdp, tp], `experts` the grid [pp,
     dp_replicate, efsdp, ep, etp]: DTensors of one parameter live on slices of one of them.

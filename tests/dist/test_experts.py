@@ -258,6 +258,8 @@ def assert_trains_as_one_rank(one: dict, ranks: list[dict], flavor: str) -> None
                 agree, num_differing = False, int(differs.sum())
         loss = ranks[0]["steps"][step]["loss"]
         assert loss == pytest.approx(wanted["loss"], rel=1e-6 if agree else 1e-4), (step, num_differing)
+        if agree:
+            assert ranks[0]["steps"][step]["norm"] == pytest.approx(wanted["norm"], rel=1e-5), step
         for rank in ranks:
             assert rank["steps"][step]["loss"] == loss
             assert rank["steps"][step]["loads"] == ranks[0]["steps"][step]["loads"]
@@ -333,6 +335,27 @@ def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, traine
                 assert np.array_equal(bias, one["steps"][step]["biases"][fqn])
 
 
+def gradients_with_one_rank_idle(layout: Layout, flavor: str) -> tuple[dict[str, np.ndarray], set[int]]:
+    """Case: gradients where no token goes to the second half of the experts; the experts that were chosen."""
+    config, model = layout.config(flavor), build_model(layout, flavor)
+    for fqn, bias in model.state_dict().items():
+        if fqn.endswith("expert_bias"):
+            bias[len(bias) // 2 :] = -10.0
+    routed = Routed(model)
+    gradients = {fqn: g.numpy() for fqn, g in _gradients_of_a_step(model, config).items()}
+    chosen = {int(e) for ids, _ in routed.take().values() for e in ids.flatten()}
+    return gradients, chosen
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part(pools):
+    ((wanted, chosen),) = pools[1].run(gradients_with_one_rank_idle, ONE_RANK, MIXED)
+    assert max(chosen) == 5
+    for found, _ in pools[2].run(gradients_with_one_rank_idle, Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED):
+        for fqn, gradient in found.items():
+            assert np.linalg.norm(gradient - wanted[fqn]) <= 1e-5 * np.linalg.norm(wanted[fqn]), fqn
+        assert not found["layers.1.moe.experts.w1"][6:].any()
+
+
 def biases_after_a_bad_step(implementation: str) -> list[tuple[bool, dict, dict]]:
     """Case: of three steps, the second with a loss of NaN: whether finite, the biases and the loads after it."""
     config, model = ONE_RANK.config(MIXED), build_model(ONE_RANK, MIXED)
@@ -386,6 +409,22 @@ def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_p
         assert record["dead_experts"] == sum(record[f"dead_experts/layer_{n}"] for n in range(4))
         flops = flops_per_token(args, num_parameters=QWEN3.num_active_parameters(args), seq_len=runs.SEQ_LEN)
         assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
+
+
+def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):
+    """Bit by bit in the same layout; in another from the same bits, with the same losses up to rounding."""
+    whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"
+    ep4 = {"parallelism": {EP: 4}, "training": {"local_batch_size": 1}}
+    ep2_tp2 = {"parallelism": {EP: 2, TP: 2}}
+    assert not any(pools[4].run(runs.run, config_of_a_run(data, whole, **ep4)))
+    expected = runs.read_losses(whole)
+    for dump, sections in ((same, ep4), (other, ep2_tp2)):
+        runs.begin_from(dump, whole, 2)
+        assert not any(pools[4].run(runs.run, config_of_a_run(data, dump, **sections)))
+        found = runs.read_losses(dump)
+        assert set(found) == {3, 4}
+        assert all(found[step] == pytest.approx(expected[step], rel=1e-6 if dump is other else 0) for step in found)
+    assert runs.differences(same / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
 
 def test_biases_stay_fp32_where_parameters_are_bf16(pools, data, tmp_path):

@@ -78,7 +78,10 @@ REFUSED: dict[str, Refused] = {
 }
 
 REFUSED_VALUES: dict[tuple[str, str], str] = {
-    (_SCHEDULE, "DualPipeV"): "it overlaps two microbatches' exchanges of experts, which is not covered; ZBVZeroBubble has the same stages",
+    (
+        _SCHEDULE,
+        "DualPipeV",
+    ): "it overlaps two microbatches' exchanges of experts, which is not covered; ZBVZeroBubble has the same stages",
 }
 """Values of supported keys that torchtitan allows and titan does not."""
 

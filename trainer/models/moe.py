@@ -32,7 +32,7 @@ class Gate(nn.Linear):
 
 
 class Router(nn.Module):
-    """Chooses the experts with the largest score + bias, in float32. Weights are the scores alone: the bias balances."""
+    """Chooses the experts with the largest score + bias, in float32. Weights are scores alone: the bias balances."""
 
     def __init__(self, dim: int, experts: Experts):
         super().__init__()

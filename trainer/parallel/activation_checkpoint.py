@@ -105,14 +105,12 @@ def _kept_operations() -> frozenset[Any]:
     """
     import torch
 
-    import trainer.parallel.expert_exchange  # registers its operations
+    from trainer.parallel.expert_exchange import EXCHANGES
 
-    aten, titan = torch.ops.aten, torch.ops.titan
+    aten = torch.ops.aten
     return frozenset(
         {
-            titan.exchange_counts.default,
-            titan.send_to_experts.default,
-            titan.return_from_experts.default,
+            *EXCHANGES,
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch._C._distributed_c10d import _resolve_process_group
 
 NO_ROWS_ASSUMED = -1
 
@@ -51,9 +51,9 @@ def _exchange_counts(ends_E: Tensor, group_name: str, num_ranks: int) -> tuple[T
     counts_WL = ends_E.diff(prepend=ends_E.new_zeros(1)).long().view(num_ranks, -1)
     received_WL = torch.empty_like(counts_WL)
     dist.all_to_all_single(received_WL, counts_WL, group=_resolve_process_group(group_name))  # type: ignore[arg-type]
-    sent_W, received = torch.cat([counts_WL.sum(dim=1), received_WL.flatten()]).cpu().split([num_ranks, len(ends_E)])
     ends_L = received_WL.sum(dim=0).cumsum(dim=0).int()
-    return ends_L, sent_W.clone(), received.view_as(counts_WL).clone()
+    on_host = torch.cat([counts_WL.sum(dim=1), received_WL.flatten()]).cpu()
+    return ends_L, on_host[:num_ranks].clone(), on_host[num_ranks:].view_as(counts_WL).clone()
 
 
 @_exchange_counts.register_fake
@@ -124,3 +124,8 @@ def _send_gradient(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None,
 
 _send_to_experts.register_autograd(_return_gradient, setup_context=_keep_counts)
 _return_from_experts.register_autograd(_send_gradient, setup_context=_keep_counts)
+
+EXCHANGES = tuple(
+    getattr(torch.ops.titan, name).default for name in ("exchange_counts", "send_to_experts", "return_from_experts")
+)
+"""The operations as torch dispatches them."""

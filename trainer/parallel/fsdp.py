@@ -6,7 +6,7 @@ torch is imported inside functions, so that settings are checked without it.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.layout import MeshShape
 from trainer.config.sections import Float8, Parallelism, Training
@@ -80,7 +80,7 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload_to_cpu else OffloadPolicy()
 
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
-        options = {"mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard}
+        options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard}
         if experts is not None:
             experts.shard(modules, mesh, options)
         else:

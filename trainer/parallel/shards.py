@@ -26,8 +26,8 @@ def scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return scattered
 
 
-# Forward uses the functional collectives: activation checkpointing can save the result of an operation, but not a buffer
-# that an operation has filled.
+# Forward uses the functional collectives: activation checkpointing can save the result of an operation, but not a
+# buffer that an operation has filled.
 
 
 class _GatherShards(torch.autograd.Function):

@@ -190,7 +190,9 @@ def test_degrees_that_do_not_divide_experts_are_reported_at_once_with_those_that
     )
     dims = resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees, expert_parallel_degree=6)), 12).dims
     assert (dims.ep, dims.expert_tp, dims.efsdp) == (6, 1, 2)
-    dims = resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees)), 12).dims  # TP slices experts, as torchtitan
+    dims = resolve_job(
+        Config(model=MOE, parallelism=Parallelism(**degrees)), 12
+    ).dims  # TP slices experts, as torchtitan
     assert (dims.ep, dims.expert_tp, dims.efsdp) == (1, 4, 3)
 
 
