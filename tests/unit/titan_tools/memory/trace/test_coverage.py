@@ -56,6 +56,8 @@ FOLLOWED = {
         "parallelism.pipeline_parallel_schedule",
         "parallelism.pipeline_parallel_microbatch_size",
         "parallelism.context_parallel_degree",
+        "parallelism.expert_parallel_degree",
+        "parallelism.expert_tensor_parallel_degree",
         "activation_checkpoint.mode",
         "activation_checkpoint.selective_ac_option",
         "activation_checkpoint.early_stop",
