@@ -198,7 +198,8 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
     if num % mesh.ep or ranks % mesh.ep:
         sharing = f"the {ranks:,} ranks of dp_shard × cp" + ("" if slices_experts else " × tp")
         uneven = [what for count, what in ((num, f"{num:,} experts"), (ranks, sharing)) if count % mesh.ep]
-        problems.append(("ep", f"does not divide {' and '.join(uneven)}; possible: {_divisors(gcd(num, ranks))}"))
+        common = gcd(num, ranks) if ranks % mesh.ep else num
+        problems.append(("ep", f"does not divide {' and '.join(uneven)}; possible: {_divisors(common)}"))
     elif cuts_within_experts(num, mesh):
         for what, width in (("columns", hidden // mesh.expert_tp), ("outputs", args.dim)):
             if width % mesh.efsdp:

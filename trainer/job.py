@@ -4,7 +4,7 @@ Torch-free. Every problem of a layout is reported at once, each with the nearest
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, gcd
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
@@ -120,8 +120,19 @@ def resolve_job(
 
 
 def required_world_size(parallelism: Parallelism) -> int:
-    """Ranks that the config's degrees need; a shard degree of -1 (all remaining ranks) counts as 1."""
-    return _fixed_degrees(parallelism) * max(parallelism.data_parallel_shard_degree, 1)
+    """Ranks that the config's degrees need; a shard degree of -1 (all remaining ranks) counts as few as possible.
+
+    That is 1, or as many as expert parallelism needs for its ranks.
+    """
+    dp_shard = parallelism.data_parallel_shard_degree
+    if dp_shard == -1:
+        of_experts = parallelism.expert_parallel_degree
+        if of_experts > 1:
+            of_experts *= parallelism.expert_tensor_parallel_degree
+        dp_shard = of_experts // gcd(
+            of_experts, parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        )
+    return _fixed_degrees(parallelism) * dp_shard
 
 
 def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc") -> MeshShape:

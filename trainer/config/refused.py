@@ -28,6 +28,7 @@ _WORKERS = "a background thread reads the next batch; there are no worker proces
 _MX = 'model.converters = ["quantize.linear.mx"] or similar'
 _NO_EXPERTS = "its experts are not covered yet; of the models with experts, Qwen 3's are"
 
+_NO_MX = "MXFP8 is not covered; quantize.linear.float8 is"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 REFUSED: dict[str, Refused] = {
@@ -82,8 +83,12 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
         _SCHEDULE,
         "DualPipeV",
     ): "it overlaps two microbatches' exchanges of experts, which is not covered; ZBVZeroBubble has the same stages",
+    ("model.converters", "quantize.grouped_mm.float8"): "torchao's float8 of grouped products is a prototype; experts "
+    "compute in the training dtype, and quantize.linear.float8 converts the dense linear layers",
+    ("model.converters", "quantize.grouped_mm.mx"): _NO_MX,
+    ("model.converters", "quantize.linear.mx"): _NO_MX,
 }
-"""Values of supported keys that torchtitan allows and titan does not."""
+"""Values of supported keys that torchtitan allows and titan does not; of a list, its items."""
 
 REFUSED_FAMILIES: dict[str, str] = {
     "llama4": _NO_EXPERTS,

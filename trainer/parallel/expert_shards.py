@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -35,7 +35,7 @@ class ShardedExperts:
         held = modules if isinstance(modules, list) else [modules]
         found = [m for module in held for m in module.modules() if isinstance(m, GroupedExperts)]
         if not SHARDS_WITH_LAYER:
-            for experts in found:
+            for experts in (m for m in found if not isinstance(m, FSDPModule)):  # the root is sharded last
                 fully_shard(experts, mesh=self._mesh, shard_placement_fn=lambda _: self._placement, **options)
             fully_shard(modules, mesh=mesh, **options)
             return

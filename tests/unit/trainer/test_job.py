@@ -201,6 +201,16 @@ def test_experts_cut_along_their_columns_need_columns_that_divide():
         resolve_job(Config(model=MOE, parallelism=Parallelism(expert_parallel_degree=2)), 128)
 
 
+def test_a_config_needs_as_many_ranks_as_its_experts():
+    def needed(**degrees):
+        return resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees))).dims
+
+    assert needed(expert_parallel_degree=4) == MeshShape(dp_shard=4, ep=4)
+    of_four = {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}
+    assert needed(**of_four) == MeshShape(dp_shard=2, tp=2, ep=4)
+    assert needed(**of_four, expert_tensor_parallel_degree=2) == MeshShape(dp_shard=4, tp=2, ep=4, etp=2)
+
+
 def test_a_dense_model_has_no_experts_to_share():
     with pytest.raises(ConfigError, match=r"expert_parallel_degree = 2 is of experts, and this model has none"):
         resolve_job(Config(parallelism=Parallelism(expert_parallel_degree=2)), 2)
