@@ -179,9 +179,9 @@ class TrainStep:
     def _split(self, samples: Batch) -> list[Batch]:
         """The samples as the batches that are accumulated, on the device."""
         size = self._local_batch_size
-        tokens, targets = map(self._on_device, (samples.tokens, samples.targets))
-        pairs = zip(torch.split(tokens, size), torch.split(targets, size), strict=True)
-        return [Batch(tokens, targets) for tokens, targets in pairs]
+        held = (samples.tokens, samples.targets, samples.documents)
+        columns = [torch.split(self._on_device(ids), size) for ids in held if ids is not None]
+        return [Batch(*columns) for columns in zip(*columns, strict=True)]
 
     def _on_device(self, ids: Tensor) -> Tensor:
         """A copy from memory that is not pinned would wait for the device's earlier work."""
