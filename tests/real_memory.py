@@ -39,6 +39,8 @@ WITHIN_CPU_KERNELS = {
     ("aten::cat", "aten::empty_like"): "arguments of two dtypes become one",
     ("aten::sum", "aten::to"): "booleans are counted as integers",
     ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
+    ("titan::attend_within_documents",): "attention of each document, and its lengths",
+    ("titan::attend_within_documents_backward",): "the same",
     ("aten::sort",): "sorts a copy of numbers and positions",
     ("titan::add_counts",): "differences of where the rows of experts end",
     ("titan::exchange_counts",): "counts of rows as they are sent and received",
@@ -184,13 +186,14 @@ def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps
         step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
         with record_function(_STEPS):
             for _ in range(num_steps):
-                step.run(_batch(*shape), optimizer, stop_requested=False)
+                step.run(_batch(*shape, has_documents=job.documents.mask != "none"), optimizer, stop_requested=False)
                 optimizer.zero_grad()
     return _calls(seen.profiler.kineto_results.experimental_event_tree())
 
 
-def _batch(num_samples: int, seq_len: int) -> Batch:
-    return Batch(*(torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2)))
+def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> Batch:
+    tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
+    return Batch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
 
 
 def _calls(events: Sequence[Any]) -> list[Call]:

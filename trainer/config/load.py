@@ -126,9 +126,9 @@ def problem_of(key: str, setting: Setting) -> str:
     except ValueError as allowed:
         items = setting.value if isinstance(setting.value, list) else [setting.value]
         now = [f"`{RENAMED_VALUES[key, i]}`" for i in items if isinstance(i, str) and (key, i) in RENAMED_VALUES]
-        refused = [f"{REFUSED_VALUES[key, i]}" for i in items if isinstance(i, str) and (key, i) in REFUSED_VALUES]
-        if refused:
-            return f"{shown}: {'; '.join(refused)}"
+        reasons = [f"{REFUSED_VALUES[key, i]}" for i in items if isinstance(i, str) and (key, i) in REFUSED_VALUES]
+        if reasons:
+            return f"{shown}: {'; '.join(reasons)}"
         return f"{shown}: " + (f"is called {' and '.join(now)} now" if now else f"must be {allowed}")
     refused = REFUSED.get(key)
     if refused and refused.harmless is not None and value not in refused.harmless:

@@ -64,9 +64,11 @@ class ContextParallelAttention(nn.Module):
         chunk_len = q_BLNH.shape[1] // 2
         attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
-        for half, chunk in enumerate((self.rank, 2 * self.cp - 1 - self.rank)):
+        # Cut once: each cut would have a whole gradient in backward
+        halves = zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True)
+        for half, (q_BCNH, chunk) in enumerate(halves):
             end = (chunk + 1) * chunk_len
-            q_BCNH, k_BEKH, v_BEKH = q_BLNH.chunk(2, dim=1)[half], k_BSKH[:, :end], v_BSKH[:, :end]
+            k_BEKH, v_BEKH = k_BSKH[:, :end], v_BSKH[:, :end]
             if self.masked is None:
                 outputs.append(attend(q_BCNH, k_BEKH, v_BEKH))
             else:

@@ -28,6 +28,9 @@ def formula_gaps(job: Job) -> list[str]:
         f"model.flavor = {config.model.flavor!r}: what routed tokens keep is not described": has_experts(
             job.family, args
         ),
+        f"training.document_mask = {job.documents.mask!r}: attention within documents is not described": (
+            job.documents.mask != "none"
+        ),
         f"training.loss = {training.loss!r}: what a registered loss keeps is only known by running it; covered: chunked"
         " and plain": training.loss not in (CHUNKED, PLAIN),
         "training.mixed_precision_param = 'float32' with context parallelism: attention with grouped queries keeps all"

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from converters.errors import UnsupportedError
-from converters.families.registry import get_family
 from converters.layout import MeshShape
 from trainer.config.sections import Config
-from trainer.parallel.document_mask import document_rules
 
 TRACED_BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -44,19 +42,6 @@ GAPS = (
         "debug.deterministic: the buffers of kernels that add up in a fixed order (attention's backward has one for"
         " every few multiprocessors) are not known; nearest: false",
         "false",
-    ),
-    TraceGap(
-        ("training.document_mask", "model.attn_type"),
-        lambda config, dims: document_rules(config, get_family(config.model.name)).mask != "none",
-        "training.document_mask: masks by document, and the buffers of the kernels that take them, are not counted;"
-        " nearest: none",
-        "none",
-    ),
-    TraceGap(
-        ("training.packing",),
-        lambda config, dims: config.training.packing != "concatenated",
-        "training.packing: best_fit needs attention within documents, which is not counted; nearest: concatenated",
-        "concatenated",
     ),
     TraceGap(
         ("compile.backend",),

@@ -9,7 +9,7 @@ grouped products addresses and sizes of each group (native/cuda/GroupMM.cu).
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from typing import Any, Literal
 from unittest.mock import patch
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
 import trainer.parallel.context
-import trainer.parallel.expert_exchange  # registers its operations
+import trainer.parallel.document_attention  # registers its operations
+import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
@@ -33,6 +34,7 @@ aten: Any = torch.ops.aten
 KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
 Attend = Callable[..., Any]
 
+DOCUMENT_TOKENS = 512  # of a mean document; each takes 2 MiB in varlen's backward, for 32 heads of 128
 _SMALL_SORT = 4096  # numbers: should_use_small_sort, native/cuda/Sort.cu
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
@@ -67,6 +69,18 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         torch.ops.titan.return_from_experts.default: return_bytes,
     }
     return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
+
+
+def with_document_attention(kernels: Kernels, kernel: str) -> Kernels:
+    """The kernels of attention within documents too: `flex` or `varlen`.
+
+    What they take, return and keep is that of titan's own operation; only what they hold within themselves differs.
+    """
+    backward = torch.ops.titan.attend_within_documents_backward.default
+    if kernels.device == "cpu":
+        return kernels
+    num_bytes = _varlen_backward_bytes if kernel == "varlen" else _flex_backward_bytes
+    return replace(kernels, workspaces={**kernels.workspaces, backward: num_bytes})
 
 
 @contextmanager
@@ -161,6 +175,25 @@ def _cudnn_backward_bytes(args: tuple[Any, ...]) -> int:
     _, q, *_ = args
     batch, heads, length, dim = q.shape
     num_bytes: int = batch * heads * length * 4 * (dim + 1)
+    return num_bytes
+
+
+def _varlen_backward_bytes(args: tuple[Any, ...]) -> int:
+    """FlashAttention 2 as above, where every document's rows are padded by 128. csrc/flash_attn/flash_api.cpp."""
+    _, q, k, *_ = args
+    batch, length, heads, dim = q.shape
+    num_rows = batch * length + 128 * ceil(batch * length / DOCUMENT_TOKENS)
+    size: int = num_rows * heads * 4 * (_round_up(dim, 32) + 1)
+    if heads != k.shape[2]:
+        size += 2 * k.shape[0] * k.shape[1] * heads * dim * k.element_size()
+    return size
+
+
+def _flex_backward_bytes(args: tuple[Any, ...]) -> int:
+    """A row sum in fp32 of the gradient times the output; torch/_inductor/kernel/flex (delta)."""
+    _, q, *_ = args
+    batch, length, heads, _ = q.shape
+    num_bytes: int = batch * length * heads * 4
     return num_bytes
 
 

@@ -22,6 +22,7 @@ REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
 EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
+OFFSETS = {"document_mask": "offsets"}
 EP, ETP = {"expert_parallel_degree": 2}, {"expert_tensor_parallel_degree": 2}
 
 
@@ -48,6 +49,7 @@ CASES = [
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
     (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
     (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
+    (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -81,6 +83,8 @@ MORE_CASES = [
     (Layout("experts, Interleaved1F1B, FSDP 2", 4, INTERLEAVED, {}, _kept("full")), MIXED, 2),
     (Layout("experts, DDP 2, bf16", 2, {REPLICAS: 2}, BF16), EXPERTS, 1),
     (Layout("experts, CP 2, accumulated", 2, {CP: 2}, ACCUMULATED), EXPERTS, 1),
+    (Layout("documents, FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, OFFSETS, _kept("full")), GQA, 3),
+    (Layout("documents by end tokens, 1F1B x TP 2, bf16", 4, PIPE | {TP: 2}, BF16 | {"document_mask": "eos"}), GQA, 0),
     (Layout("experts, TP 2", 2, {TP: 2}, BF16), EXPERTS, 0),
     (Layout("experts, EP 2 x TP 2, slices of experts", 4, EP | ETP | {TP: 2}, {}, _kept("full")), EXPERTS, 0),
     (Layout("experts, EP 2 x TP 2, whole experts", 2, EP | {TP: 2}), MIXED, 0),
@@ -180,7 +184,8 @@ def test_nothing_of_a_pass_outlives_it(layout, flavor, rank):
         sizes[block.part] += block.num_bytes
     for part in ("parameters", "gradients", "optimizer"):
         assert sizes.pop(part) > 0
-    batch_bytes = 2 * samples_per_step(training, dims.batch) // dims.batch * training.seq_len * 8
+    num_tokens = samples_per_step(training, dims.batch) // dims.batch * training.seq_len
+    batch_bytes = num_tokens * (2 * 8 + (4 if training.document_mask else 0))
     assert sizes["activations"] >= batch_bytes + 16  # and the number of its tokens, also as a divisor
     if dims.pp > 1:
         sizes.pop("pipeline_buffers")  # torch keeps what it receives into
