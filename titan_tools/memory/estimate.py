@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from titan_tools.memory.constants import ENGINES_AGREE
@@ -131,7 +132,10 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
     for factor in sorted({1.0, judged_imbalance, worst}) if worst > 1 else ():
         found = (ranks, fullest)
         if factor > 1:
-            found = _all_ranks(job, replace(kernels, imbalance=factor), allocator, of_rank, alike=ranks)
+            # Only verdicts need what later steps reserve; the optimizer's states are there from the first one on
+            num_steps = 2 if factor == judged_imbalance else 1
+            uneven_kernels = replace(kernels, imbalance=factor)
+            found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps)
         uneven.append(UnevenEstimate(factor, max(found[0], key=_fullness), factor == judged_imbalance))
         if factor == judged_imbalance:
             judged = found[1]
@@ -171,7 +175,13 @@ OfRank = Callable[[int, Replayed], RankEstimate]
 
 
 def _all_ranks(
-    job: Job, kernels: Kernels, allocator: AllocatorName, of_rank: OfRank, *, alike: Sequence[RankEstimate] = ()
+    job: Job,
+    kernels: Kernels,
+    allocator: AllocatorName,
+    of_rank: OfRank,
+    *,
+    alike: Sequence[RankEstimate] = (),
+    num_steps: int = 2,
 ) -> tuple[list[RankEstimate], Replayed]:
     """All pipeline ranks, and the trace of the fullest one; in two processes if there are several kinds of ranks.
 
@@ -183,12 +193,13 @@ def _all_ranks(
         fullness = {rank.pp_rank: _fullness(rank) for rank in alike}
         kinds = [[max(kind, key=fullness.__getitem__)] for kind in kinds]
     mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
+    traced = partial(traced_kinds, job, kernels=kernels, num_steps=num_steps)
     if not others:
         with _sharing_compiled_code(job.config):
-            ranks, fullest = _share(traced_kinds(job, mine, kernels=kernels), allocator, of_rank)
+            ranks, fullest = _share(traced(mine), allocator, of_rank)
         return ranks, fullest
-    with run_in_child(lambda: _share(traced_kinds(job, others, kernels=kernels), allocator, of_rank)) as child:
-        own = _share(traced_kinds(job, mine, kernels=kernels), allocator, of_rank)
+    with run_in_child(lambda: _share(traced(others), allocator, of_rank)) as child:
+        own = _share(traced(mine), allocator, of_rank)
         ranks, more = next(own), next(child)
         fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else child)
         return ranks + more, fullest
