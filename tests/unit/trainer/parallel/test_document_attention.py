@@ -9,6 +9,7 @@ from converters.families.registry import get_family
 from trainer.models.registry import get_trainer_family
 from trainer.parallel import document_attention
 from trainer.parallel.attention_backend import WideAttention
+from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import (
     FlexAttention,
     PerDocumentAttention,
@@ -186,6 +187,19 @@ def test_a_model_computes_the_same_with_each_kernel(family, monkeypatch):
         for kernel in (PerDocumentAttention, FlexAttention, VarlenAttention):
             apply_document_attention(model, kernel)
             torch.testing.assert_close(model(tokens, positions, documents=DOCUMENTS), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [PerDocumentAttention, FlexAttention])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_rank_masks_head_and_tail(rank, kernel, monkeypatch):
+    """Of the whole sequence's keys, which it has gathered."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    q, k, v = (x.detach() for x in inputs())
+    monkeypatch.setattr("trainer.parallel.context.gather_sequence", lambda own, group: torch.cat((k, v), dim=-1))
+    attend, here = ContextParallelAttention(None, masked=kernel), head_tail_positions(LENGTH, rank, 2)
+    found = attend(q[:, here], k[:, here], v[:, here], mask=attend.make_masks(DOCUMENTS))
+    torch.testing.assert_close(found, dense(q, k, v)[:, here])
 
 
 def test_a_gpu_gets_the_kernel_that_is_asked_for():
