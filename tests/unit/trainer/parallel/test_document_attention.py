@@ -6,9 +6,12 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from converters.families.registry import get_family
+from trainer.config.sections import Compile
 from trainer.models.registry import get_trainer_family
 from trainer.parallel import document_attention
 from trainer.parallel.attention_backend import WideAttention
+from trainer.parallel.compile import apply_compile
+from trainer.parallel.context import ContextParallelAttention, head_tail_positions
 from trainer.parallel.document_attention import (
     FlexAttention,
     PerDocumentAttention,
@@ -86,6 +89,21 @@ def test_compiled_code_is_made_once_for_all_documents():
             out = attend(q, k, v, documents)
             torch.testing.assert_close(out, dense(q, k, v, documents))
             out.sum().backward()
+        assert counters["stats"]["unique_graphs"] == 1
+    finally:
+        torch._dynamo.reset()
+
+
+def test_the_layers_of_a_model_share_one_graph_for_all_batches():
+    torch._dynamo.reset()
+    counters.clear()
+    model = get_trainer_family("llama3").build_model(get_family("llama3").flavors["debug_gqa"])
+    apply_document_attention(model, PerDocumentAttention)
+    apply_compile(model, Compile(enable=True, backend="aot_eager"))
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    try:
+        for documents in (DOCUMENTS, DOCUMENTS * 0, DOCUMENTS.clamp(max=1)):
+            model(tokens, positions_in_documents(documents), documents=documents).sum().backward()
         assert counters["stats"]["unique_graphs"] == 1
     finally:
         torch._dynamo.reset()
@@ -186,6 +204,19 @@ def test_a_model_computes_the_same_with_each_kernel(family, monkeypatch):
         for kernel in (PerDocumentAttention, FlexAttention, VarlenAttention):
             apply_document_attention(model, kernel)
             torch.testing.assert_close(model(tokens, positions, documents=DOCUMENTS), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [PerDocumentAttention, FlexAttention])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_context_rank_masks_head_and_tail(rank, kernel, monkeypatch):
+    """Of the whole sequence's keys, which it has gathered."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    q, k, v = (x.detach() for x in inputs())
+    monkeypatch.setattr("trainer.parallel.context.gather_sequence", lambda own, group: torch.cat((k, v), dim=-1))
+    attend, here = ContextParallelAttention(None, masked=kernel), head_tail_positions(LENGTH, rank, 2)
+    found = attend(q[:, here], k[:, here], v[:, here], mask=attend.make_masks(DOCUMENTS))
+    torch.testing.assert_close(found, dense(q, k, v)[:, here])
 
 
 def test_a_gpu_gets_the_kernel_that_is_asked_for():
