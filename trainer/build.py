@@ -15,6 +15,7 @@ from torch import Tensor
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
+from converters.families.registry import get_family
 from converters.layout import cuts_within_experts
 from trainer.checkpoints.problems import checkpoint_machine_problems
 from trainer.config.sections import Config
@@ -33,6 +34,13 @@ from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.document_attention import (
+    apply_document_attention,
+    choose_document_attention,
+    document_machine_problems,
+    positions_in_documents,
+)
+from trainer.parallel.document_mask import attention_kernel
 from trainer.parallel.expert_parallel import apply_expert_parallel
 from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
@@ -56,7 +64,7 @@ from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
-from trainer.train_model import Runner, TrainModel, WholeModel
+from trainer.train_model import Runner, Shard, TrainModel, WholeModel
 
 
 def build(
@@ -133,7 +141,7 @@ def build(
         meshes=meshes,
         parts=parts,
         runner=runner,
-        take_shard=_shard_taker(meshes, device),
+        take_shard=_shard_taker(meshes, device, job.documents.mask),
         ends_meet=split.ends_meet,
         accumulating=accumulating,
         after_update=partial(scale_weights, parts) if precomputes_scales else None,
@@ -154,6 +162,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
             ep=degrees.expert_parallel_degree,
         ),
         *async_tensor_machine_problems(degrees, device),
+        *document_machine_problems(config, get_family(config.model.name), device),
         *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
         *checkpoint_machine_problems(config.checkpoint),
         *pinning_machine_problems(config.dataloader, config.validation_dataloader, device),
@@ -184,7 +193,7 @@ def parallelize(
     collectives_of: str,
     imbalance: float | None = None,
 ) -> None:
-    """Float8 → context → tensor → experts → checkpointing → compile → loss → FSDP.
+    """Float8 → documents → context → tensor → experts → checkpointing → compile → loss → FSDP.
 
     Each wraps the result of the previous one.
     """
@@ -198,9 +207,14 @@ def parallelize(
         apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
+    masked = None
+    if job.documents.mask != "none":
+        masked = choose_document_attention(attention_kernel(config, job.family), device)
+    if masked is not None and dims.cp == 1:
+        apply_document_attention(part, masked)
     if dims.cp > 1:
         dtype = getattr(torch, training.mixed_precision_param)
-        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device))
+        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device), masked=masked)
     if dims.tp > 1:
         plan = get_trainer_family(job.family.name).tensor_plan(parameters)
         apply_tp(
@@ -249,20 +263,29 @@ def _expert_shards(job: Job, meshes: Meshes) -> ShardedExperts | None:
     return ShardedExperts(meshes.efsdp, dim=1 if cuts_within_experts(num_experts, job.dims) else 0)
 
 
-def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tuple[Tensor, Tensor, Tensor]]:
-    """A function from a batch to this context rank's tokens, targets and positions, on the device."""
+def _shard_taker(meshes: Meshes, device: torch.device, mask: str) -> Callable[[Batch], Shard]:
+    """A function from a batch to what this context rank computes of it, on the device. `mask`: that of documents."""
     cp, cp_rank = meshes.dims.cp, meshes["cp"].get_local_rank()
 
     def copied(ids: Tensor) -> Tensor:
         return ids.to(device, non_blocking=True)  # asynchronous from pinned memory only
 
-    def whole(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(batch: Batch) -> Shard:
         positions = torch.arange(batch.tokens.shape[1], device=device)
         # contiguous: pipeline stages declare their inputs' strides
-        return copied(batch.tokens).contiguous(), copied(batch.targets), positions
+        return Shard(copied(batch.tokens).contiguous(), copied(batch.targets), positions, {})
 
-    def head_and_tail(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def head_and_tail(batch: Batch) -> Shard:
         positions = head_tail_positions(batch.tokens.shape[1], cp_rank, cp, device)
-        return copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions
+        return Shard(copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions, {})
 
-    return whole if cp == 1 else head_and_tail
+    take = whole if cp == 1 else head_and_tail
+
+    def with_documents(batch: Batch) -> Shard:
+        assert batch.documents is not None, "the model was built for attention within documents"
+        shard, documents = take(batch), copied(batch.documents)
+        if mask == "offsets":
+            shard = shard._replace(positions=positions_in_documents(documents)[:, shard.positions])
+        return shard._replace(documents={"documents": documents})
+
+    return take if mask == "none" else with_documents

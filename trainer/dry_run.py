@@ -261,7 +261,8 @@ def _one_step(
     with count.repeated(0):
         optimizer.step()  # without gradients: runs what follows an update, as before every step but the first
     tokens = torch.zeros(len(passes.times) * training.local_batch_size, training.seq_len, dtype=torch.int64)
-    step.run(Batch(tokens=tokens, targets=tokens), optimizer, stop_requested=False)
+    documents = None if job.documents.mask == "none" else tokens.to(torch.int32)
+    step.run(Batch(tokens, targets=tokens, documents=documents), optimizer, stop_requested=False)
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:

@@ -13,11 +13,14 @@ from converters.layout import AXES, MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
+from trainer.data.sample import DocumentRules
 from trainer.loss.registry import is_loss_parallel, loss_problems, num_loss_chunks
+from trainer.models.registry import get_trainer_family
 from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
+from trainer.parallel.document_mask import document_problems, document_rules
 from trainer.parallel.experts import expert_problems
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
@@ -44,6 +47,11 @@ class Job:
     def seed(self) -> int:
         """Seed of the initial weights and of the data order."""
         return self.config.debug.seed or 0
+
+    @property
+    def documents(self) -> DocumentRules:
+        """How samples and attention treat documents."""
+        return document_rules(self.config, self.family)
 
     @property
     def num_parameters(self) -> int:
@@ -216,6 +224,12 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_sequence_problems(config, args, dims),
         *_batch_problems(training, dims),
         *data_problems(training, config.validation, dims),
+        *document_problems(
+            config,
+            get_family(config.model.name),
+            dims,
+            takes_documents=get_trainer_family(config.model.name).takes_documents,
+        ),
         *loss_problems(
             training.loss,
             dims,

@@ -99,15 +99,6 @@ REFUSED_FAMILIES: dict[str, str] = {
 }
 """Values of model.name that torchtitan has."""
 
-_MASKS = "its attention needs masks by document, which are not covered; take the flavor without them"
-REFUSED_FLAVORS: dict[tuple[str, str], str] = {
-    ("llama3", "debugmodel_flex_attn"): _MASKS,
-    ("llama3", "debugmodel_varlen_attn"): _MASKS,
-    ("llama3", "8B_flex"): _MASKS,
-    ("llama3", "8B_varlen"): _MASKS,
-}
-"""Flavors of supported families that only torchtitan has."""
-
 _FLUX = "it belongs to Flux, which makes images; language models are covered"
 _TORCHFT = "it belongs to TorchFT's replica groups, which are not covered"
 REFUSED_EXTENSIONS: dict[str, str] = {

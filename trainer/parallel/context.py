@@ -5,6 +5,7 @@ masked. Sequences are split into 2·cp chunks and rank r holds chunks r and 2·c
 compute the same number of (query, key) pairs although attention is causal. Works with gloo and NCCL.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from trainer.parallel.shards import gather_shards
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
+    from trainer.parallel.document_attention import DocumentAttention
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -38,20 +40,40 @@ class ContextParallelAttention(nn.Module):
     outside the causal triangle's bounding box is computed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, uses_cudnn: bool = False):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        uses_cudnn: bool = False,
+        masked: "Callable[[], DocumentAttention] | None" = None,
+    ):
         super().__init__()
-        self.group, self.uses_cudnn = group, uses_cudnn
+        self.group, self.uses_cudnn, self.masked = group, uses_cudnn, masked and masked()
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    def make_masks(self, documents_BS: Tensor) -> tuple[Any, Any]:
+        """The masks of head and tail; each sees the keys up to its own end."""
+        assert self.masked is not None
+        chunk_len = documents_BS.shape[1] // (2 * self.cp)
+        head, tail = ((chunk + 1) * chunk_len for chunk in (self.rank, 2 * self.cp - 1 - self.rank))
+        return tuple(self.masked.make_mask(documents_BS[:, :end], num_queries=chunk_len) for end in (head, tail))
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Any, Any] | None = None) -> Tensor:
         kv_BSKH = gather_sequence(torch.cat((k_BLKH, v_BLKH), dim=-1), self.group)  # in one message
         k_BSKH, v_BSKH = kv_BSKH.chunk(2, dim=-1)
         chunk_len = q_BLNH.shape[1] // 2
         attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
-        for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
+        # Cut once: each cut would have a whole gradient in backward
+        halves = zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True)
+        for half, (q_BCNH, chunk) in enumerate(halves):
             end = (chunk + 1) * chunk_len
-            outputs.append(attend(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
+            k_BEKH, v_BEKH = k_BSKH[:, :end], v_BSKH[:, :end]
+            if self.masked is None:
+                outputs.append(attend(q_BCNH, k_BEKH, v_BEKH))
+            else:
+                assert mask is not None
+                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half]))
         return torch.cat(outputs, dim=1)
 
 
@@ -164,8 +186,16 @@ def cudnn_backward(
     return found
 
 
-def apply_cp(model: "Transformer", group: dist.ProcessGroup, *, uses_cudnn: bool = False) -> None:
-    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel."""
+def apply_cp(
+    model: "Transformer",
+    group: dist.ProcessGroup,
+    *,
+    uses_cudnn: bool = False,
+    masked: "Callable[[], DocumentAttention] | None" = None,
+) -> None:
+    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel; `masked`: with this one."""
     for layer in model.layers.values():
         attention: Any = layer.attention
-        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn)
+        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn, masked=masked)
+    if masked is not None:
+        model.make_mask = ContextParallelAttention(group, masked=masked).make_masks

@@ -27,7 +27,8 @@ class Counts(NamedTuple):
 
 def exchange_counts(ends_E: Tensor, group_name: str, num_ranks: int) -> Counts:
     """Tell each rank how many rows it will receive for each of its experts. The host waits for the device once."""
-    return Counts(*_exchange_counts(ends_E, group_name, num_ranks))
+    ends_L, sent_W, received_WL = _exchange_counts(ends_E, group_name, num_ranks)
+    return Counts(sent_W, received_WL, ends_L)
 
 
 def send_to_experts(x_RD: Tensor, counts: Counts, group_name: str, *, assumed_rows: int = NO_ROWS_ASSUMED) -> Tensor:
@@ -52,7 +53,7 @@ def _exchange_counts(ends_E: Tensor, group_name: str, num_ranks: int) -> tuple[T
     dist.all_to_all_single(received_WL, counts_WL, group=_resolve_process_group(group_name))  # type: ignore[arg-type]
     ends_L = received_WL.sum(dim=0).cumsum(dim=0).int()
     on_host = torch.cat([counts_WL.sum(dim=1), received_WL.flatten()]).cpu()
-    return on_host[:num_ranks].clone(), on_host[num_ranks:].view_as(counts_WL).clone(), ends_L
+    return ends_L, on_host[:num_ranks].clone(), on_host[num_ranks:].view_as(counts_WL).clone()
 
 
 @_exchange_counts.register_fake
@@ -60,7 +61,7 @@ def _(ends_E: Tensor, group_name: str, num_ranks: int) -> tuple[Tensor, Tensor, 
     num_experts = ends_E.shape[0] // num_ranks
     sent_W = torch.empty(num_ranks, dtype=torch.int64, device="cpu")
     received_WL = torch.empty(num_ranks, num_experts, dtype=torch.int64, device="cpu")
-    return sent_W, received_WL, ends_E.new_empty(num_experts)
+    return ends_E.new_empty(num_experts), sent_W, received_WL
 
 
 @torch.library.custom_op("titan::send_to_experts", mutates_args=())

@@ -5,8 +5,8 @@ that hold the experts, and adds up what comes back. Ranks that hold slices of th
 tokens, and share the sums of their slices at the end.
 """
 
-from functools import partial
 from math import ceil
+from types import MethodType
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -76,7 +76,8 @@ def _distribute(experts: GroupedExperts, meshes: Meshes) -> None:
         weight = getattr(experts, name)
         placed = distribute_tensor(weight, mesh, placements, src_data_rank=None)
         setattr(experts, name, nn.Parameter(placed, requires_grad=weight.requires_grad))
-    experts.forward = partial(_multiply_here, experts)  # type: ignore[method-assign]
+    # Bound, not a partial: the compiler would take each layer's for other code
+    experts.forward = MethodType(_multiply_here, experts)  # type: ignore[method-assign]
 
 
 def _placed(meshes: Meshes, sliced: Shard) -> tuple[DeviceMesh, list[Placement]]:

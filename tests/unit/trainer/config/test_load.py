@@ -124,7 +124,6 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[parallelism]\nenable_compiled_autograd = false", "no such key any more: compiled autograd was removed"),
         ("[comm]\nmode = 'fake_backend'", "run `titan train CONFIG --dry-run`"),
         ("[model]\nname = 'flux'", "it makes images"),
-        ("[model]\nflavor = '8B_flex'", "masks by document"),
         ("[metrics]\nenable_wandb = 'yes'", "must be true or false"),
         ("[model]\nflavor = '9B'", "run.toml:2: model.flavor = '9B': must be one of debugmodel"),
         ("[model]\nname = 'gpt2'", "must be one of llama3"),
