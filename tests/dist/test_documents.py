@@ -10,8 +10,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.dist.layouts import AOT_EAGER, CP, FULL, GQA, MICROBATCH, ONE_RANK, OP, PP, QWEN_GQA, REPLICAS, SCHEDULE, TP
+from tests.dist.layouts import (
+    AOT_EAGER,
+    CP,
+    EP,
+    FULL,
+    GQA,
+    MICROBATCH,
+    ONE_RANK,
+    OP,
+    PP,
+    QWEN_GQA,
+    REPLICAS,
+    SCHEDULE,
+    TP,
+)
 from tests.dist.runs import begin_from, make_config, run
+from tests.dist.training import EXPERTS as EXPERTS_FAMILY
 from tests.dist.training import GLOBAL_BATCH, SEQ_LEN, Layout, build_model, make_step, whole_loss
 from trainer.config.sections import Config
 from trainer.data.batch import Batch, batch_of
@@ -19,6 +34,7 @@ from trainer.data.prepare import prepare
 from trainer.data.sample import DocumentRules, window_sample
 
 VOCABULARY, END = 2048, 7
+EXPERTS = f"{EXPERTS_FAMILY}/debug_moe_mixed"
 # Documents of each sample: of one token, of the whole sample, cut at and between the chunks of context parallelism
 LENGTHS = ((65,), (1, 64), (30, 1, 4, 30), (16, 16, 16, 17), (5, 33, 27), (63, 2), (20, 20, 25), (9, 8, 7, 6, 35))
 assert len(LENGTHS) == GLOBAL_BATCH and all(sum(lengths) == SEQ_LEN + 1 for lengths in LENGTHS)
@@ -220,6 +236,8 @@ SLOW_CASES = [
     ),
     (Layout("compiled, tp 2", 2, {TP: 2}, sections={"compile": AOT_EAGER, "activation_checkpoint": OP}), GQA, "eos"),
     (Layout("compiled, interleaved", 2, INTERLEAVED, sections={"compile": AOT_EAGER}), GQA, "offsets"),
+    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), EXPERTS, "offsets"),
+    (Layout("ep 2 cp 2, operations kept", 4, {EP: 2, CP: 2}, sections={"activation_checkpoint": OP}), EXPERTS, "eos"),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA, "offsets"),
 ]
 

@@ -87,8 +87,11 @@ NOT_HERE = {
     "inductor_compiled_code",
 }
 # The attention of CPUs, also within documents, and of context ranks in fp32; the choice of experts; products of Linears
-# with a bias, of plain attention, in float8
+# with a bias, of plain attention, in float8; rows of experts, of which torchtitan keeps the all-to-all
 OWN = {
+    "titan.exchange_counts.default",
+    "titan.send_to_experts.default",
+    "titan.return_from_experts.default",
     "titan.attend_within_documents.default",
     "aten.topk.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
