@@ -1,4 +1,4 @@
-"""The box of each tensor that a rank of a mesh holds: pipeline stages, then TP, then FSDP inside it. Torch-free.
+"""The box of each tensor that a rank of a mesh holds: pipeline stages, then TP and EP, then FSDP inside. Torch-free.
 
 Tests compare this with real DTensor placements (FSDP over TP on one dim is torch's `_StridedShard`) and with the
 stage split of torchtitan: a job of that mesh reads a checkpoint cut here chunk by chunk, no byte twice.
@@ -7,8 +7,9 @@ stage split of torchtitan: a job of that mesh reads a checkpoint cut here chunk 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from itertools import islice
+from itertools import islice, product
 from math import ceil, gcd, prod
+from typing import Any
 
 from converters.catalog import Box, TensorInfo
 from converters.collector import collector_paused
@@ -31,13 +32,18 @@ Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in or
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:
-    """Degrees of a device mesh, outermost axis first. Rank order is row-major in this order, as in torchtitan."""
+    """Degrees of a device mesh, outermost axis first. Rank order is row-major in this order, as in torchtitan.
+
+    `ep` and `etp` add no ranks: experts see the dp_shard × cp × tp ranks of a replica as efsdp × ep × etp.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1  # 1 or tp; without expert parallelism, tensor parallelism slices experts as other weights
 
     @property
     def world_size(self) -> int:
@@ -49,19 +55,36 @@ class MeshShape:
         return self.dp_shard * self.cp
 
     @property
+    def expert_tp(self) -> int:
+        """Ranks that share the columns of an expert."""
+        return self.tp if self.ep == 1 else self.etp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that experts are sharded over, inside of what expert parallelism leaves on a rank."""
+        return self.fsdp * self.tp // (self.ep * self.expert_tp)
+
+    @property
     def batch(self) -> int:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def of_experts(self) -> str:
+        """How the ranks of a replica share experts: `efsdp 2 × ep 8 × etp 1`."""
+        return f"efsdp {self.efsdp} × ep {self.ep} × etp {self.expert_tp}"
 
     def coordinates(self, rank: int) -> "MeshShape":
         """The coordinate of `rank` on each axis, from 0."""
         found = {}
         for axis in reversed(AXES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
+        index = (found["dp_shard"] * self.cp + found["cp"]) * self.tp + found["tp"]
+        found["etp"], found["ep"] = index % self.expert_tp, index // self.expert_tp % self.ep
         return MeshShape(**found)
 
     def __str__(self) -> str:
-        return ",".join(f"{a}={getattr(self, a)}" for a in AXES if getattr(self, a) > 1) or "dp_shard=1"
+        return ",".join(f"{a}={getattr(self, a)}" for a in DEGREES if getattr(self, a) > 1) or "dp_shard=1"
 
     @staticmethod
     def parse(text: str) -> "MeshShape":
@@ -70,8 +93,8 @@ class MeshShape:
         problems = []
         for part in filter(None, (p.strip() for p in text.split(","))):
             axis, _, value = (p.strip() for p in part.partition("="))
-            if axis not in AXES:
-                near = get_close_matches(axis, AXES, 1)
+            if axis not in DEGREES:
+                near = get_close_matches(axis, DEGREES, 1)
                 problems.append(f"{part!r}: no axis {axis!r}" + (f", did you mean {near[0]}?" if near else ""))
             elif len(value) > len(str(MAX_RANKS)) and value.isdecimal():
                 problems.append(f"{part[:40]!r}: more than {MAX_RANKS:,} ranks")
@@ -89,13 +112,14 @@ class MeshShape:
         if problems:
             raise ConfigError(
                 f"cannot read the mesh {text[:200]!r}:" + list_offenders(problems),
-                hint=f"axes: {', '.join(AXES)}",
+                hint=f"axes: {', '.join(DEGREES)}",
                 tries=["dp_shard=8", "dp_shard=64,tp=8,pp=4"],
             )
         return mesh
 
 
-AXES = tuple(f.name for f in fields(MeshShape))
+DEGREES = tuple(f.name for f in fields(MeshShape))
+AXES = DEGREES[:5]  # those that the ranks are the product of
 
 
 def split_stages(num_stages: int, num_layers: int, *, first_less: int = 1, last_less: int = 1) -> list[list[str]]:
@@ -136,8 +160,7 @@ def uneven_over_tp(args: ModelArgs, tp: int) -> str:
     if not uneven:
         return ""
     common = gcd(*counts.values())
-    choices = [str(degree) for degree in range(1, min(common, MAX_RANKS) + 1) if common % degree == 0]
-    return f"does not divide {', '.join(uneven)}; possible: {', '.join(choices[:12])}"
+    return f"does not divide {', '.join(uneven)}; possible: {_divisors(common)}"
 
 
 def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
@@ -145,9 +168,7 @@ def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
 
     FSDP shards uneven rows; tensor parallelism needs heads and columns that it divides evenly.
     """
-    problems = []
-    if mesh.tp > 1 and any(isinstance(block.feed_forward, Experts) for block in family.blocks(args)):
-        problems.append(f"tp={mesh.tp}: tensor parallelism of experts is not supported in training yet; possible: 1")
+    problems = [f"{axis}={getattr(mesh, axis)} {text}" for axis, text in expert_mesh_problems(mesh, family, args)]
     if uneven := uneven_over_tp(args, mesh.tp):
         problems.append(f"tp={mesh.tp} {uneven}")
     try:
@@ -156,6 +177,44 @@ def check_mesh(mesh: MeshShape, family: Family, args: ModelArgs) -> None:
         problems.append(f"{error.message}; {error.hint}")
     if problems:
         raise ConfigError(f"this model cannot be trained on the mesh {mesh}:" + list_offenders(problems))
+
+
+def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> list[tuple[str, str]]:
+    """(degree, why it does not fit the model's experts, and what does) for each of tp, ep and etp that does not."""
+    mixtures = {b.feed_forward for b in family.blocks(args) if isinstance(b.feed_forward, Experts)}
+    if not mixtures:
+        named = [degree for degree in ("ep", "etp") if getattr(mesh, degree) > 1]
+        return [(degree, "is of experts, and this model has none; possible: 1") for degree in named]
+    problems = []
+    if mesh.etp not in (1, mesh.tp):
+        problems.append(("etp", f"is neither 1 nor tp ({mesh.tp}); possible: {', '.join(map(str, {1, mesh.tp}))}"))
+    num, hidden = gcd(*(m.num for m in mixtures)), gcd(*(m.hidden for m in mixtures))
+    sliced = "tp" if mesh.ep == 1 else "etp"
+    if hidden % mesh.expert_tp:
+        choices = "1" if sliced == "etp" else _divisors(hidden)
+        problems.append((sliced, f"does not divide the {hidden:,} columns of an expert; possible: {choices}"))
+    slices_experts = mesh.tp > 1 and mesh.etp == mesh.tp
+    ranks = mesh.fsdp if slices_experts else mesh.fsdp * mesh.tp
+    if num % mesh.ep or ranks % mesh.ep:
+        sharing = f"the {ranks:,} ranks of dp_shard × cp" + ("" if slices_experts else " × tp")
+        uneven = [what for count, what in ((num, f"{num:,} experts"), (ranks, sharing)) if count % mesh.ep]
+        common = gcd(num, ranks) if ranks % mesh.ep else num
+        problems.append(("ep", f"does not divide {' and '.join(uneven)}; possible: {_divisors(common)}"))
+    elif cuts_within_experts(num, mesh):
+        for what, width in (("columns", hidden // mesh.expert_tp), ("outputs", args.dim)):
+            if width % mesh.efsdp:
+                text = f"leaves {mesh.efsdp:,} ranks for {num // mesh.ep} experts, and {width:,} {what} of each do not"
+                problems.append(("ep", f"{text} divide by them; nearest: a larger ep, or dp_replicate"))
+    return problems
+
+
+def _divisors(number: int) -> str:
+    return ", ".join([str(n) for n in range(1, min(number, MAX_RANKS) + 1) if number % n == 0][:12])
+
+
+def cuts_within_experts(num_experts: int, mesh: MeshShape) -> bool:
+    """Whether FSDP cuts dim 1 of a stack, as in torchtitan, not dim 0: more ranks share it than there are experts."""
+    return mesh.ep > 1 and mesh.efsdp * mesh.ep > num_experts
 
 
 def ranks_of_stages(num_stages: int, pp: int, *, v_shaped: bool = False) -> tuple[int, ...]:
@@ -184,26 +243,46 @@ def chunk_bounds(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Cuts a dim into `degree` parts; ranks of neighbouring parts are `stride` apart. `dim` None: all have it whole."""
+
+    dim: int | None
+    degree: int
+    stride: int
+
+
+def cuts_of(parameter: Parameter, mesh: MeshShape) -> list[Cut]:
+    """How a replica's ranks share a parameter, in the order of the cuts: EP and TP first, FSDP inside."""
+    if parameter.expert_dim is None or mesh.ep == 1:
+        return [Cut(parameter.tp_dim, mesh.tp, 1), Cut(0, mesh.fsdp, mesh.tp)]
+    num_experts = parameter.shape[parameter.expert_dim]
+    return [
+        Cut(parameter.expert_dim, mesh.ep, mesh.etp),
+        Cut(parameter.tp_dim, mesh.etp, 1),
+        Cut(1 if cuts_within_experts(num_experts, mesh) else 0, mesh.efsdp, mesh.etp * mesh.ep),
+    ]
+
+
 def local_box(parameter: Parameter, mesh: MeshShape, rank: int) -> Box | None:
     """The part of a parameter that `rank` holds within its stage, or None where uneven sharding leaves it without any.
 
-    TP cuts `tp_dim` first; FSDP then cuts dim 0 of what is left: of a stack, experts. A 0-dim tensor, and a buffer that
-    is saved but not trained, is whole on every rank. Where TP does not divide dim 0, these are FSDP2's shards, although
-    torch 2.13's `_StridedShard` computes others.
+    A 0-dim tensor, and a buffer that is saved but not trained, is whole on every rank. Where TP does not divide dim 0,
+    these are FSDP2's shards, although torch 2.13's `_StridedShard` computes others.
     """
     if not parameter.is_trained:
         return Box.whole(parameter.shape)
-    at = mesh.coordinates(rank)
-    return _box_at(parameter.shape, parameter.tp_dim, mesh, fsdp=at.dp_shard * mesh.cp + at.cp, tp=at.tp)
+    cuts = cuts_of(parameter, mesh)
+    return _box_at(parameter.shape, cuts, [rank // cut.stride % cut.degree for cut in cuts])
 
 
-def _box_at(shape: tuple[int, ...], tp_dim: int | None, mesh: MeshShape, *, fsdp: int, tp: int) -> Box | None:
+def _box_at(shape: tuple[int, ...], cuts: Sequence[Cut], numbers: Sequence[int]) -> Box | None:
+    """The part of these numbers, one for each cut."""
     offsets, sizes = [0] * len(shape), list(shape)
-    if tp_dim is not None:
-        offsets[tp_dim], sizes[tp_dim] = chunk_bounds(sizes[tp_dim], mesh.tp, tp)
-    if sizes:
-        start, sizes[0] = chunk_bounds(sizes[0], mesh.fsdp, fsdp)
-        offsets[0] += start
+    for cut, number in zip(cuts, numbers, strict=True):
+        if cut.dim is not None and sizes:
+            start, sizes[cut.dim] = chunk_bounds(sizes[cut.dim], cut.degree, number)
+            offsets[cut.dim] += start
     return Box(tuple(offsets), tuple(sizes)) if prod(sizes) or 0 in shape else None
 
 
@@ -232,38 +311,44 @@ def boxes_for_mesh(
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000
     # differ.
-    made: dict[tuple[tuple[int, ...], int | None, int, bool], list[tuple[int, Box]]] = {}
+    made: dict[tuple[Any, ...], list[tuple[int, Box]]] = {}
     files: dict[int, list[tuple[str, Box]]] = {}
     for parameter in parameters:
-        key = (parameter.shape, parameter.tp_dim, itemsizes[parameter.fqn], parameter.is_trained)
+        element_bytes = itemsizes[parameter.fqn]
+        key = (parameter.shape, *cuts_of(parameter, mesh), element_bytes, parameter.is_trained)
         if key not in made:
-            made[key] = list(_boxes_within_stage(*key, mesh))
+            made[key] = list(_boxes_within_stage(parameter, mesh, element_bytes))
         first_rank = pp_rank_of[module_of(parameter.fqn)] * ranks_per_stage
         for rank, box in made[key]:
             files.setdefault(first_rank + rank, []).append((parameter.fqn, box))
     return {DISTCP_FILE.format(rank=rank): files[rank] for rank in sorted(files)}
 
 
-def _boxes_within_stage(
-    shape: tuple[int, ...], tp_dim: int | None, element_bytes: int, is_trained: bool, mesh: MeshShape
-) -> Iterator[tuple[int, Box]]:
+def _boxes_within_stage(parameter: Parameter, mesh: MeshShape, element_bytes: int) -> Iterator[tuple[int, Box]]:
     """(rank within its stage, box) for every part of a tensor, each once: the lowest rank that holds it writes it."""
-    if not is_trained:
-        yield 0, Box.whole(shape)
+    if not parameter.is_trained:
+        yield 0, Box.whole(parameter.shape)
         return
-    for fsdp in range(min(mesh.fsdp, shape[0]) if shape and shape[0] else 1):  # ranks beyond the rows hold nothing
-        for tp in range(1 if tp_dim is None else mesh.tp):
-            box = _box_at(shape, tp_dim, mesh, fsdp=fsdp, tp=tp)
-            if box is not None:
-                rank = fsdp * mesh.tp + tp  # of the first dp_replicate
-                yield from ((rank, part) for part in row_blocks(box, element_bytes, MAX_CHUNK_BYTES))
+    cuts = sorted(cuts_of(parameter, mesh), key=lambda cut: -cut.stride)  # by rank, of the first dp_replicate
+    order = cuts_of(parameter, mesh)
+    for numbers in product(*(range(_num_parts(cut, parameter.shape)) for cut in cuts)):
+        number_of = dict(zip(cuts, numbers, strict=True))
+        box = _box_at(parameter.shape, order, [number_of[cut] for cut in order])
+        if box is not None:
+            rank = sum(number * cut.stride for cut, number in number_of.items())
+            yield from ((rank, part) for part in row_blocks(box, element_bytes, MAX_CHUNK_BYTES))
+
+
+def _num_parts(cut: Cut, shape: tuple[int, ...]) -> int:
+    """Of parts that may hold something: ranks beyond the rows hold nothing."""
+    if cut.dim is None or not shape:
+        return 1
+    return min(cut.degree, max(shape[cut.dim], 1))
 
 
 def _reject_tiny_chunks(parameters: Sequence[Parameter], mesh: MeshShape) -> None:
     """Raise ConfigError for too many small chunks: each costs every reading rank about 2 kB of memory and 15 µs."""
-    num_chunks = sum(
-        min(mesh.fsdp, p.shape[0] if p.shape else 1) * (1 if p.tp_dim is None else mesh.tp) for p in parameters
-    )
+    num_chunks = sum(prod(_num_parts(cut, p.shape) for cut in cuts_of(p, mesh)) for p in parameters)
     elements = sum(prod(p.shape) for p in parameters) // max(1, num_chunks)
     if num_chunks > MAX_CHUNKS or (num_chunks > _MANY_CHUNKS and elements < _FEW_ELEMENTS):
         list_gib = num_chunks * _READER_BYTES_PER_CHUNK / GIB

@@ -3,7 +3,8 @@
 
 Rows that are not covered are listed with the reason; a row that cannot be read does not stop the others.
 
-    python scripts/validate_memory.py ../shared/data/memory_published.csv --write docs/memory_validation.md
+    python scripts/validate_memory.py ../shared/data/memory_published.csv tests/published_memory/experts.csv \
+        --write docs/memory_validation.md
 
 How it works: tests/published_memory.
 """
@@ -16,20 +17,25 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from converters.errors import TitanError, UnsupportedError
 from tests.published_memory.measure import estimate
-from tests.published_memory.rows import RejectedRow, read_rows
+from tests.published_memory.rows import RejectedRow, Row, read_rows
 from tests.published_memory.table import document, markdown, score
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, help="CSV file of published rows")
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="CSV file of published rows")
     parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file to write the comparison to")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="rows to look at; all if left out")
     given = parser.parse_args()
-    try:
-        rows, refused = read_rows(given.table.read_text())
-    except (OSError, UnicodeDecodeError, TitanError) as error:
-        parser.error(f"{given.table}: {error}")
+    rows: list[Row] = []
+    refused: list[RejectedRow] = []
+    for table in given.tables:
+        try:
+            more, unread = read_rows(table.read_text())
+        except (OSError, UnicodeDecodeError, TitanError) as error:
+            parser.error(f"{table}: {error}")
+        rows += more
+        refused += unread
     if unknown := set(given.only or ()) - {each.id for each in (*rows, *refused)}:
         parser.error(f"no such row: {', '.join(sorted(unknown))}")
     rows, refused = ([each for each in some if not given.only or each.id in given.only] for some in (rows, refused))

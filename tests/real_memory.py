@@ -36,8 +36,16 @@ WITHIN_CPU_KERNELS = {
     ("aten::mm",): "oneDNN packs bf16 matrices",
     ("aten::mul", "aten::to"): "arguments of two dtypes become one",
     ("aten::add_", "aten::to"): "arguments of two dtypes become one",
+    ("aten::cat", "aten::empty_like"): "arguments of two dtypes become one",
     ("aten::sum", "aten::to"): "booleans are counted as integers",
     ("aten::_chunk_cat",): "pads and joins each group of chunks before all of them; a GPU does so in one kernel",
+    ("titan::attend_within_documents",): "attention of each document, and its lengths",
+    ("titan::attend_within_documents_backward",): "the same",
+    ("aten::sort",): "sorts a copy of numbers and positions",
+    ("titan::add_counts",): "differences of where the rows of experts end",
+    ("titan::exchange_counts",): "counts of rows as they are sent and received",
+    ("titan::send_to_experts",): "rows as they arrive, and their order",
+    ("titan::return_from_experts",): "rows as they go back, and their order",
 }
 # What gloo allocates of its own, in the call of a collective or in the threads that carry it out, until that is done
 WITHIN_GLOO = {
@@ -130,9 +138,23 @@ def held_by_step(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps:
     return Held(sorted(before.values(), reverse=True), asked)
 
 
-def held_by_fake_rank(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int) -> Held:
-    """Of a rank without peers: its collectives move nothing, and what it asks of a peer is answered with ones."""
-    with fake_ranks(dims.world_size, rank=rank), patch.object(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1)):
+def held_by_fake_rank(config: Config, args: ModelArgs, dims: MeshShape, *, rank: int, imbalance: int = 1) -> Held:
+    """Of a rank without peers: its collectives move nothing, and what it asks of a peer is answered with ones.
+
+    Its experts receive from each rank `imbalance` times the rows that it sends there.
+    """
+
+    def all_to_all(received: torch.Tensor, sent: torch.Tensor, *_: Any, **__: Any) -> None:
+        if sent.dtype == torch.int64:  # the numbers of rows
+            torch.mul(sent, imbalance, out=received)
+        else:
+            received.zero_()
+
+    with (
+        fake_ranks(dims.world_size, rank=rank),
+        patch.object(dist, "recv", lambda tensor, *_, **__: tensor.fill_(1)),
+        patch.object(dist, "all_to_all_single", all_to_all),
+    ):
         return held_by_step(config, args, dims)
 
 
@@ -164,13 +186,14 @@ def profile_steps(config: Config, args: ModelArgs, dims: MeshShape, *, num_steps
         step = TrainStep(model, meshes, max_norm=training.max_norm, local_batch_size=training.local_batch_size)
         with record_function(_STEPS):
             for _ in range(num_steps):
-                step.run(_batch(*shape), optimizer, stop_requested=False)
+                step.run(_batch(*shape, has_documents=job.documents.mask != "none"), optimizer, stop_requested=False)
                 optimizer.zero_grad()
     return _calls(seen.profiler.kineto_results.experimental_event_tree())
 
 
-def _batch(num_samples: int, seq_len: int) -> Batch:
-    return Batch(*(torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2)))
+def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> Batch:
+    tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
+    return Batch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
 
 
 def _calls(events: Sequence[Any]) -> list[Call]:

@@ -66,6 +66,7 @@ def estimate(
     world_size: int | None = None,
     gpu: str | None = None,
     allocator: "AllocatorName | None" = None,
+    imbalance: float | None = None,
 ) -> "Estimate":
     """Estimate the peak GPU memory of a training run. No GPU is needed.
 
@@ -74,6 +75,8 @@ def estimate(
         world_size: number of ranks; None: as many as the degrees of the config need.
         gpu: a GPU type such as `"h100-80"`, or usable GiB; None judges all known types.
         allocator: `"classic"` or `"expandable"`; None: that of PYTORCH_ALLOC_CONF, else expandable.
+        imbalance: with expert parallelism, the rows that experts of the fullest rank receive over the mean of all
+            ranks, in the verdicts; None: 1.5.
 
     Raises ConfigError for a layout or GPU type that cannot run it, UnsupportedError for features that are not covered.
 
@@ -85,6 +88,7 @@ def estimate(
     from titan_tools.memory.allocator_settings import allocator_of_environment
     from titan_tools.memory.command import find_gpu, gpu_problems
     from titan_tools.memory.estimate import estimate as _estimate
+    from titan_tools.memory.imbalance import JUDGED_IMBALANCE, imbalance_problems
     from titan_tools.memory.trace.coverage import trace_gaps
     from trainer.config.load import load_config
     from trainer.job import resolve_job
@@ -93,12 +97,15 @@ def estimate(
     if problems := gpu_problems(settings, gpu_type):
         raise ConfigError(problems[0])
     job = resolve_job(settings, world_size)
+    if problems := imbalance_problems(job, imbalance):
+        raise ConfigError(problems[0])
     if gaps := trace_gaps(settings, job.dims):
         raise UnsupportedError("not covered by the estimate:" + list_offenders([gap.reason for gap in gaps], most=50))
     return _estimate(
         job,
         gpu=gpu_type,
         allocator=allocator or allocator_of_environment(),
+        imbalance=JUDGED_IMBALANCE if imbalance is None else imbalance,
     )
 
 

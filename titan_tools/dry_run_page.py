@@ -50,6 +50,7 @@ def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
 
 def _print(job: Job, found: "DryRun") -> None:
     dims, at, uses_experts = found.dims, found.coordinates, has_experts(job.family, job.args)
+    has_masks = job.documents.mask != "none"
     active = f" ({job.num_active_parameters:,} active)" if uses_experts else ""
     model = f"{job.config.model.name} {job.config.model.flavor}, {found.model_parameters:,} parameters{active}"
     print(f"{model}, on {count(dims.world_size, 'rank')}")
@@ -57,6 +58,8 @@ def _print(job: Job, found: "DryRun") -> None:
         f"{axis} {getattr(at, axis)} of {getattr(dims, axis)}" for axis in AXES if getattr(dims, axis) > 1
     )
     print(f"mesh          {dims}")
+    if dims.ep > 1:
+        print(f"experts       {dims.of_experts}; ep rank {at.ep}, etp rank {at.etp}")
     print(f"rank {found.rank:<8} {place or 'the only one'}")
     for stage, modules in found.stages.items():
         print(f"stage         {stage} of {found.num_stages}: {', '.join(fold_texts(modules))}")
@@ -64,7 +67,10 @@ def _print(job: Job, found: "DryRun") -> None:
     accumulated = f"; {found.num_accumulated} forward and backward passes" if found.num_accumulated > 1 else ""
     microbatches = f"; {found.num_microbatches} microbatches each" if found.num_microbatches > 1 else ""
     print(f"step          {samples}{accumulated}{microbatches}")
-    print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens\n")
+    print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens")
+    if has_masks:
+        print(f"documents     attention within each; mask: {job.documents.mask}, packing: {job.documents.packing}")
+    print()
     total = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
     table(
         ("on this rank", "size"),
@@ -88,4 +94,5 @@ def _print(job: Job, found: "DryRun") -> None:
     )
     for line in found.left_out:
         note(f"left out: {line}")
-    note("activations are not counted" + ("" if uses_experts else ": titan estimate-memory estimates the peak"))
+    is_estimated = not (uses_experts or has_masks)
+    note("activations are not counted" + (": titan estimate-memory estimates the peak" if is_estimated else ""))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.load import load_config as _load_config
 from trainer.config.sections import Config
 from trainer.data.datasets import register_dataset as _register_dataset
+from trainer.data.sample import IGNORED
 from trainer.data.samples import TokenSource
 from trainer.job import resolve_job
 from trainer.loss.registry import register_loss as _register_loss
@@ -23,7 +24,6 @@ from trainer.seed import seed as _seed
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainer.data.batch import IGNORED
     from trainer.models.llama3.model import Attention, FeedForward, Transformer
     from trainer.models.moe import MoE
 
@@ -38,7 +38,6 @@ _NEED_TORCH = {
     "FeedForward": "trainer.models.llama3.model",
     "MoE": "trainer.models.moe",
     "Transformer": "trainer.models.llama3.model",
-    "IGNORED": "trainer.data.batch",
 }
 
 

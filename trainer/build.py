@@ -15,6 +15,8 @@ from torch import Tensor
 
 from converters.errors import UnsupportedError, list_offenders
 from converters.families.base import Parameter
+from converters.families.registry import get_family
+from converters.layout import cuts_within_experts
 from trainer.checkpoints.problems import checkpoint_machine_problems
 from trainer.config.sections import Config
 from trainer.data.batch import Batch, pinning_machine_problems
@@ -32,6 +34,15 @@ from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.compile import apply_compile, compile_machine_problems, compiles
 from trainer.parallel.context import apply_cp, head_tail_positions
 from trainer.parallel.ddp import Replicated, compute_in, is_ddp
+from trainer.parallel.document_attention import (
+    apply_document_attention,
+    choose_document_attention,
+    document_machine_problems,
+    positions_in_documents,
+)
+from trainer.parallel.document_mask import attention_kernel
+from trainer.parallel.expert_parallel import apply_expert_parallel
+from trainer.parallel.expert_shards import ShardedExperts
 from trainer.parallel.experts import apply_expert_settings
 from trainer.parallel.float8 import (
     apply_float8,
@@ -53,7 +64,7 @@ from trainer.parallel.one_rank import compute_in_copies
 from trainer.parallel.pipeline import Microbatch, Pipeline, keep_modules
 from trainer.parallel.stages import schedule_machine_problems
 from trainer.parallel.tensor import apply_tp
-from trainer.train_model import Runner, TrainModel, WholeModel
+from trainer.train_model import Runner, Shard, TrainModel, WholeModel
 
 
 def build(
@@ -63,11 +74,13 @@ def build(
     *,
     memory: AbstractContextManager[Any] | None = None,
     collectives_of: str | None = None,
+    imbalance: float = 1.0,
 ) -> TrainModel:
     """The model as this rank trains it, in uninitialized memory on `device`.
 
     A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
-    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'.
+    `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'. `imbalance`:
+    rows that fake experts receive, over the mean of all ranks.
     Raises UnsupportedError with everything that this machine cannot run.
     """
     config, dims, split = job.config, job.dims, job.split
@@ -80,7 +93,14 @@ def build(
     parts = []
     for stage in split.stages_of(pp_rank):
         part = build_part(job, stage)
-        parallelize(part, job, meshes, device, collectives_of=collectives_of or meshes.device_type)
+        parallelize(
+            part,
+            job,
+            meshes,
+            device,
+            collectives_of=collectives_of or meshes.device_type,
+            imbalance=None if memory is None else imbalance,
+        )
         with memory or nullcontext():
             if config.training.enable_cpu_offload:
                 keep_on_cpu(part, device)
@@ -121,7 +141,7 @@ def build(
         meshes=meshes,
         parts=parts,
         runner=runner,
-        take_shard=_shard_taker(meshes, device),
+        take_shard=_shard_taker(meshes, device, job.documents.mask),
         ends_meet=split.ends_meet,
         accumulating=accumulating,
         after_update=partial(scale_weights, parts) if precomputes_scales else None,
@@ -135,9 +155,14 @@ def check_hardware(config: Config, device: torch.device) -> None:
         *profiling_machine_problems(config.profiling, device),
         *schedule_machine_problems(degrees),
         *compile_machine_problems(
-            config.compile, config.activation_checkpoint, device, tp=degrees.tensor_parallel_degree
+            config.compile,
+            config.activation_checkpoint,
+            device,
+            tp=degrees.tensor_parallel_degree,
+            ep=degrees.expert_parallel_degree,
         ),
         *async_tensor_machine_problems(degrees, device),
+        *document_machine_problems(config, get_family(config.model.name), device),
         *(float8_machine_problems(config.float8, device) if is_float8(config.model) else ()),
         *checkpoint_machine_problems(config.checkpoint),
         *pinning_machine_problems(config.dataloader, config.validation_dataloader, device),
@@ -159,8 +184,19 @@ def build_part(job: Job, stage: int) -> Transformer:
     return keep_modules(model, job.split.modules[stage])
 
 
-def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.device, *, collectives_of: str) -> None:
-    """Float8 → context → tensor → checkpointing → compile → loss → FSDP: each wraps the result of the previous one."""
+def parallelize(
+    part: Transformer,
+    job: Job,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    collectives_of: str,
+    imbalance: float | None = None,
+) -> None:
+    """Float8 → documents → context → tensor → experts → checkpointing → compile → loss → FSDP.
+
+    Each wraps the result of the previous one.
+    """
     config, dims = job.config, job.dims
     parallelism, training = config.parallelism, config.training
     compiles_model, loss_parallel = compiles(config.compile, "model"), is_loss_parallel(parallelism, dims)
@@ -171,9 +207,14 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
         apply_float8(part, config.float8, parameters, filters=filters, tp=dims.tp, compiles_model=compiles_model)
     if config.model.print_after_conversion:
         note(str(part))
+    masked = None
+    if job.documents.mask != "none":
+        masked = choose_document_attention(attention_kernel(config, job.family), device)
+    if masked is not None and dims.cp == 1:
+        apply_document_attention(part, masked)
     if dims.cp > 1:
         dtype = getattr(torch, training.mixed_precision_param)
-        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device))
+        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device), masked=masked)
     if dims.tp > 1:
         plan = get_trainer_family(job.family.name).tensor_plan(parameters)
         apply_tp(
@@ -185,6 +226,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
             if is_float8(config.model)
             else None,
         )
+    apply_expert_parallel(part, meshes, imbalance=imbalance)
     apply_activation_checkpoint(part, config.activation_checkpoint)
     if compiles_model:
         apply_compile(part, config.compile)
@@ -204,6 +246,7 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
         apply_fsdp(
             part,
             meshes.fsdp,
+            experts=_expert_shards(job, meshes),
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
@@ -212,20 +255,37 @@ def parallelize(part: Transformer, job: Job, meshes: Meshes, device: torch.devic
         )
 
 
-def _shard_taker(meshes: Meshes, device: torch.device) -> Callable[[Batch], tuple[Tensor, Tensor, Tensor]]:
-    """A function from a batch to this context rank's tokens, targets and positions, on the device."""
+def _expert_shards(job: Job, meshes: Meshes) -> ShardedExperts | None:
+    """None where experts are sharded as the rest of their layer."""
+    if meshes.efsdp is None:
+        return None
+    num_experts = min(p.shape[p.expert_dim] for p in job.family.parameters(job.args) if p.expert_dim is not None)
+    return ShardedExperts(meshes.efsdp, dim=1 if cuts_within_experts(num_experts, job.dims) else 0)
+
+
+def _shard_taker(meshes: Meshes, device: torch.device, mask: str) -> Callable[[Batch], Shard]:
+    """A function from a batch to what this context rank computes of it, on the device. `mask`: that of documents."""
     cp, cp_rank = meshes.dims.cp, meshes["cp"].get_local_rank()
 
     def copied(ids: Tensor) -> Tensor:
         return ids.to(device, non_blocking=True)  # asynchronous from pinned memory only
 
-    def whole(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(batch: Batch) -> Shard:
         positions = torch.arange(batch.tokens.shape[1], device=device)
         # contiguous: pipeline stages declare their inputs' strides
-        return copied(batch.tokens).contiguous(), copied(batch.targets), positions
+        return Shard(copied(batch.tokens).contiguous(), copied(batch.targets), positions, {})
 
-    def head_and_tail(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def head_and_tail(batch: Batch) -> Shard:
         positions = head_tail_positions(batch.tokens.shape[1], cp_rank, cp, device)
-        return copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions
+        return Shard(copied(batch.tokens)[:, positions], copied(batch.targets)[:, positions], positions, {})
 
-    return whole if cp == 1 else head_and_tail
+    take = whole if cp == 1 else head_and_tail
+
+    def with_documents(batch: Batch) -> Shard:
+        assert batch.documents is not None, "the model was built for attention within documents"
+        shard, documents = take(batch), copied(batch.documents)
+        if mask == "offsets":
+            shard = shard._replace(positions=positions_in_documents(documents)[:, shard.positions])
+        return shard._replace(documents={"documents": documents})
+
+    return take if mask == "none" else with_documents

@@ -32,7 +32,11 @@ from trainer.train_model import TrainModel
 
 _ENDS = "embedding and output"
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-_KINDS = {  # by the beginning of an operation's name in torch's two libraries of collectives
+_KINDS = {  # by the beginning of an operation's name, in trainer/parallel/expert_exchange.py
+    "exchange_counts": "all-to-all",
+    "send_to_experts": "all-to-all",
+    "return_from_experts": "all-to-all",
+    # and in torch's two libraries of collectives
     "_allgather_base_": "all-gather",
     "allgather_": "all-gather",
     "all_gather_into_tensor": "all-gather",
@@ -74,12 +78,12 @@ class CollectiveCount:
 
     def see(self, func: Any, args: tuple[Any, ...]) -> None:
         """Count an operation if it is a collective."""
-        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd", "titan"):
             return
         name = func._opname
         kind = next((kind for beginning, kind in _KINDS.items() if name.startswith(beginning)), None)
         if kind is None:
-            return  # a wait, or a barrier
+            return  # a wait, a barrier, or a computation
         found = self.traffic[kind, _group_of(args)]
         found.calls += self.times
         found.bytes += self.times * _payload_bytes(args)
@@ -257,7 +261,8 @@ def _one_step(
     with count.repeated(0):
         optimizer.step()  # without gradients: runs what follows an update, as before every step but the first
     tokens = torch.zeros(len(passes.times) * training.local_batch_size, training.seq_len, dtype=torch.int64)
-    step.run(Batch(tokens=tokens, targets=tokens), optimizer, stop_requested=False)
+    documents = None if job.documents.mask == "none" else tokens.to(torch.int32)
+    step.run(Batch(tokens, targets=tokens, documents=documents), optimizer, stop_requested=False)
 
 
 def _group_names(meshes: Meshes) -> dict[str, str]:

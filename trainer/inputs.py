@@ -10,6 +10,7 @@ from trainer.checkpoints.problems import initial_path
 from trainer.checkpoints.step_folders import list_steps
 from trainer.chosen_model import chosen_model, refuse_other_model, refuse_other_names, tokenizer_folder
 from trainer.data.datasets import check_dataset
+from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
 from trainer.dump_folder import try_dump_folder
 from trainer.job import Job
@@ -50,8 +51,16 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
 
     def check_data(name: str, path: str | None, section: str) -> str:
         tokenizer, split = tokenizer_folder(config.model, config.training), TRAIN if section == "training" else HELD_OUT
-        return check_dataset(name, path, split=split, vocab_size=job.args.vocab_size, tokenizer=tokenizer)
+        return check_dataset(
+            name,
+            path,
+            split=split,
+            vocab_size=job.args.vocab_size,
+            tokenizer=tokenizer,
+            needs_offsets=job.documents.needs_offsets,
+        )
 
+    yield ("training.document_mask",), lambda: _check_end_token(job)
     yield ("job.dump_folder",), lambda: try_dump_folder(Path(config.job.dump_folder))
     yield ("model.hf_assets_path",), lambda: _check_tokenizer(job)
     for section, settings in (("training", training), ("validation", validation)):
@@ -67,6 +76,10 @@ def _checks(job: Job) -> Iterator[tuple[tuple[str, ...], Callable[[], str | None
 
 def _check_tokenizer(job: Job) -> None:
     chosen_model(job)
+
+
+def _check_end_token(job: Job) -> None:
+    with_end_token(job.documents, tokenizer_folder(job.config.model, job.config.training))
 
 
 def _check_initial(job: Job) -> None:

@@ -3,21 +3,24 @@
 Torch-free. Every problem of a layout is reported at once, each with the nearest values that work.
 """
 
-from dataclasses import asdict, dataclass
-from math import ceil
+from dataclasses import dataclass
+from math import ceil, gcd
 
 from converters.errors import ConfigError, list_offenders
 from converters.families.base import DynamicRope, Family, ModelArgs
 from converters.families.registry import get_family
-from converters.layout import MeshShape, uneven_over_tp
+from converters.layout import AXES, MeshShape, uneven_over_tp
 from trainer.checkpoints.problems import checkpoint_problems
 from trainer.config.sections import Config, Parallelism, Training
 from trainer.data.kinds import data_problems
+from trainer.data.sample import DocumentRules
 from trainer.loss.registry import is_loss_parallel, loss_problems, num_loss_chunks
+from trainer.models.registry import get_trainer_family
 from trainer.observability.profiling import profiling_problems
 from trainer.parallel.activation_checkpoint import activation_checkpoint_problems
 from trainer.parallel.async_tensor import async_tensor_problems
 from trainer.parallel.compile import compile_problems, compiles
+from trainer.parallel.document_mask import document_problems, document_rules
 from trainer.parallel.experts import expert_problems
 from trainer.parallel.float8 import float8_problems, is_float8
 from trainer.parallel.fsdp import offload_problems
@@ -44,6 +47,11 @@ class Job:
     def seed(self) -> int:
         """Seed of the initial weights and of the data order."""
         return self.config.debug.seed or 0
+
+    @property
+    def documents(self) -> DocumentRules:
+        """How samples and attention treat documents."""
+        return document_rules(self.config, self.family)
 
     @property
     def num_parameters(self) -> int:
@@ -120,8 +128,19 @@ def resolve_job(
 
 
 def required_world_size(parallelism: Parallelism) -> int:
-    """Ranks that the config's degrees need; a shard degree of -1 (all remaining ranks) counts as 1."""
-    return _fixed_degrees(parallelism) * max(parallelism.data_parallel_shard_degree, 1)
+    """Ranks that the config's degrees need; a shard degree of -1 (all remaining ranks) counts as few as possible.
+
+    That is 1, or as many as expert parallelism needs for its ranks.
+    """
+    dp_shard = parallelism.data_parallel_shard_degree
+    if dp_shard == -1:
+        of_experts = parallelism.expert_parallel_degree
+        if of_experts > 1:
+            of_experts *= parallelism.expert_tensor_parallel_degree
+        dp_shard = of_experts // gcd(
+            of_experts, parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+        )
+    return _fixed_degrees(parallelism) * dp_shard
 
 
 def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc") -> MeshShape:
@@ -136,6 +155,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         dp_shard=dp_shard,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        etp=parallelism.expert_tensor_parallel_degree,
     )
     if dims.world_size == world_size:
         return dims
@@ -146,7 +167,8 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
             hint=f"nearest world sizes that divide: {', '.join(map(str, near))}",
             tries=[f"{option} {n}" for n in near],
         )
-    product = " × ".join(f"{axis} {degree}" for axis, degree in asdict(dims).items() if degree > 1) or "dp_shard 1"
+    degrees = {axis: getattr(dims, axis) for axis in AXES}
+    product = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "dp_shard 1"
     hint = ""
     if world_size % fixed == 0:
         hint = (
@@ -157,6 +179,15 @@ def resolve(parallelism: Parallelism, world_size: int, *, option: str = "--nproc
         hint=hint,
         tries=[f"{option} {dims.world_size}"],
     )
+
+
+def derived_degrees(parallelism: Parallelism) -> list[str]:
+    """What follows from the degrees: how ranks share the experts."""
+    if parallelism.expert_parallel_degree == 1:
+        return []
+    if parallelism.data_parallel_shard_degree == -1:
+        return ["experts: efsdp = dp_shard × cp × tp / (ep × etp), by the number of ranks"]
+    return [f"experts: {resolve(parallelism, required_world_size(parallelism)).of_experts}"]
 
 
 def _fixed_degrees(parallelism: Parallelism) -> int:
@@ -193,6 +224,12 @@ def layout_problems(config: Config, args: ModelArgs, dims: MeshShape) -> list[st
         *_sequence_problems(config, args, dims),
         *_batch_problems(training, dims),
         *data_problems(training, config.validation, dims),
+        *document_problems(
+            config,
+            get_family(config.model.name),
+            dims,
+            takes_documents=get_trainer_family(config.model.name).takes_documents,
+        ),
         *loss_problems(
             training.loss,
             dims,

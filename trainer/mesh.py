@@ -1,13 +1,13 @@
 """Device meshes by name, and their communicators, made from the degrees.
 
-Two grids over the same ranks, in the same order, merge different neighbouring axes: parameters use `fsdp`
-(dp_shard × cp), data uses `batch` (dp_replicate × dp_shard). Each is a real axis of its grid, because torch deprecates
-slicing of flattened axes.
+Grids over the same ranks, in the same order, merge different neighbouring axes: parameters use `fsdp` (dp_shard × cp),
+data uses `batch` (dp_replicate × dp_shard), and experts under expert parallelism divide dp_shard × cp × tp into
+`efsdp`, `ep` and `etp`. Each is a real axis of its grid, because torch deprecates slicing of flattened axes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,42 +16,64 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from converters.layout import AXES, MeshShape
+from converters.layout import MeshShape
 
-_FACTORS = {  # the degrees that an axis is the product of
-    "pp": ("pp",),
-    "dp_replicate": ("dp_replicate",),
-    "fsdp": ("dp_shard", "cp"),
-    "tp": ("tp",),
-    "cp": ("cp",),
-    "batch": ("dp_replicate", "dp_shard"),
-}
 ALL_RANKS = "all ranks"
+# The collectives of cp and ep would wait for FSDP's, which are prefetched, where both are over the same ranks; and FSDP
+# tells the meshes of a layer's parameters apart by their groups.
+_OWN = ("cp", "ep", "efsdp")
+
+
+class _Axis(NamedTuple):
+    """Groups of `degree` ranks that are `stride` apart."""
+
+    degree: int
+    stride: int
+
+
+def _axes(dims: MeshShape) -> dict[str, _Axis]:
+    """Every axis of the grids by name; those of experts only with expert parallelism."""
+    within = dims.fsdp * dims.tp  # ranks of a replica of a stage
+    axes = {
+        "pp": _Axis(dims.pp, dims.dp_replicate * within),
+        "dp_replicate": _Axis(dims.dp_replicate, within),
+        "fsdp": _Axis(dims.fsdp, dims.tp),
+        "tp": _Axis(dims.tp, 1),
+        "cp": _Axis(dims.cp, dims.tp),
+        "batch": _Axis(dims.batch, dims.cp * dims.tp),
+    }
+    if dims.ep > 1:
+        axes |= {
+            "efsdp": _Axis(dims.efsdp, dims.ep * dims.etp),
+            "ep": _Axis(dims.ep, dims.etp),
+            "etp": _Axis(dims.etp, 1),
+        }
+    return axes
 
 
 def communicators(dims: MeshShape) -> dict[str, tuple[str, ...]]:
     """Communicators of a rank by name, and the axes that use each; none where there is one rank.
 
     Each takes memory, and on many nodes time to connect, so axes over the same ranks share one, and an axis of degree 1
-    has none. Clipping and the verdict of a step run over all ranks. Only `cp` never shares: its all-gathers would wait
-    for FSDP's, which are prefetched, where dp_shard is 1.
+    has none. Clipping and the verdict of a step run over all ranks. Only those of _OWN never share.
     """
     if dims.world_size == 1:
         return {}
-    ranks = {tuple(degree for degree in AXES if getattr(dims, degree) > 1): ALL_RANKS}
+    named = {_Axis(dims.world_size, 1): ALL_RANKS}
     users: dict[str, tuple[str, ...]] = {ALL_RANKS: ()}
-    for axis, factors in _FACTORS.items():
-        if varying := tuple(degree for degree in factors if getattr(dims, degree) > 1):
-            name = axis if axis == "cp" else ranks.setdefault(varying, axis)
-            users[name] = (*users.get(name, ()), axis)
+    for name, axis in _axes(dims).items():
+        if axis.degree > 1:
+            found = name if name in _OWN else named.setdefault(axis, name)
+            users[found] = (*users.get(found, ()), name)
     return users
 
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """One-dimensional meshes by name: pp, dp_replicate, fsdp, tp, batch, cp. Axes of degree 1 are there too.
+    """One-dimensional meshes by name: pp, dp_replicate, fsdp, tp, batch, cp; with expert parallelism efsdp, ep, etp.
 
-    `parameters` is the grid [pp, dp_replicate, fsdp, tp]: DTensors of one parameter live on slices of it.
+    Axes of degree 1 are there too. `parameters` is the grid [pp, dp_replicate, fsdp, tp], `experts` the grid [pp,
+    dp_replicate, efsdp, ep, etp]: DTensors of one parameter live on slices of one of them.
     """
 
     dims: MeshShape
@@ -59,14 +81,15 @@ class Meshes:
     parameters: DeviceMesh
     data: DeviceMesh
     groups: Mapping[str, dist.ProcessGroup]  # of `communicators`, by name
+    experts: DeviceMesh | None = None  # with expert parallelism
     axes: dict[str, DeviceMesh] = field(default_factory=dict)  # of those that were asked for
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """One object per name: torch would slice a new one each time, and recompile each pipeline stage for it."""
         if name in self.axes:
             return self.axes[name]
-        for grid in (self.parameters, self.data):
-            if name in (grid.mesh_dim_names or ()):
+        for grid in (self.parameters, self.data, self.experts):
+            if grid is not None and name in (grid.mesh_dim_names or ()):
                 return self.axes.setdefault(name, grid[name])
         raise KeyError(name)
 
@@ -75,14 +98,21 @@ class Meshes:
         """What FSDP shards over: [fsdp], or [dp_replicate, fsdp] where shards are replicated (HSDP)."""
         return self.parameters["dp_replicate", "fsdp"] if self.dims.dp_replicate > 1 else self.parameters["fsdp"]
 
+    @property
+    def efsdp(self) -> DeviceMesh | None:
+        """What FSDP shards experts over, with expert parallelism; replicas as in `fsdp`."""
+        if self.experts is None:
+            return None
+        return self.experts["dp_replicate", "efsdp"] if self.dims.dp_replicate > 1 else self.experts["efsdp"]
+
 
 def make_meshes(dims: MeshShape, device_type: str) -> Meshes:
     """The meshes of this rank. The default process group must exist and have dims.world_size ranks."""
     groups = {name: _make_group(name, dims) for name in communicators(dims)}
     of_axis = {axis: groups[name] for name, axes in communicators(dims).items() for axis in axes}
-    alone = _group_of_one()
 
     def grid(**axes: int) -> DeviceMesh:
+        alone = _group_of_one()
         ranks, found = (
             torch.arange(dims.world_size).view(tuple(axes.values())),
             [of_axis.get(axis, alone) for axis in axes],
@@ -95,6 +125,9 @@ def make_meshes(dims: MeshShape, device_type: str) -> Meshes:
         parameters=grid(pp=dims.pp, dp_replicate=dims.dp_replicate, fsdp=dims.fsdp, tp=dims.tp),
         data=grid(pp=dims.pp, batch=dims.batch, cp=dims.cp, tp=dims.tp),
         groups=groups,
+        experts=grid(pp=dims.pp, dp_replicate=dims.dp_replicate, efsdp=dims.efsdp, ep=dims.ep, etp=dims.etp)
+        if dims.ep > 1
+        else None,
     )
 
 
@@ -104,11 +137,8 @@ def _make_group(name: str, dims: MeshShape) -> dist.ProcessGroup:
     assert default is not None
     if name == ALL_RANKS:
         return default
-    degrees = [getattr(dims, degree) for degree in AXES]
-    inside = [AXES.index(degree) for degree in _FACTORS[name]]
-    outside = [number for number in range(len(AXES)) if number not in inside]
-    grid = torch.arange(dims.world_size).view(degrees).permute(*outside, *inside)
-    ranks = grid.reshape(-1, prod(degrees[number] for number in inside)).tolist()
+    axis = _axes(dims)[name]
+    ranks = torch.arange(dims.world_size).view(-1, axis.degree, axis.stride).mT.reshape(-1, axis.degree).tolist()
     # As torch's init_device_mesh: NCCL that is bound to its device splits its communicator once for all groups
     if default.bound_device_id is not None:
         group = dist.split_group(split_ranks=ranks, group_desc=f"mesh_{name}")

@@ -106,7 +106,7 @@ class TrainStep:
         self._batch_group = meshes["batch"].get_group()
         self._tp = dims.tp
         self._local_batch_size = local_batch_size
-        self._balance = ExpertBalance.of(model, device=self._inputs_on)
+        self.balance = ExpertBalance.of(model, device=self._inputs_on)
         ranks_per_stage = dims.world_size // dims.pp
         self.clip = GradientClip(
             parameters, max_norm=max_norm, ranks_per_stage=ranks_per_stage, copies=model.tied_copies()
@@ -156,7 +156,7 @@ class TrainStep:
         # the loss.
         share = torch.stack(shares).sum().to(grad_norm)  # under CPU offload the norm is on the CPU
         sums = torch.stack([share, torch.full_like(grad_norm, stop_requested)])
-        counts_LE = self._balance.take().to(grad_norm) if self._balance else None
+        counts_LE = self.balance.take().to(grad_norm) if self.balance else None
         if counts_LE is not None:
             sums = torch.cat([sums, counts_LE.flatten()])
         dist.all_reduce(sums)
@@ -166,22 +166,22 @@ class TrainStep:
             num_valid,
             sums[1],
             copies=self._tp,
-            balance=self._balance,
+            balance=self.balance,
             counts_LE=None if counts_LE is None else sums[2:].view_as(counts_LE),
         )
 
     def _update(self, optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
         with self._observer.during("update"):
             optimizer.step()
-            if self._balance is not None and verdict.counts_LE is not None:
-                self._balance.update(verdict.counts_LE, verdict.found_inf)
+            if self.balance is not None and verdict.counts_LE is not None:
+                self.balance.update(verdict.counts_LE, verdict.found_inf)
 
     def _split(self, samples: Batch) -> list[Batch]:
         """The samples as the batches that are accumulated, on the device."""
         size = self._local_batch_size
-        tokens, targets = map(self._on_device, (samples.tokens, samples.targets))
-        pairs = zip(torch.split(tokens, size), torch.split(targets, size), strict=True)
-        return [Batch(tokens, targets) for tokens, targets in pairs]
+        held = (samples.tokens, samples.targets, samples.documents)
+        columns = [torch.split(self._on_device(ids), size) for ids in held if ids is not None]
+        return [Batch(*columns) for columns in zip(*columns, strict=True)]
 
     def _on_device(self, ids: Tensor) -> Tensor:
         """A copy from memory that is not pinned would wait for the device's earlier work."""

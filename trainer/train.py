@@ -21,6 +21,7 @@ from trainer.checkpoints.step_folders import step_folder
 from trainer.chosen_model import NO_TOKENIZER, chosen_model
 from trainer.config.load import origins
 from trainer.config.sections import Checkpoint, Config
+from trainer.data.document_ends import with_end_token
 from trainer.data.training_data import text_preparation, train_loader
 from trainer.dump_folder import make_dump_folder, save_config
 from trainer.job import Job, resolve_job
@@ -86,6 +87,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
         note(NO_TOKENIZER)
     for text in tokenizer_notes(info.assets):
         note(text)
+    if job.documents.mask != "none":
+        note(f"attention stays within documents; mask: {job.documents.mask}, packing: {job.documents.packing}")
     if is_float8(config.model):
         for text in float8_notes(config.float8, training, job.args):
             note(text)
@@ -104,7 +107,8 @@ def train_locked(job: Job, ranks: Ranks, stop: StopRequest, progress: Progress, 
     validator = None
     if config.validation.enable:
         pin_memory = config.validation_dataloader.pin_memory
-        validator = Validator(model, config.validation, meshes, preparation, pin_memory=pin_memory)
+        documents = with_end_token(job.documents, preparation.tokenizer)
+        validator = Validator(model, config.validation, meshes, preparation, pin_memory=pin_memory, documents=documents)
     train_step = TrainStep(
         model,
         meshes,

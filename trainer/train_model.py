@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,24 @@ class Runner(Protocol):
     """Runs this rank's parts: the whole model, or stages of a pipeline. Chosen at build."""
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        num_valid_tokens: Tensor | float,
+        **documents: Tensor,
     ) -> Tensor: ...
 
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor: ...
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor: ...
+
+
+class Shard(NamedTuple):
+    """What a rank computes of a batch: its part of each sequence. `documents` numbers those of the whole sequences."""
+
+    tokens: Tensor  # [B, L]
+    targets: Tensor  # [B, L]
+    positions: Tensor  # [L], or [B, L] where they restart in each document
+    documents: dict[str, Tensor]  # {"documents": [B, S]}, or empty: attention sees all earlier tokens
 
 
 class WholeModel:
@@ -44,15 +58,20 @@ class WholeModel:
         self.model = model
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        num_valid_tokens: Tensor | float,
+        **documents: Tensor,
     ) -> Tensor:
-        loss: Tensor = self.model(tokens, positions, targets) / num_valid_tokens
+        loss: Tensor = self.model(tokens, positions, targets, **documents) / num_valid_tokens
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     @torch.no_grad()
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, positions, targets)
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, positions, targets, **documents)
         return loss
 
 
@@ -67,7 +86,7 @@ class TrainModel:
         meshes: Meshes,
         parts: "list[Transformer]",
         runner: Runner,
-        take_shard: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
+        take_shard: Callable[[Batch], Shard],
         ends_meet: bool,
         accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_update: Callable[[], None] | None = None,
@@ -92,12 +111,14 @@ class TrainModel:
         Shares add up over `batch`, `cp` and `pp` (0 but on the last stage); tp ranks hold the same share.
         """
         self._tied.refresh()
-        return self._runner.forward_backward(*self._take_shard(batch), num_valid_tokens)
+        tokens, targets, positions, documents = self._take_shard(batch)
+        return self._runner.forward_backward(tokens, targets, positions, num_valid_tokens, **documents)
 
     def forward_loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, not divided; no gradients."""
         self._tied.refresh()
-        loss = self._runner.forward_loss(*self._take_shard(batch))
+        tokens, targets, positions, documents = self._take_shard(batch)
+        loss = self._runner.forward_loss(tokens, targets, positions, **documents)
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

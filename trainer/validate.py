@@ -12,6 +12,7 @@ from trainer.config.sections import Validation
 from trainer.data.datasets import open_dataset, open_mixture
 from trainer.data.index import HELD_OUT
 from trainer.data.loader import TokenLoader
+from trainer.data.sample import NO_DOCUMENTS, DocumentRules
 from trainer.data.samples import Weighted
 from trainer.data.text_index import Preparation
 from trainer.mesh import Meshes
@@ -39,6 +40,7 @@ class Validator:
         preparation: Preparation,
         *,
         pin_memory: bool = False,
+        documents: DocumentRules = NO_DOCUMENTS,
     ):
         batch, self._dims, self._model = meshes["batch"], meshes.dims, model
         self._num_batches = None if settings.steps == -1 else settings.steps
@@ -72,6 +74,7 @@ class Validator:
                     dp_degree=batch.size(),
                     seed=None,  # one pass, the same batches every time
                     pin_memory=pin_memory,
+                    documents=documents,
                 ),
             )
             for source in sources

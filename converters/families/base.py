@@ -208,6 +208,14 @@ def dense_block(args: ModelArgs, layer: int) -> Block:
 
 
 @dataclass(frozen=True, slots=True)
+class FlavorAttention:
+    """How the model of a flavor is trained, in torchtitan's words; the numbers of the model do not depend on it."""
+
+    attn_type: str = "sdpa"  # the kernel: sdpa, flex or varlen
+    attn_mask_type: str = "causal"  # block_causal: attention stays within a document
+
+
+@dataclass(frozen=True, slots=True)
 class Naming:
     """The names that a foreign naming gives a family's weights: invertible rules, and keys that are dropped."""
 
@@ -242,6 +250,7 @@ class Family:
     claims: Callable[[ModelArgs], bool] = _any
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
+    attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
 
     def blocks(self, args: ModelArgs) -> list[Block]:
         """Of every layer."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from converters.families.base import Family, ModelArgs, RopeScaling
+from converters.families.base import Family, FlavorAttention, ModelArgs, RopeScaling
 from converters.families.hf_config import llama_args_from_hf_config, llama_hf_config
 from converters.families.llama import LLAMA_NAMINGS, parameters
 from converters.families.llama2 import is_llama2
@@ -26,9 +26,20 @@ FLAVORS = {
     "405B": _args(16384, 126, 128, 8, ffn_hidden(16384, multiple_of=4096, multiplier=1.2)),
 }
 
+# torchtitan's, of the same numbers
+FLAVORS |= dict.fromkeys(("debugmodel_flex_attn", "debugmodel_varlen_attn"), FLAVORS["debugmodel"])
+FLAVORS |= dict.fromkeys(("8B_flex", "8B_varlen"), FLAVORS["8B"])
+_WITH_MASKS = {
+    "debugmodel_flex_attn": "flex",
+    "debugmodel_varlen_attn": "varlen",
+    "8B_flex": "flex",
+    "8B_varlen": "varlen",
+}
+
 LLAMA3 = Family(
     name="llama3",
     flavors=FLAVORS,
+    attention_of={name: FlavorAttention(kernel, "block_causal") for name, kernel in _WITH_MASKS.items()},
     parameters=parameters,
     namings=LLAMA_NAMINGS,
     args_from_hf_config=llama_args_from_hf_config,

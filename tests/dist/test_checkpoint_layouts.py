@@ -17,6 +17,8 @@ KEYS = {
     "dp_shard": "data_parallel_shard_degree",
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
 }
 
 
@@ -35,11 +37,15 @@ CASES = [
     Case(MeshShape(dp_replicate=2, dp_shard=2)),
     Case(MeshShape(dp_shard=3, tp=2)),  # 3 divides no dim of the model
     Case(MeshShape(pp=2, dp_shard=2), "debug_tied", {"pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    Case(MeshShape(dp_shard=2, tp=2, ep=2, etp=2), "qwen3/debug_moe_mixed"),
 ]
 SLOW_CASES = [
     Case(MeshShape(dp_shard=2, tp=2)),
     Case(MeshShape(dp_shard=2, cp=2), "debug_tied"),
     Case(MeshShape(pp=2, dp_shard=2, tp=2), "debug_tied"),
+    Case(MeshShape(dp_shard=4, ep=2), "qwen3/debug_moe_mixed"),
+    Case(MeshShape(dp_shard=8, tp=2, ep=4), "qwen3/debug_moe_mixed"),  # efsdp 4: two ranks have no expert
+    Case(MeshShape(dp_replicate=2, dp_shard=2, tp=2, ep=4), "qwen3/debug_moe_mixed"),
 ]
 
 
@@ -47,13 +53,18 @@ SLOW_CASES = [
 def sources(pools, data, tmp_path_factory):
     """Flavor → a step that two FSDP ranks saved."""
     made = {}
-    for flavor in ("debug_gqa", "debug_tied"):
-        dump = tmp_path_factory.mktemp(flavor)
+    for flavor in ("debug_gqa", "debug_tied", "qwen3/debug_moe_mixed"):
+        dump = tmp_path_factory.mktemp(flavor.replace("/", "_"))
         fsdp2 = {"data_parallel_shard_degree": 2}
-        config = runs.make_config(data, dump, flavor=flavor, steps=2, parallelism=fsdp2)
+        config = runs.make_config(data, dump, steps=2, model=_model(flavor), parallelism=fsdp2)
         assert pools[2].run(runs.run, config) == ["", ""]
         made[flavor] = dump / "checkpoint" / "step-2"
     return made
+
+
+def _model(flavor: str) -> dict[str, str]:
+    family, _, name = flavor.rpartition("/")
+    return {"name": family or "llama3", "flavor": name}
 
 
 def _boxes(step) -> dict[str, list[Box]]:
@@ -73,7 +84,11 @@ def _boxes(step) -> dict[str, list[Box]]:
 def test_loaded_and_saved_is_the_same_cut_for_the_mesh(pools, data, sources, tmp_path, case):
     source, copy, resharded = sources[case.flavor], tmp_path / "copy", tmp_path / "resharded"
     config = runs.make_config(
-        data, tmp_path, flavor=case.flavor, parallelism=case.parallelism, training={"global_batch_size": -1}
+        data,
+        tmp_path,
+        model=_model(case.flavor),
+        parallelism=case.parallelism,
+        training={"global_batch_size": -1},
     )
     progress = pools[case.mesh.world_size].run(runs.copy_step, config, source, copy)
     assert all(output.step == 2 for output in progress)

@@ -67,7 +67,16 @@ def plain(traffic):
     return {key: (found.calls, found.bytes) for key, found in traffic.items()}
 
 
+# A dry run receives as many rows as routing in turn sends
+BALANCED_EXPERTS = ["--model.name=qwen3", "--model.flavor=debug_moe", "--debug.moe_force_load_balance"]
 SLOW = [
+    [
+        *degrees(fsdp=2, tp=2),
+        "--parallelism.expert_parallel_degree=2",
+        "--parallelism.expert_tensor_parallel_degree=2",
+        "--activation_checkpoint.mode=full",
+        *BALANCED_EXPERTS,
+    ],
     [*degrees(cp=2, tp=2), "--model.flavor=debug_tied"],
     degrees(fsdp=2, tp=2),
     [*degrees(fsdp=2, pp=2), "--activation_checkpoint.mode=full"],
@@ -82,6 +91,7 @@ SLOW = [
         [*degrees(rep=2, pp=2), "--model.flavor=debug_tied"],
         [*degrees(rep=4, fsdp=1), "--training.global_batch_size=48"],
         [*degrees(fsdp=2, pp=2), "--model.name=qwen3", "--model.flavor=debug_moe_mixed"],
+        [*degrees(fsdp=2, tp=2), "--parallelism.expert_parallel_degree=2", *BALANCED_EXPERTS],
         *(pytest.param(words, marks=pytest.mark.slow) for words in SLOW),
     ],
     ids=lambda words: " ".join(w.split(".")[-1] for w in words if not w.endswith("=1")),

@@ -12,7 +12,21 @@ from converters.families.qwen3 import QWEN3
 from converters.manifest import read_manifest
 from converters.weights import open_native
 from tests.dist import runs
-from tests.dist.layouts import AOT_EAGER, BUDGET, CP, FULL, MICROBATCH, ONE_RANK, OP, PP, REPLICAS, SCHEDULE
+from tests.dist.layouts import (
+    AOT_EAGER,
+    BUDGET,
+    CP,
+    EP,
+    ETP,
+    FULL,
+    MICROBATCH,
+    ONE_RANK,
+    OP,
+    PP,
+    REPLICAS,
+    SCHEDULE,
+    TP,
+)
 from tests.dist.training import (
     EXPERTS,
     GLOBAL_BATCH,
@@ -28,14 +42,16 @@ from tests.dist.training import (
     train,
 )
 from trainer.checkpoints.arrays import as_tensor
+from trainer.mesh import local_part
 from trainer.models.qwen3.model import build_model as build_plain_model
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.context import head_tail_positions
+from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 
 STEPS, FEW_STEPS = 20, 5
-MIXED, EVERY = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe"
+MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
 
 CASES = [
@@ -46,6 +62,13 @@ CASES = [
     (Layout("cp 2", 2, {CP: 2}), MIXED),
     (Layout("pp 2, operations kept", 2, {PP: 2, MICROBATCH: 2}, sections={"activation_checkpoint": OP}), MIXED),
     (Layout("replicas 2", 2, {REPLICAS: 2}), MIXED),
+    # experts on several ranks: whole ones, of each token shard; slices; cut along their columns
+    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED),
+    (
+        Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}),
+        MIXED,
+    ),
+    (Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP}), OF_TWO),
 ]
 SLOW_CASES = [
     (Layout("fsdp 2", 2), EVERY),
@@ -57,10 +80,29 @@ SLOW_CASES = [
     (Layout("ZBVZeroBubble", 2, {PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"}), EVERY),
     (Layout("fsdp 2, offloaded", 2, training={"enable_cpu_offload": True}), EVERY),
     (Layout("fsdp 8", 8), EVERY),  # two ranks have no expert
+    (Layout("tp 2", 2, {TP: 2}), MIXED),
+    (Layout("fsdp 2 tp 2", 4, {TP: 2}), EVERY),
+    (Layout("ep 2", 2, {EP: 2}), EVERY),
+    (Layout("ep 2, accumulated", 2, {EP: 2}, training=TWICE), MIXED),
+    (Layout("ep 2, offloaded", 2, {EP: 2}, training={"enable_cpu_offload": True}), MIXED),
+    (Layout("ep 4", 4, {EP: 4}, sections={"activation_checkpoint": OP}), EVERY),
+    (Layout("ep 2 efsdp 2", 4, {EP: 2}), EVERY),
+    (Layout("fsdp 2 tp 2 ep 2", 4, {TP: 2, EP: 2}), MIXED),
+    (Layout("fsdp 2 tp 2 ep 4", 4, {TP: 2, EP: 4}), EVERY),
+    (Layout("cp 2 ep 2", 2, {CP: 2, EP: 2}), MIXED),
+    (Layout("tp 2 cp 2 ep 2 etp 2", 4, {TP: 2, CP: 2, EP: 2, ETP: 2}), MIXED),
+    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), MIXED),
+    (Layout("ep 2 pp 2, Interleaved1F1B", 4, {EP: 2, PP: 2, MICROBATCH: 2, SCHEDULE: "Interleaved1F1B"}), EVERY),
+    (Layout("ep 2 pp 2, ZBVZeroBubble", 4, {EP: 2, PP: 2, MICROBATCH: 1, SCHEDULE: "ZBVZeroBubble"}), MIXED),
+    (Layout("hsdp 2x2 ep 2", 4, {EP: 2, REPLICAS: 2}), MIXED),
+    (Layout("tp 2 ep 2 etp 2 pp 2", 8, {TP: 2, EP: 2, ETP: 2, PP: 2, MICROBATCH: 2}), MIXED),
 ]
 MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
 FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
 BUDGET_COMPILED = Layout("budget", 2, sections=BUDGET | {"compile": BUDGET["compile"] | {"components": ("model",)}})
+EP2_COMPILED = Layout("ep 2", 2, {EP: 2}, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
+TP2_EP2_COMPILED = Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}, sections={"compile": MODEL_ONLY})
+NEEDS_TORCH_2_13 = pytest.mark.skipif(not SHARDS_WITH_LAYER, reason="this torch nests FSDP modules in a layer")
 PP2_COMPILED = Layout("pp 2", 2, {PP: 2, MICROBATCH: 2}, sections={"compile": MODEL_ONLY})
 
 
@@ -86,7 +128,7 @@ class Routed:
                 return
             x_TD, bias_E = args
             with torch.no_grad():
-                scores_TE = (x_TD.float() @ router.gate.weight.float().T).softmax(-1) + bias_E
+                scores_TE = (x_TD.float() @ local_part(router.gate.weight).float().T).softmax(-1) + bias_E
                 best = scores_TE.topk(router.top_k + 1).values
             margin_T = best[:, -2] - best[:, -1]
             self.calls.setdefault(number, []).append((routes.ids_TK.sort(dim=-1).values, margin_T))
@@ -95,11 +137,12 @@ class Routed:
 
     def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Layer → ids [samples, positions, K] and margins [samples, positions] of this rank's tokens."""
-        cp, num_samples = self.model.meshes.dims.cp, GLOBAL_BATCH // self.model.meshes.dims.batch
+        dims = self.model.meshes.dims
+        num_ranks, num_samples = dims.cp * dims.tp, GLOBAL_BATCH // dims.batch  # that share a sequence
         taken = {}
         for number, calls in self.calls.items():
             wholes = [torch.cat(each) for each in zip(*calls, strict=True)]
-            taken[number] = tuple(whole.reshape(num_samples, SEQ_LEN // cp, -1).numpy() for whole in wholes)
+            taken[number] = tuple(whole.reshape(num_samples, SEQ_LEN // num_ranks, -1).numpy() for whole in wholes)
         self.calls.clear()
         return taken
 
@@ -117,6 +160,7 @@ def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool
         if dims.cp > 1
         else np.arange(SEQ_LEN)
     )
+    positions = positions.reshape(dims.tp, -1)[meshes["tp"].get_local_rank()]  # sequence parallelism
     routed = Routed(model) if sees_routes else None
     optimizer = build_optimizer(model.named_parameters(), config.optimizer)
     schedule = LRSchedule(optimizer, Curve.of(WARMUP_STEPS, warmup_steps=WARMUP_STEPS, decay_ratio=0.0))
@@ -216,6 +260,8 @@ def assert_trains_as_one_rank(one: dict, ranks: list[dict], flavor: str) -> None
                 agree, num_differing = False, int(differs.sum())
         loss = ranks[0]["steps"][step]["loss"]
         assert loss == pytest.approx(wanted["loss"], rel=1e-6 if agree else 1e-4), (step, num_differing)
+        if agree:
+            assert ranks[0]["steps"][step]["norm"] == pytest.approx(wanted["norm"], rel=1e-5), step
         for rank in ranks:
             assert rank["steps"][step]["loss"] == loss
             assert rank["steps"][step]["loads"] == ranks[0]["steps"][step]["loads"]
@@ -272,9 +318,12 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
     ("layout", "flavor", "num_graphs"),
     [
         (FSDP2_COMPILED, MIXED, 2),
-        *(pytest.param(layout, EVERY, 1, marks=pytest.mark.slow) for layout in (PP2_COMPILED, BUDGET_COMPILED)),
+        pytest.param(EP2_COMPILED, MIXED, 2, marks=NEEDS_TORCH_2_13),
+        pytest.param(PP2_COMPILED, EVERY, 1, marks=pytest.mark.slow),
+        pytest.param(BUDGET_COMPILED, EVERY, 1, marks=pytest.mark.slow),
+        pytest.param(TP2_EP2_COMPILED, EVERY, 1, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
     ],
-    ids=["fsdp 2", "pp 2", "budget"],
+    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2"],
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
@@ -285,6 +334,27 @@ def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, traine
             assert found["steps"][step]["loss"] == pytest.approx(one["steps"][step]["loss"], rel=1e-6)
             for fqn, bias in found["steps"][step]["biases"].items():
                 assert np.array_equal(bias, one["steps"][step]["biases"][fqn])
+
+
+def gradients_with_one_rank_idle(layout: Layout, flavor: str) -> tuple[dict[str, np.ndarray], set[int]]:
+    """Case: gradients where no token goes to the second half of the experts; the experts that were chosen."""
+    config, model = layout.config(flavor), build_model(layout, flavor)
+    for fqn, bias in model.state_dict().items():
+        if fqn.endswith("expert_bias"):
+            bias[len(bias) // 2 :] = -10.0
+    routed = Routed(model)
+    gradients = {fqn: g.numpy() for fqn, g in _gradients_of_a_step(model, config).items()}
+    chosen = {int(e) for ids, _ in routed.take().values() for e in ids.flatten()}
+    return gradients, chosen
+
+
+def test_a_rank_whose_experts_get_no_token_takes_part(pools):
+    ((wanted, chosen),) = pools[1].run(gradients_with_one_rank_idle, ONE_RANK, MIXED)
+    assert max(chosen) == 5
+    for found, _ in pools[2].run(gradients_with_one_rank_idle, Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), MIXED):
+        for fqn, gradient in found.items():
+            assert np.linalg.norm(gradient - wanted[fqn]) <= 1e-5 * np.linalg.norm(wanted[fqn]), fqn
+        assert not found["layers.1.moe.experts.w1"][6:].any()
 
 
 def biases_after_a_bad_step(implementation: str) -> list[tuple[bool, dict, dict]]:
@@ -340,6 +410,22 @@ def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_p
         assert record["dead_experts"] == sum(record[f"dead_experts/layer_{n}"] for n in range(4))
         flops = flops_per_token(args, num_parameters=QWEN3.num_active_parameters(args), seq_len=runs.SEQ_LEN)
         assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
+
+
+def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):
+    """Bit by bit in the same layout; in another from the same bits, with the same losses up to rounding."""
+    whole, same, other = tmp_path / "whole", tmp_path / "same", tmp_path / "other"
+    ep4 = {"parallelism": {EP: 4}, "training": {"local_batch_size": 1}}
+    ep2_tp2 = {"parallelism": {EP: 2, TP: 2}}
+    assert not any(pools[4].run(runs.run, config_of_a_run(data, whole, **ep4)))
+    expected = runs.read_losses(whole)
+    for dump, sections in ((same, ep4), (other, ep2_tp2)):
+        runs.begin_from(dump, whole, 2)
+        assert not any(pools[4].run(runs.run, config_of_a_run(data, dump, **sections)))
+        found = runs.read_losses(dump)
+        assert set(found) == {3, 4}
+        assert all(found[step] == pytest.approx(expected[step], rel=1e-6 if dump is other else 0) for step in found)
+    assert runs.differences(same / "checkpoint" / "step-4", whole / "checkpoint" / "step-4") == []
 
 
 def test_biases_stay_fp32_where_parameters_are_bf16(pools, data, tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from converters.convert import convert
 from converters.families.base import ModelArgs
-from converters.families.llama3 import LLAMA3
+from converters.families.qwen3 import Qwen3Args
+from converters.families.registry import get_family
 from converters.formats.base import OutputOptions
 from converters.layout import MeshShape
 from converters.model_info import ModelInfo, write_model_info
@@ -25,6 +27,7 @@ from trainer.optim.optimizer import build_optimizer, optimizer_state
 
 # Large tensors and few: torch looks around in each item's zip, 34 kB a time, which is nothing beside a real model's
 ARGS = ModelArgs(dim=256, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=32, ffn_hidden=1024, vocab_size=16384)
+EXPERTS = Qwen3Args(**asdict(ARGS), num_experts=8, experts_per_token=2, expert_hidden=512)
 LAYOUTS = [
     (Layout("fsdp 8", 8), MeshShape(dp_shard=8)),
     (Layout("fsdp 4 tp 2", 8, {"tensor_parallel_degree": 2}), MeshShape(dp_shard=4, tp=2)),
@@ -33,6 +36,11 @@ LAYOUTS = [
         MeshShape(dp_shard=2, tp=2, pp=2),
     ),
 ]
+EXPERT_LAYOUT = Layout(
+    "efsdp 2 ep 2 etp 2",
+    8,
+    {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "expert_tensor_parallel_degree": 2},
+)
 
 
 class _Counted(io.FileIO):
@@ -52,10 +60,10 @@ def counted_stream(self, path, mode):
         yield stream
 
 
-def load(layout: Layout, folder: Path, with_optimizer: bool) -> tuple[int, int, bool]:
+def load(layout: Layout, folder: Path, with_optimizer: bool, family: str = "llama3") -> tuple[int, int, bool]:
     """Case: bytes that this rank holds and bytes that stock dcp.load read for them; whether all values are right."""
-    config = layout.config("debug_gqa")
-    job = resolve_job(config, layout.world_size, args=ARGS)
+    config = layout.config(f"{family}/debug_gqa")
+    job = resolve_job(config, layout.world_size, args=EXPERTS if family == "qwen3" else ARGS)
     model = build(job, make_meshes(job.dims, "cpu"), torch.device("cpu"))
     model.initialize(0)
     state = dict(model.state_dict())
@@ -81,16 +89,20 @@ def value_of(name: str) -> float:
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory) -> Path:
+    return save_as_one_rank(tmp_path_factory.mktemp("one") / "step-1", ModelInfo("llama3", ARGS))
+
+
+def save_as_one_rank(folder: Path, info: ModelInfo) -> Path:
     """Weights and moments as one rank leaves them."""
-    folder = tmp_path_factory.mktemp("one") / "step-1"
-    shapes = {p.fqn: p.shape for p in LLAMA3.parameters(ARGS)}
-    state = {fqn: torch.full(shape, value_of(fqn)) for fqn, shape in shapes.items()}
+    parameters = get_family(info.family).parameters(info.args)
+    shapes = {p.fqn: p.shape for p in parameters if p.is_trained}
+    state = {p.fqn: torch.full(p.shape, value_of(p.fqn)) for p in parameters}
     for fqn, shape in shapes.items():
         names = {f"optimizer.state.{fqn}.{kind}": shape for kind in ("exp_avg", "exp_avg_sq")}
         names[f"optimizer.state.{fqn}.step"] = ()
         state |= {name: torch.full(size, value_of(name)) for name, size in names.items()}
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
-    write_model_info(folder, ModelInfo("llama3", ARGS))
+    write_model_info(folder, info)
     return folder
 
 
@@ -107,6 +119,15 @@ def test_ranks_read_what_they_hold(layout, mesh, one_file, pools, tmp_path):
         for held, read, right in pools[8].run(load, layout, tmp_path / name, with_optimizer):
             assert right
             assert read <= 1.3 * held, f"{name}: {read:,} bytes read for {held:,}"
+
+
+@pytest.mark.slow
+def test_ranks_read_the_experts_that_they_hold(pools, tmp_path):
+    whole = save_as_one_rank(tmp_path / "step-1", ModelInfo("qwen3", EXPERTS))
+    reshard(whole, tmp_path / "all", mesh=MeshShape(dp_shard=4, tp=2, ep=2, etp=2))
+    for held, read, right in pools[8].run(load, EXPERT_LAYOUT, tmp_path / "all", True, "qwen3"):
+        assert right
+        assert read <= 1.3 * held, f"{read:,} bytes read for {held:,}"
 
 
 def test_one_file_is_read_by_every_rank_whole(one_file, pools):

@@ -62,14 +62,19 @@ def _register_biased(name: str) -> None:
 
 
 def _register_experts() -> None:
-    """Qwen 3 with routers whose scores do not nearly tie, and with biases that are not 0 at first."""
-    trained = get_trainer_family("qwen3")
+    """Qwen 3 with routers whose scores do not nearly tie, and with biases that are not 0 at first.
+
+    `two_experts` has fewer than most layouts have ranks.
+    """
+    trained, family = get_trainer_family("qwen3"), get_family("qwen3")
+    of_two = {"num_experts": 2, "experts_per_token": 1, "normalize_weights": False}
+    flavors = {**family.flavors, "two_experts": replace(family.flavors["debug_moe_mixed"], **of_two)}
 
     def initial_distribution(parameter, args):
         drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1)}
         return drawn.get(parameter.role) or trained.initial_distribution(parameter, args)
 
-    families.register(replace(get_family("qwen3"), name=EXPERTS, hf_architectures=()))
+    families.register(replace(family, name=EXPERTS, flavors=flavors, hf_architectures=()))
     trained_families.register(EXPERTS, replace(trained, initial_distribution=initial_distribution))
 
 

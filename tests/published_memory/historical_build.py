@@ -22,16 +22,19 @@ import trainer.parallel.tensor
 from tests.published_memory.historical_modules import (
     LossOfLogits,
     composite_rms_norm,
+    grouped_qwen_attention,
     llama_attention,
     llama_freqs_cis,
     python_rms_norm,
     qwen_attention,
     qwen_rope_cache,
+    scatter_added_experts,
 )
 from tests.published_memory.history import HistoricalBuild
 from titan_tools.memory.trace.recorder import Recorder
 from trainer.config.sections import Compile, Optimizer, Training
 from trainer.loss.install import install_loss
+from trainer.models.moe import MoE
 from trainer.parallel.compile import compiles
 from trainer.train_model import TrainModel
 
@@ -49,7 +52,8 @@ def historical_build(build: HistoricalBuild, *, tp: int) -> Iterator[None]:
             (nn.RMSNorm, "forward", norm),
             (llama.Attention, "forward", llama_attention),
             (llama.RotaryAngles, "forward", qwen_rope_cache if build.norms_queries else llama_freqs_cis),
-            (qwen.QKNormAttention, "forward", qwen_attention),
+            (qwen.QKNormAttention, "forward", qwen_attention if build.repeats_keys else grouped_qwen_attention),
+            (MoE, "forward", scatter_added_experts),
             (trainer.build, "install_loss", partial(_install_loss, build)),
             (trainer.build, "apply_fsdp", _separate_groups if not build.has_ends_in_root else _ends_in_root(build)),
             (trainer.parallel.activation_checkpoint, "_kept_operations", _kept_operations),
@@ -110,7 +114,7 @@ def _install_loss(
     **settings: bool,
 ) -> None:
     """In place of trainer/loss/install.py's."""
-    if part.output is None:
+    if part.output is None or build.has_output_in_chunks:
         install_loss(part, training, compile, tp_mesh=tp_mesh, **settings)
         return
     loss = LossOfLogits(part.forward, tp_mesh, build)
@@ -126,7 +130,9 @@ def _kept_operations() -> frozenset:
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_flash_attention.default,
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
+            aten._scaled_dot_product_cudnn_attention.default,
             aten.max.default,
+            aten.topk.default,  # of experts alone
         }
     )
 

@@ -52,6 +52,17 @@ def qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Te
     return _attend(attention, *((each * cos) + (_rotate_halves(each) * sin) for each in (q, k)), v)
 
 
+def grouped_qwen_attention(attention: nn.Module, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+    """The same in v0.2.2: keys and values are not repeated for the queries that share them."""
+    q, k, v = (linear(x_BLD) for linear in (attention.wq, attention.wk, attention.wv))
+    q, k, v = (each.unflatten(-1, (-1, attention.head_dim)) for each in (q, k, v))
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    cos, sin = (part.unsqueeze(-2).to(q.dtype) for part in rotations.chunk(2, dim=-1))
+    q, k = ((each * cos) + (_rotate_halves(each) * sin) for each in (q, k))
+    out_BLNH = attention.inner_attention(q, k, v)
+    return attention.wo(out_BLNH.contiguous().flatten(-2))
+
+
 def llama_freqs_cis(rope: nn.Module, positions: Tensor) -> Tensor:
     """Its buffer: [L, 1, P], which FSDP casts to no other dtype."""
     angles = (positions.float().unsqueeze(-1) * rope.frequencies_P).unsqueeze(-2)
@@ -68,6 +79,26 @@ def qwen_rope_cache(rope: nn.Module, positions: Tensor) -> Tensor:
 def _rotate_halves(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def scatter_added_experts(moe: nn.Module, x_BLD: Tensor) -> Tensor:
+    """torchtitan/models/common/moe.py and token_dispatcher.py in mid-2026, on one rank: rows are not padded (#2774).
+
+    The router is in fp32 (#2389); rows are weighted in fp32, and added up in the model's dtype.
+    """
+    x_TD = x_BLD.flatten(0, 1)
+    router = moe.router
+    scores_TE = F.linear(x_TD.float(), router.gate.weight.float()).softmax(dim=-1)
+    ids_TK = (scores_TE + moe.expert_bias).topk(router.top_k, dim=-1, sorted=False).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    weights_N = (weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)).flatten()
+    order_N = ids_TK.flatten().argsort(stable=True)
+    tokens_N = order_N // router.top_k
+    counts_E = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, ids_TK, True).sum(dim=0)
+    out_ND = moe.experts(x_TD[tokens_N], counts_E.cumsum(dim=0, dtype=torch.int32))
+    weighted_ND = (out_ND.float() * weights_N[order_N].unsqueeze(-1)).type_as(out_ND)
+    index_ND = tokens_N.unsqueeze(-1).expand_as(weighted_ND)
+    return torch.zeros_like(x_TD).scatter_add(0, index_ND, weighted_ND).view_as(x_BLD)
 
 
 def _attend(attention: nn.Module, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:

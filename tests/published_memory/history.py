@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+from converters.families.base import Role
 from converters.families.registry import get_family
 from tests.published_memory.rows import MICROBATCH_OF_ONE, Row
 
@@ -29,6 +30,11 @@ NATIVE_NORM = "2025-03-19"
 CAST_IN_LOSS = "2024-10-23"
 # If the model is compiled, so is the loss: #642, until #755 disabled it (pytorch#143774); again since #1033
 LOSS_COMPILED = ((CAST_IN_LOSS, "2024-12-19"), ("2025-04-01", "9999"))
+
+# v0.2.2: grouped queries without copies of keys and values, cuDNN's attention before flash attention
+GROUPED_QUERIES = "2026-02-20"
+# #2937: chunks of the hidden states go through the output and the loss; earlier the loss read whole logits in chunks
+OUTPUT_IN_CHUNKS = "2026-04-10"
 
 # Tensor-parallel collectives recorded streams, which keeps their tensors until the GPU has caught up (#735,
 # pytorch#147168), unless TORCH_NCCL_AVOID_RECORD_STREAMS was set; by #1088 torch no longer recorded them. Asynchronous
@@ -52,6 +58,9 @@ class HistoricalBuild:
     has_wide_logits: bool  # the model itself ends in fp32
     num_logits_kept: int  # microbatches whose logits are kept until the next step's
     is_loss_compiled: bool
+    repeats_keys: bool  # and values, for each of the queries that share them
+    has_output_in_chunks: bool  # as ours, with `loss_chunks` 0
+    has_experts: bool  # routed and combined as torchtitan does
     gathers_keys: bool  # as torchtitan's context ranks do by default ("allgather"); their ring over them is not rebuilt
     is_floor: bool  # collectives kept buffers for a time that no trace shows
 
@@ -64,11 +73,13 @@ class HistoricalBuild:
             "groups: embeddings; norm, output": not (self.has_ends_in_root or self.has_tied_ends),
             "group: tied embeddings, norm, output": self.has_tied_ends and not self.has_ends_in_root,
             "last block not resharded": self.is_last_block_kept,
-            "plain loss": self.loss_chunks == 0 and not self.is_loss_compiled,
+            "plain loss": self.loss_chunks == 0 and not self.is_loss_compiled and not self.has_output_in_chunks,
             f"logits in {self.loss_chunks} chunks": self.loss_chunks > 0,
             "logits in fp32": self.has_wide_logits,
             "logits kept until the next step": self.num_logits_kept > 0,
             "compiled loss": self.is_loss_compiled,
+            "output and loss in chunks": self.has_output_in_chunks,
+            "experts combined by scatter_add": self.has_experts,
             "keys gathered, without the ring over them": self.gathers_keys,
             "no recorded streams, so a floor": self.is_floor,
         }
@@ -80,6 +91,8 @@ def build_of(row: Row) -> HistoricalBuild:
     is_old = row.date < SEPARATE_ENDS
     native = "composite" if row.date < FUSED_NORM else "fused"
     kind = row.norm or ("python" if row.date < NATIVE_NORM else "native")
+    chunks_output = row.loss.num_chunks > 0 and row.date >= OUTPUT_IN_CHUNKS
+    family = get_family(row.family)
     keeps = row.pp > 1 or row.date < LOGITS_DELETED  # a pipeline's last stage keeps all of its outputs
     return HistoricalBuild(
         norm=native if kind == "native" else kind,
@@ -88,7 +101,10 @@ def build_of(row: Row) -> HistoricalBuild:
         has_tied_ends=get_family(row.family).flavors[row.flavor].tied,
         # reshard "always" (#822) is for the last block too
         is_last_block_kept=is_old and row.reshard != "always",
-        loss_chunks=row.loss.num_chunks,
+        loss_chunks=0 if chunks_output else row.loss.num_chunks,
+        repeats_keys=row.date < GROUPED_QUERIES,
+        has_output_in_chunks=chunks_output,
+        has_experts=family.has_role(Role.ROUTER, family.flavors[row.flavor]),
         norms_queries=row.family == "qwen3",
         has_wide_logits=row.loss.has_wide_logits or row.date < CAST_IN_LOSS,
         num_logits_kept=keeps * (row.local_batch_size // microbatch_size(row) if row.pp > 1 else 1),
@@ -126,6 +142,8 @@ def settings_of(row: Row) -> tuple[str, ...]:
         }
     if row.pp > 1 and row.date < WEIGHTED_ENDS:
         settings["parallelism.module_fqns_per_model_part"] = json.dumps(_stages(row))
+    if build_of(row).has_output_in_chunks:
+        settings |= {"training.loss": "chunked", "training.loss_chunks": row.loss.num_chunks}
     if row.is_compiled:
         settings |= {
             "compile.enable": "true",

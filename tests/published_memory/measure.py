@@ -94,8 +94,12 @@ def _in_metric(row: Row, peak: Peak) -> int:
 def _traces(settings: tuple[str, ...], world_size: int, gpu: Gpu, build: HistoricalBuild) -> list[Trace]:
     """One per kind of pipeline rank."""
     job = resolve_job(load_config(settings[0], settings[1:]), world_size)
-    # flash attention, also on Hopper: torchtitan preferred cuDNN's on Blackwell only
-    kernels = replace(gpu_kernels(gpu), attention="flash", norm="fused" if build.norm == "fused" else "own")
+    # flash attention, also on Hopper: torchtitan preferred cuDNN's on Blackwell only, later everywhere
+    kernels = replace(
+        gpu_kernels(gpu),
+        attention="flash" if build.repeats_keys else "cudnn",
+        norm="fused" if build.norm == "fused" else "own",
+    )
     if gaps := [gap.reason for gap in trace_gaps(job.config, job.dims)]:
         raise UnsupportedError("no trace follows:" + list_offenders(gaps))
     # Of the pipeline ranks of a kind the first has the most microbatches in flight.

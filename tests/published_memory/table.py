@@ -92,10 +92,10 @@ Each row's run is traced as `titan train` would run it, on fake tensors, except 
 at the row's date, and replayed with the allocator that the run used. The differences follow from the row's columns
 alone (`tests/published_memory/history.py`) and are rebuilt in `historical_build.py`: norms, FSDP groups, rotary
 embedding, repeated key and value heads, plain loss on whole logits (torch's loss parallelism under TP), flash
-attention, optimizer states created by the first step, an output layer that float8 leaves in bf16, pipeline stages and
-microbatches. Nothing is fitted to a row. Not rebuilt: what NCCL's recorded streams kept under tensor parallelism
-before torch 2.8, where it was not asynchronous (such rows say ≥), and the ring that context ranks ran over the keys
-that they had gathered.
+attention, how experts' rows are combined, optimizer states created by the first step, an output layer that float8
+leaves in bf16, pipeline stages and microbatches. Nothing is fitted to a row. Not rebuilt: what NCCL's recorded streams
+kept under tensor parallelism before torch 2.8, where it was not asynchronous (such rows say ≥), and the ring that
+context ranks ran over the keys that they had gathered.
 
 """
 

@@ -32,12 +32,15 @@ def show(context: typer.Context, config: _Source, as_json: _Json = False) -> Non
     from titan_tools.console import note, print_json, table
     from trainer.config import show as shown
     from trainer.config.load import load_config
+    from trainer.job import derived_degrees
 
     loaded = load_config(config, context.args)
     if as_json:
         print_json(shown.as_json(loaded))
     else:
         table(shown.COLUMNS, shown.rows(loaded))
+    for line in derived_degrees(loaded.parallelism):
+        note(line)
     for line in shown.unread(loaded):
         note(f"not read: {line}")
 
@@ -78,6 +81,8 @@ def check(
         print_json(found | {"not_checked": open_points})
         return
     print(f"{config}: fine on {dims.world_size} rank{'s' if dims.world_size > 1 else ''} ({dims})")
+    if dims.ep > 1:
+        note(f"experts: {dims.of_experts}")
     for line in unread(loaded):
         note(f"not read: {line}")
     for line in open_points:

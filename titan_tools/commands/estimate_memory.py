@@ -30,6 +30,13 @@ def estimate_memory(
             help="classic or expandable (segments).  [default: that of PYTORCH_ALLOC_CONF, else expandable]",
         ),
     ] = None,
+    imbalance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F",
+            help="Expert parallelism: judge with F times the mean rows on the fullest rank.  [default: 1.5]",
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="PNG", help="Draw one step of the fullest rank, by part, to this file."),
@@ -64,6 +71,7 @@ def estimate_memory(
             world_size=world_size,
             gpu_text=gpu,
             allocator=allocator,
+            imbalance=imbalance,
             timeline=timeline,
             snapshot=snapshot,
             as_json=as_json,

@@ -10,6 +10,7 @@ from converters.errors import ConfigError, UnsupportedError, list_offenders
 from converters.replace_file import replacing
 from titan_tools.console import count, note, print_json
 from titan_tools.memory.allocator_settings import allocator_of_environment
+from titan_tools.memory.imbalance import JUDGED_IMBALANCE, imbalance_problems
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.trace.coverage import NotTraceable, trace_gaps
 from trainer.config.load import load_config
@@ -30,6 +31,7 @@ def estimate_from_command_line(
     gpu_text: str | None,
     as_json: bool,
     allocator: str | None = None,
+    imbalance: float | None = None,
     timeline: Path | None = None,
     snapshot: Path | None = None,
 ) -> int:
@@ -44,13 +46,14 @@ def estimate_from_command_line(
         problems.append(f"--allocator {allocator!r} is not one of {', '.join(ALLOCATORS)}")
     settings = load_config(config, overrides)
     problems += gpu_problems(settings, gpu)
-    job = _resolve(settings, world_size, problems)
+    job = _resolve(settings, world_size, problems, imbalance=imbalance)
     if world_size is None and settings.parallelism.data_parallel_shard_degree == -1:
         note(
             f"estimated for {count(job.dims.world_size, 'rank')}: parallelism.data_parallel_shard_degree = -1 uses all"
             " ranks, and --world-size N sets how many there are"
         )
     flags: dict[str, object] = {"--world-size": world_size, "--gpu": gpu_text, "--allocator": allocator}
+    flags["--imbalance"] = imbalance
     flags |= {"--timeline": timeline, "--snapshot": snapshot, "--json": as_json}
     if gaps := trace_gaps(settings, job.dims):
         nearest = {gap.keys[0]: gap.nearest for gap in gaps}
@@ -66,7 +69,12 @@ def estimate_from_command_line(
     from titan_tools.memory.verdict import EXIT_CODES
 
     try:
-        found = estimate(job, gpu=gpu, allocator=chosen or allocator_of_environment())
+        found = estimate(
+            job,
+            gpu=gpu,
+            allocator=chosen or allocator_of_environment(),
+            imbalance=JUDGED_IMBALANCE if imbalance is None else imbalance,
+        )
     except NotTraceable as error:
         error.tries = (same_command(config, overrides, flags=flags, changed=error.nearest),)
         raise
@@ -116,8 +124,8 @@ def _gpu(text: str | None) -> tuple[Gpu | None, list[str]]:
         return None, [f"{error.message}; {error.hint}; nearest: {' or '.join(error.tries)}"]
 
 
-def _resolve(config: Config, world_size: int | None, problems: list[str]) -> Job:
-    """The job. Raises ConfigError with `problems` and those of the layout."""
+def _resolve(config: Config, world_size: int | None, problems: list[str], *, imbalance: float | None) -> Job:
+    """The job. Raises ConfigError with `problems`, those of the layout and of the imbalance."""
     try:
         job = resolve_job(config, world_size)
     except ConfigError as error:
@@ -125,6 +133,7 @@ def _resolve(config: Config, world_size: int | None, problems: list[str]) -> Job
             raise
         found = [*problems, error.message + (f" ({error.hint})" if error.hint else "")]
         raise ConfigError("invalid arguments:" + list_offenders(found, most=50), tries=error.tries) from None
+    problems = problems + imbalance_problems(job, imbalance)
     if problems:
         raise ConfigError("invalid arguments:" + list_offenders(problems, most=50))
     return job

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from titan_tools.memory.constants import ENGINES_AGREE
@@ -11,10 +12,10 @@ from titan_tools.memory.formula.closed_form import peak_instant
 from titan_tools.memory.formula.coverage import formula_gaps
 from titan_tools.memory.formula.rank import Instant
 from titan_tools.memory.formula.run_shape import run_shape
+from titan_tools.memory.imbalance import JUDGED_IMBALANCE, worst_imbalance
 from titan_tools.memory.replay.allocator import AllocatorName
 from titan_tools.memory.replay.replay import Peak, Replayed, replay
 from titan_tools.memory.suggestions import Change, changes
-from titan_tools.memory.trace.coverage import refuse_experts
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels, gpu_kernels
 from titan_tools.memory.two_processes import run_in_child
@@ -53,8 +54,20 @@ class RankEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class UnevenEstimate:
+    """The fullest rank if its experts receive `imbalance` times the mean of all ranks, in every layer."""
+
+    imbalance: float
+    rank: RankEstimate
+    is_judged: bool  # by the verdicts
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
-    """Everything that is reported about a job, on the GPU type whose kernels were traced."""
+    """Everything that is reported about a job, on the GPU type whose kernels were traced.
+
+    Where memory depends on the router, tokens are spread evenly over the experts, but for `uneven` and the verdicts.
+    """
 
     job: Job
     ranks: tuple[RankEstimate, ...]
@@ -64,6 +77,7 @@ class Estimate:
     formula_gaps: tuple[str, ...]
     assumptions: tuple[str, ...]
     changes: tuple[Change, ...]  # that would save the most
+    uneven: tuple[UnevenEstimate, ...] = ()  # from balanced to the worst case, where memory depends on the router
 
     @property
     def allocator(self) -> AllocatorName:
@@ -85,12 +99,11 @@ class Estimate:
         return tuple(rank for rank in self.ranks if abs(rank.engines_differ_by or 0) > ENGINES_AGREE)
 
 
-def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate:
+def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: float = JUDGED_IMBALANCE) -> Estimate:
     """Peaks per pipeline rank of a job that a trace can follow. Without a GPU type, verdicts on all types.
 
-    Raises UnsupportedError for a mixture of experts.
+    `imbalance`: the rows that experts of the fullest rank receive over the mean of all ranks, in the verdicts.
     """
-    refuse_experts(job)
     run, traced_gpu, dims = run_shape(job), gpu or DEFAULT_GPU, job.dims
     gaps = formula_gaps(job)
     num_shared = len(communicators(dims))
@@ -112,14 +125,26 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
             None if gaps else peak_instant(run, pp_rank=pp_rank, gpu=traced_gpu),
         )
 
-    ranks, fullest = _all_ranks(job, gpu_kernels(traced_gpu), allocator, of_rank)
+    kernels, worst = gpu_kernels(traced_gpu), worst_imbalance(job)
+    ranks, fullest = _all_ranks(job, kernels, allocator, of_rank)
     other = replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")
+    judged_imbalance, judged, uneven = min(imbalance, worst), fullest, []
+    for factor in sorted({1.0, judged_imbalance, worst}) if worst > 1 else ():
+        found = (ranks, fullest)
+        if factor > 1:
+            # Only verdicts need what later steps reserve; the optimizer's states are there from the first one on
+            num_steps = 2 if factor == judged_imbalance else 1
+            uneven_kernels = replace(kernels, imbalance=factor)
+            found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps)
+        uneven.append(UnevenEstimate(factor, max(found[0], key=_fullness), factor == judged_imbalance))
+        if factor == judged_imbalance:
+            judged = found[1]
     num_fullest = num_communicators(max(ranks, key=_fullness).pp_rank)
     verdicts = [
         judge(
             candidate,
-            reserved_bytes=fullest.reserved_bytes,
-            trace=fullest.trace,
+            reserved_bytes=judged.reserved_bytes,
+            trace=judged.trace,
             allocator=allocator,
             num_communicators=num_fullest,
         )
@@ -139,7 +164,9 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName) -> Estimate
             num_communicators=num_fullest,
             uses_cp=dims.cp > 1,
             has_symmetric_memory=has_symmetric_memory,
+            imbalance=judged_imbalance if uneven else None,
         ),
+        uneven=tuple(uneven),
         changes=tuple(changes(job, traced_gpu)),
     )
 
@@ -148,20 +175,31 @@ OfRank = Callable[[int, Replayed], RankEstimate]
 
 
 def _all_ranks(
-    job: Job, kernels: Kernels, allocator: AllocatorName, of_rank: OfRank
+    job: Job,
+    kernels: Kernels,
+    allocator: AllocatorName,
+    of_rank: OfRank,
+    *,
+    alike: Sequence[RankEstimate] = (),
+    num_steps: int = 2,
 ) -> tuple[list[RankEstimate], Replayed]:
     """All pipeline ranks, and the trace of the fullest one; in two processes if there are several kinds of ranks.
 
     In one process where layers are compiled: that takes most of the time and memory, and is done once for all ranks.
+    `alike`: estimates of the ranks with other kernels: of each kind, only the fullest rank is looked at again.
     """
     kinds = kinds_of_ranks(job)
+    if alike:
+        fullness = {rank.pp_rank: _fullness(rank) for rank in alike}
+        kinds = [[max(kind, key=fullness.__getitem__)] for kind in kinds]
     mine, others = (kinds, []) if job.config.compile.enable else _two_shares(kinds)
+    traced = partial(traced_kinds, job, kernels=kernels, num_steps=num_steps)
     if not others:
         with _sharing_compiled_code(job.config):
-            ranks, fullest = _share(traced_kinds(job, mine, kernels=kernels), allocator, of_rank)
+            ranks, fullest = _share(traced(mine), allocator, of_rank)
         return ranks, fullest
-    with run_in_child(lambda: _share(traced_kinds(job, others, kernels=kernels), allocator, of_rank)) as child:
-        own = _share(traced_kinds(job, mine, kernels=kernels), allocator, of_rank)
+    with run_in_child(lambda: _share(traced(others), allocator, of_rank)) as child:
+        own = _share(traced(mine), allocator, of_rank)
         ranks, more = next(own), next(child)
         fullest = next(own if max(ranks, key=_fullness) is max(ranks + more, key=_fullness) else child)
         return ranks + more, fullest

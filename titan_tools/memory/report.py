@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from converters.layout import AXES, DEGREES
 from converters.sizes import GIB, format_bytes
 from titan_tools.console import count, table
 from titan_tools.memory.constants import ENGINES_AGREE, PARTS
-from titan_tools.memory.estimate import Estimate, RankEstimate
+from titan_tools.memory.estimate import Estimate, RankEstimate, UnevenEstimate
 from titan_tools.memory.replay.replay import Peak
 from titan_tools.memory.replay.timeline import draw_timeline
 from titan_tools.memory.trace.events import StepPoint
@@ -72,6 +73,9 @@ def show(found: Estimate) -> None:
     if peak.activations_by_module:
         print("\nActivations by module")
         table(("module", "GiB each", "GiB"), _module_rows(peak.activations_by_module))
+    if found.uneven:
+        print("\nThe fullest rank if its experts receive more rows than the mean of all ranks, GiB")
+        table(("rows over the mean", "pp rank", "allocated", "reserved", "nvidia-smi", ""), _uneven_rows(found))
     print("\nVerdict")
     table(
         ("GPU", "usable GiB", "needs GiB", "margin GiB", "verdict"),
@@ -144,7 +148,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
     per_rank = [_view(rank, rank.worst) for rank in found.ranks]
     return {
         "world_size": found.job.dims.world_size,
-        "mesh": {axis: getattr(found.job.dims, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")},
+        "mesh": {axis: getattr(found.job.dims, axis) for axis in (DEGREES if found.job.dims.ep > 1 else AXES)},
         "allocator": found.allocator,
         "per_rank": per_rank,
         "peak": {
@@ -168,7 +172,14 @@ def as_json(found: Estimate) -> dict[str, Any]:
             "agrees": None if found.formula_gaps else not found.disagreeing,
         },
         "assumptions": list(found.assumptions),
+        **({"uneven": [_uneven(each) for each in found.uneven]} if found.uneven else {}),
     }
+
+
+def _uneven(each: UnevenEstimate) -> dict[str, Any]:
+    view = _view(each.rank, each.rank.worst)
+    names = ("pp_rank", "allocated_gib", "reserved_gib", "nvidia_smi_gib", "peak_at")
+    return {"imbalance": each.imbalance, "is_judged": each.is_judged} | {name: view[name] for name in names}
 
 
 def gib(num_bytes: int) -> float:
@@ -223,6 +234,23 @@ def _rank_rows(ranks: Sequence[RankEstimate]) -> list[tuple[Any, ...]]:
             in_words(rank.worst.point),
         )
         for rank in ranks
+    ]
+
+
+def _uneven_rows(found: Estimate) -> list[tuple[Any, ...]]:
+    digits = _digits(max(each.rank.reserved_bytes for each in found.uneven))
+    worst = max(each.imbalance for each in found.uneven)
+    words = {1.0: "balanced: the tables above", worst: "the worst case: all tokens choose this rank's experts"}
+    return [
+        (
+            f"{each.imbalance:.4g}",
+            each.rank.pp_rank,
+            _gib(each.rank.worst.allocated_bytes, digits),
+            _gib(each.rank.reserved_bytes, digits),
+            "{:.1f} … {:.1f}".format(*each.rank.nvidia_smi_gib),
+            "; ".join(filter(None, (words.get(each.imbalance), "in the verdict" if each.is_judged else None))),
+        )
+        for each in found.uneven
     ]
 
 

@@ -68,9 +68,18 @@ def judge(gpu: Gpu, *, reserved_bytes: int, trace: Trace, allocator: AllocatorNa
 
 
 def assumptions_of(
-    gpu: Gpu, allocator: AllocatorName, *, num_communicators: int, uses_cp: bool, has_symmetric_memory: bool
+    gpu: Gpu,
+    allocator: AllocatorName,
+    *,
+    num_communicators: int,
+    uses_cp: bool,
+    has_symmetric_memory: bool,
+    imbalance: float | None = None,
 ) -> tuple[str, ...]:
-    """What an estimate assumes of a run on a GPU type, in sentences."""
+    """What an estimate assumes of a run on a GPU type, in sentences.
+
+    `imbalance`: what verdicts assume; None where memory does not depend on the router.
+    """
     import torch
 
     kernels = gpu.name if gpu.name in GPUS else DEFAULT_GPU.name  # of a GPU that is given by its GiB only
@@ -90,6 +99,12 @@ def assumptions_of(
         lines.append(
             "asynchronous tensor parallelism: symmetric memory of torch's own CUDA backend (TORCH_SYMMMEM not set), and"
             " two more cuBLAS workspaces, for the stream that multiplies every other piece"
+        )
+    if imbalance is not None:
+        lines.append(
+            "expert parallelism: tokens are spread evenly over the experts, but for the verdicts. They assume that the"
+            f" experts of the fullest rank receive {imbalance:g} times the mean of all ranks, in every layer at once"
+            " (--imbalance)"
         )
     if left_out := unmodelled_settings():
         lines.append(f"PYTORCH_ALLOC_CONF sets {', '.join(left_out)}, which is not modelled")

@@ -15,7 +15,7 @@ from converters.families.registry import all_families
 from trainer.config.command_line import read_overrides
 from trainer.config.custom_import import import_custom
 from trainer.config.preset import find_preset, preset_names
-from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_FLAVORS, REFUSED_VALUES
+from trainer.config.refused import REFUSED, REFUSED_EXTENSIONS, REFUSED_FAMILIES, REFUSED_VALUES
 from trainer.config.renamed import GONE, RENAMED, RENAMED_VALUES
 from trainer.config.sections import SECTION, Config
 from trainer.config.toml_file import Setting, read_toml
@@ -126,6 +126,9 @@ def problem_of(key: str, setting: Setting) -> str:
     except ValueError as allowed:
         items = setting.value if isinstance(setting.value, list) else [setting.value]
         now = [f"`{RENAMED_VALUES[key, i]}`" for i in items if isinstance(i, str) and (key, i) in RENAMED_VALUES]
+        reasons = [REFUSED_VALUES[key, i] for i in items if isinstance(i, str) and (key, i) in REFUSED_VALUES]
+        if reasons:
+            return f"{shown}: {'; '.join(reasons)}"
         return f"{shown}: " + (f"is called {' and '.join(now)} now" if now else f"must be {allowed}")
     refused = REFUSED.get(key)
     if refused and refused.harmless is not None and value not in refused.harmless:
@@ -180,9 +183,6 @@ def _model_problems(config: Config) -> list[str]:
             _no_such("model.name", model.name, families, config) + ", or be registered by experimental.custom_import"
         ]
     flavors = families[model.name].flavors
-    if (model.name, model.flavor) in REFUSED_FLAVORS and model.flavor not in flavors:
-        where = config.origins.get("model.flavor", DEFAULT)
-        return [f"{where}: model.flavor = {model.flavor!r}: {REFUSED_FLAVORS[model.name, model.flavor]}"]
     return [] if model.flavor in flavors else [_no_such("model.flavor", model.flavor, flavors, config)]
 
 

@@ -27,9 +27,9 @@ def _unread(kind: Any, switch: str) -> Refused:
 _WORKERS = "a background thread reads the next batch; there are no worker processes"
 _MX = 'model.converters = ["quantize.linear.mx"] or similar'
 _NO_EXPERTS = "its experts are not covered yet; of the models with experts, Qwen 3's are"
-_NO_EP = (
-    "each rank computes all experts: expert parallelism is not covered yet, and FSDP shards their weights; nearest: 1"
-)
+
+_NO_MX = "MXFP8 is not covered; quantize.linear.float8 is"
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 REFUSED: dict[str, Refused] = {
     "job.config_file": _only("", "the config file is the command's argument: titan train FILE"),
@@ -42,12 +42,12 @@ REFUSED: dict[str, Refused] = {
     "training.dataloader.persistent_workers": _unread(bool, "training.dataloader.num_workers"),
     "training.dataloader.prefetch_factor": _unread(int, "training.dataloader.num_workers"),
     "parallelism.pipeline_parallel_schedule_csv": _only("", "schedules from a CSV file are not covered"),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": _unread(bool, "parallelism.expert_parallel_degree"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": _unread(bool, f"{_SCHEDULE} = DualPipeV"),
     "parallelism.context_parallel_load_balancer": _only("headtail", "sequences are balanced head to tail"),
     "parallelism.context_parallel_rotate_method": _only("allgather", "keys and values are all-gathered"),
-    "parallelism.expert_parallel_degree": _only(1, _NO_EP),
-    "parallelism.expert_tensor_parallel_degree": _only(1, _NO_EP),
-    "parallelism.expert_parallel_comm_backend": _unread(str, "parallelism.expert_parallel_degree"),
+    "parallelism.expert_parallel_comm_backend": _only(
+        "standard", "rows are exchanged by all-to-all, without DeepEP's kernels"
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": _unread(bool, "fault_tolerance.enable"),
     "checkpoint.initial_load_in_hf_quantized": _only(False, "quantized weights are not covered yet"),
     "checkpoint.create_seed_checkpoint": _only(False, "run `titan seed CONFIG OUT`"),
@@ -78,11 +78,17 @@ REFUSED: dict[str, Refused] = {
     "validation.dataloader.prefetch_factor": _unread(int, "validation.dataloader.num_workers"),
 }
 
-_SCHEDULE = "parallelism.pipeline_parallel_schedule"
 REFUSED_VALUES: dict[tuple[str, str], str] = {
-    (_SCHEDULE, "DualPipeV"): "it is made for expert parallelism, not covered yet; ZBVZeroBubble has the same stages",
+    (
+        _SCHEDULE,
+        "DualPipeV",
+    ): "it overlaps two microbatches' exchanges of experts, which is not covered; ZBVZeroBubble has the same stages",
+    ("model.converters", "quantize.grouped_mm.float8"): "torchao's float8 of grouped products is a prototype; experts "
+    "compute in the training dtype, and quantize.linear.float8 converts the dense linear layers",
+    ("model.converters", "quantize.grouped_mm.mx"): _NO_MX,
+    ("model.converters", "quantize.linear.mx"): _NO_MX,
 }
-"""Values of supported keys that torchtitan allows and titan does not."""
+"""Values of supported keys that torchtitan allows and titan does not; of a list, its items."""
 
 REFUSED_FAMILIES: dict[str, str] = {
     "llama4": _NO_EXPERTS,
@@ -92,15 +98,6 @@ REFUSED_FAMILIES: dict[str, str] = {
     "llama3_ft": "TorchFT replica groups are not covered; the model is llama3",
 }
 """Values of model.name that torchtitan has."""
-
-_MASKS = "its attention needs masks by document, which are not covered; take the flavor without them"
-REFUSED_FLAVORS: dict[tuple[str, str], str] = {
-    ("llama3", "debugmodel_flex_attn"): _MASKS,
-    ("llama3", "debugmodel_varlen_attn"): _MASKS,
-    ("llama3", "8B_flex"): _MASKS,
-    ("llama3", "8B_varlen"): _MASKS,
-}
-"""Flavors of supported families that only torchtitan has."""
 
 _FLUX = "it belongs to Flux, which makes images; language models are covered"
 _TORCHFT = "it belongs to TorchFT's replica groups, which are not covered"

@@ -78,6 +78,9 @@ class Model:
     """Conversions of the model's modules, applied before it is parallelized."""
     print_after_conversion: bool = False
     """Print the model after these conversions."""
+    attn_type: Literal["flex", "varlen"] | None = None
+    """Kernel of attention within documents on a GPU; unset = the flavor's, else flex. Not in torchtitan, where it is a
+    number of the flavor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,14 @@ class Training:
     """Samples per step over all ranks; -1 = local_batch_size × data-parallel degree, larger = gradient accumulation."""
     seq_len: SeqLen = 2048
     """Tokens per sample."""
+    document_mask: Literal["none", "offsets", "eos"] | None = None
+    """Whether attention stays within a document. `offsets`: yes, by where the data's documents begin; positions restart
+    in each, and its last token has no target. `eos`: as torchtitan v0.2.2, a document ends with each end token;
+    positions go on, and the token after it is a target. `none`: attention sees all earlier tokens of the sample. Unset
+    = the flavor's: `offsets` where its attn_mask_type is block_causal, else `none`. Not in torchtitan."""
+    packing: Literal["concatenated", "best_fit"] = "concatenated"
+    """How documents become samples. `concatenated`: joined, and cut every seq_len tokens. `best_fit`: whole documents
+    side by side, then padding; longer ones are cut. It needs the mask `offsets`. Not in torchtitan."""
     max_norm: Annotated[float, Number(above=0)] = 1.0
     """Gradients are clipped to this global norm."""
     steps: Positive = 10000
@@ -203,6 +214,10 @@ class Parallelism:
     """Samples per microbatch; divides training.local_batch_size."""
     context_parallel_degree: Positive = 1
     """Ranks that share each sequence (context parallelism)."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that share the experts (expert parallelism): no more ranks, but those of dp_shard, cp and tp."""
+    expert_tensor_parallel_degree: Positive = 1
+    """With expert parallelism, ranks that share each expert's columns: 1, or tensor_parallel_degree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from converters.errors import ConfigError, DataError, UnsupportedError
 from trainer.data.index import open_index, read_vocab_size
 from trainer.data.kinds import C4, C4_VALIDATION, TEXT_KINDS, TOKENS, known_kinds
-from trainer.data.samples import TokenSource, Weighted, refuse_no_held_out
+from trainer.data.samples import TokenSource, Weighted, document_offsets, refuse_no_held_out
 from trainer.data.sources import JSON_LINES, PARQUET, TEXT, find_files, read_documents
 from trainer.data.streamed_text import C4_ON_THE_HUB, StreamedText, find_stream, stream_c4
 from trainer.data.text_index import Preparation, identity_of, index_text, refuse_no_tokenizer
@@ -67,11 +67,19 @@ def open_dataset(
     return source
 
 
-def check_dataset(name: str, path: str | None, *, split: str, vocab_size: int, tokenizer: Path) -> str:
-    """Raise as `open_dataset` does, without making an index or contacting the hub. Returns what was not checked."""
+def check_dataset(
+    name: str, path: str | None, *, split: str, vocab_size: int, tokenizer: Path, needs_offsets: bool = False
+) -> str:
+    """Raise as `open_dataset` does, without making an index or contacting the hub. Returns what was not checked.
+
+    `needs_offsets`: samples are made by where documents begin.
+    """
     path = _path_of(name, path)
     if name not in (C4, C4_VALIDATION) and (name not in TEXT_KINDS or not path):
-        refuse_no_held_out(open_dataset(name, path, vocab_size=vocab_size), split)
+        source = open_dataset(name, path, vocab_size=vocab_size)
+        refuse_no_held_out(source, split)
+        if needs_offsets:
+            document_offsets(source, split)
         return ""
     refuse_no_tokenizer(name, tokenizer)
     refuse_large_vocabulary(load_tokenizer(tokenizer).vocab_size, vocab_size, str(tokenizer))

@@ -11,6 +11,7 @@ from typing import Any
 from converters.errors import DataError
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import STATE_VERSION, refuse_other_position
+from trainer.data.sample import NO_DOCUMENTS, DocumentRules
 from trainer.data.samples import MixedSamples, SourceSamples, TokenSource, Weighted
 
 
@@ -33,15 +34,16 @@ class TokenLoader:
         dp_degree: int,
         seed: int | None,
         pin_memory: bool = False,
+        documents: DocumentRules = NO_DOCUMENTS,
     ):
         assert global_batch_size % dp_degree == 0, (global_batch_size, dp_degree)
         assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
         self._samples: MixedSamples | SourceSamples
         if isinstance(source, Sequence):
             assert seed is not None, "a mixture is endless"
-            self._samples = MixedSamples(source, split, seq_len=seq_len, seed=seed)
+            self._samples = MixedSamples(source, split, seq_len=seq_len, seed=seed, documents=documents)
         else:
-            self._samples = SourceSamples(source, split, seq_len=seq_len, seed=seed or 0)
+            self._samples = SourceSamples(source, split, seq_len=seq_len, seed=seed or 0, documents=documents)
         self._seed, self._pin_memory = seed, pin_memory
         self._global_batch_size = global_batch_size
         self._per_rank = global_batch_size // dp_degree
@@ -95,5 +97,5 @@ class TokenLoader:
         first = start + self._first
         if self._seed is None and start + self._global_batch_size > self.num_samples:
             return None
-        windows = [self._samples.at(place) for place in range(first, first + self._per_rank)]
-        return batch_of(windows, pin_memory=self._pin_memory)
+        samples = [self._samples.at(place) for place in range(first, first + self._per_rank)]
+        return batch_of(samples, pin_memory=self._pin_memory)

@@ -6,6 +6,7 @@ from typing import Any
 from converters.errors import DataError
 
 STATE_VERSION = 1
+BEST_FIT = "best_fit"  # before the seq_len of a fingerprint, where samples are packs of documents
 STREAMS = " streams"  # after their number, at the end of a stream's fingerprint; that of an index ends in its seq_len
 RESTART_DATA = "--checkpoint.exclude_from_loading dataloader"  # resume weights, restart the data
 
@@ -34,6 +35,14 @@ def _refuse_other_data(theirs: str, ours: str) -> None:
             f"the run was begun with {was}, and is to be resumed with {now}",
             hint="each stream has a part of the text to itself, and its own position in it",
             tries=[f"--training.dataset_streams {was.removesuffix(STREAMS)}", RESTART_DATA],
+        )
+    packed = f"/{BEST_FIT}"
+    if head and head != their_head and head.removesuffix(packed) == their_head.removesuffix(packed):
+        then = "best_fit" if their_head.endswith(packed) else "concatenated"
+        raise DataError(
+            f"the run was begun with training.packing = {then}, and is to be resumed with another one",
+            hint="other samples are made of the same documents, so the position says nothing about the new ones",
+            tries=[f"--training.packing {then}", RESTART_DATA],
         )
     if head and head == their_head:
         raise DataError(

@@ -1,8 +1,8 @@
 """The global order of samples of one source, or of several mixed by weight, with random access.
 
-A sample is a window of seq_len + 1 tokens at a fixed offset. Each source has an endless order, shuffled by Grain in
-every epoch. A mixture assigns indexes to its sources by arithmetic, as Grain's `MapDataset.mix` does, but with exact
-weights: after any number of samples each source has had its share, up to one sample per source.
+A sample is a window of seq_len + 1 tokens at a fixed offset, or a pack of documents. Each source has an endless order,
+shuffled by Grain in every epoch. A mixture assigns indexes to its sources by arithmetic, as Grain's `MapDataset.mix`
+does, but with exact weights: after any number of samples each source has had its share, up to one sample per source.
 """
 
 import logging
@@ -17,10 +17,17 @@ import xxhash
 
 from converters.errors import DataError
 from trainer.data.index import HELD_OUT
+from trainer.data.packing import BestFit, refuse_wrong_offsets
+from trainer.data.position import BEST_FIT
+from trainer.data.sample import NO_DOCUMENTS, DocumentRules, Sample, packed_sample, window_sample
 
 
 class TokenSource(Protocol):
-    """Token ids, one array per split (`train`, `held_out`); `fingerprint` changes when any id does."""
+    """Token ids, one array per split (`train`, `held_out`); `fingerprint` changes when any id does.
+
+    A source may also have `offsets(split)`, int64 [documents + 1]: where each document begins in `tokens`, and the end
+    of the last. Masks by documents need it.
+    """
 
     @property
     def fingerprint(self) -> str: ...
@@ -51,41 +58,94 @@ def refuse_no_held_out(source: TokenSource, split: str) -> None:
         )
 
 
+def document_offsets(source: TokenSource, split: str) -> np.ndarray:
+    """Where a source's documents begin, and the end of the last. Raises DataError where it does not say so."""
+    offsets = getattr(source, "offsets", None)
+    if offsets is None:
+        raise DataError(
+            "the data does not say where its documents begin, which training.document_mask = offsets needs",
+            hint="a registered dataset says it by a method offsets(split)",
+            tries=["--training.document_mask none", "--training.document_mask eos"],
+        )
+    found: np.ndarray = offsets(split)
+    refuse_wrong_offsets(found, len(source.tokens(split)))
+    return found
+
+
 class SourceSamples:
     """The samples of one source, in the order of `seed`."""
 
-    def __init__(self, source: TokenSource, split: str, *, seq_len: int, seed: int, number: int = 0):
+    def __init__(
+        self,
+        source: TokenSource,
+        split: str,
+        *,
+        seq_len: int,
+        seed: int,
+        number: int = 0,
+        documents: DocumentRules = NO_DOCUMENTS,
+    ):
         """`number` is the source's number in a mixture, so that sources of one size are shuffled differently."""
         self._tokens = source.tokens(split)
         refuse_no_held_out(source, split)
         self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
+        self._documents = documents
+        self._offsets = document_offsets(source, split) if documents.needs_offsets else None
+        self._packs: BestFit | None = None
         self.fingerprint = f"{source.fingerprint}/{split}/{seq_len}"
         self.num_samples = max(0, (len(self._tokens) - 1) // seq_len)
+        if documents.packing == "best_fit":
+            assert self._offsets is not None
+            self._packs = BestFit(self._offsets, seq_len)
+            self.fingerprint = f"{source.fingerprint}/{split}/{BEST_FIT}/{seq_len}"
+            self.num_samples = len(self._packs)
         self._order = _shuffled(self.num_samples, seed, number) if self.num_samples else ()
 
     def __str__(self) -> str:
         size = f"{len(self._tokens)} tokens, which is {self.num_samples} samples of {self._seq_len}"
         return f"the {self._split} part has {size}"
 
-    def at(self, place: int) -> np.ndarray:
-        """The window at a place of the order: seq_len + 1 ids. Raises DataError for one that the source denied."""
-        start = self._order[place] * self._seq_len
-        window = self._tokens[start : start + self._seq_len + 1]
-        largest = int(window.max())
+    def at(self, place: int) -> Sample:
+        """The sample at a place of the order. Raises DataError for a token id that the source denied."""
+        number = self._order[place]
+        if self._packs is not None:
+            return packed_sample([self._ids(*piece) for piece in self._packs.pieces(number)], self._seq_len)
+        start = number * self._seq_len
+        stop = start + self._seq_len + 1
+        return window_sample(self._ids(start, stop), self._begins_in(start, stop), self._documents)
+
+    def _ids(self, start: int, stop: int) -> np.ndarray:
+        ids = self._tokens[start:stop]
+        largest = int(ids.max())
         if largest >= self._vocab_size:
-            place = start + int(window.argmax())
+            place = start + int(ids.argmax())
             raise DataError(
                 f"token {place} of the {self._split} part has id {largest}, but the vocabulary has {self._vocab_size}"
             )
-        return window
+        return ids
+
+    def _begins_in(self, start: int, stop: int) -> np.ndarray | None:
+        """The places in a window where a document begins."""
+        if self._offsets is None:
+            return None
+        first, last = np.searchsorted(self._offsets, (start, stop))
+        return self._offsets[first:last] - start
 
 
 class MixedSamples:
     """The samples of several sources, each as often as its weight says."""
 
-    def __init__(self, mixture: Sequence[Weighted], split: str, *, seq_len: int, seed: int):
+    def __init__(
+        self,
+        mixture: Sequence[Weighted],
+        split: str,
+        *,
+        seq_len: int,
+        seed: int,
+        documents: DocumentRules = NO_DOCUMENTS,
+    ):
         parts = [
-            SourceSamples(part.source, split, seq_len=seq_len, seed=seed, number=number)
+            SourceSamples(part.source, split, seq_len=seq_len, seed=seed, number=number, documents=documents)
             for number, part in enumerate(mixture)
         ]
         pairs = zip(mixture, parts, strict=True)
@@ -100,7 +160,7 @@ class MixedSamples:
     def __str__(self) -> str:
         return f"the sources have {self.num_samples} samples"
 
-    def at(self, place: int) -> np.ndarray:
+    def at(self, place: int) -> Sample:
         part, place_in_part = place_in_mixture(place, self._shares)
         return self._parts[part].at(place_in_part)
 

@@ -14,6 +14,7 @@ from typing import Any
 from converters.errors import DataError
 from trainer.data.batch import Batch, batch_of
 from trainer.data.position import RESTART_DATA, STATE_VERSION, STREAMS, refuse_other_position
+from trainer.data.sample import NO_DOCUMENTS, DocumentRules, window_sample
 from trainer.data.tokenizer import Tokenizer
 from trainer.data.virtual_stream import FilesOfText, Position, VirtualStream
 
@@ -41,12 +42,13 @@ class StreamLoader:
         seed: int,
         on_each: Callable[[Callable[[], Any]], list[Any]],
         pin_memory: bool = False,
+        documents: DocumentRules = NO_DOCUMENTS,
     ):
         assert num_streams % dp_degree == global_batch_size % dp_degree == 0, (num_streams, global_batch_size)
         self._text, self._tokenizer = text, tokenizer
         self._fingerprint = f"{fingerprint}/{num_streams}{STREAMS}"
         self._num_streams, self._seed, self._seq_len = num_streams, seed, seq_len
-        self._on_each, self._pin_memory = on_each, pin_memory
+        self._on_each, self._pin_memory, self._documents = on_each, pin_memory, documents
         num_groups = math.gcd(global_batch_size, num_streams)  # of places in a batch, each with streams of its own
         self._places_per_group = global_batch_size // num_groups
         per_group = num_streams // num_groups
@@ -102,13 +104,13 @@ class StreamLoader:
 
     def _read(self, streams: Mapping[int, VirtualStream]) -> tuple[Batch, dict[int, Position]]:
         """This rank's next batch, and the positions of its streams after it."""
-        windows = []
+        samples = []
         for group in self._groups:
             for _ in range(self._places_per_group):
                 stream = min((streams[number] for number in group), key=lambda stream: stream.position.samples)
-                windows.append(stream.take(self._seq_len))
+                samples.append(window_sample(*stream.take(self._seq_len), self._documents))
         positions = {number: stream.position for number, stream in streams.items()}
-        return batch_of(windows, pin_memory=self._pin_memory), positions
+        return batch_of(samples, pin_memory=self._pin_memory), positions
 
 
 def _wait_for(future: Future[Any]) -> None:

@@ -58,6 +58,9 @@ class WholeText:
     def tokens(self, split: str) -> np.ndarray:
         return self.index.tokens(TRAIN)
 
+    def offsets(self, split: str) -> np.ndarray:
+        return self.index.offsets(TRAIN)
+
 
 def index_text(
     name: str,

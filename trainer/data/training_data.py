@@ -16,9 +16,11 @@ from trainer.chosen_model import tokenizer_folder
 from trainer.config.sections import Model, Training
 from trainer.data.batch import Batch
 from trainer.data.datasets import open_dataset, open_mixture, refuse_large_vocabulary
+from trainer.data.document_ends import with_end_token
 from trainer.data.index import TRAIN, digest_of
 from trainer.data.kinds import C4
 from trainer.data.loader import TokenLoader
+from trainer.data.sample import DocumentRules
 from trainer.data.samples import TokenSource, Weighted
 from trainer.data.stream_loader import StreamLoader
 from trainer.data.streamed_text import StreamedText, stream_c4
@@ -56,6 +58,7 @@ def train_loader(job: Job, meshes: Meshes, preparation: Preparation, *, group: d
         dp_degree=batch.size(),
         seed=job.seed,
         pin_memory=job.config.dataloader.pin_memory,
+        documents=job.documents,
     )
 
 
@@ -65,9 +68,11 @@ def open_training_data(
     *,
     vocab_size: int,
     on_each: Callable[[Callable[[], Any]], list[Any]],
+    documents: DocumentRules,
     **batches: Any,
 ) -> Loader:
     """`batches` are TokenLoader's arguments: batch size, this rank's part, seed."""
+    batches["documents"] = with_end_token(documents, preparation.tokenizer)
     if settings.dataset == C4:
         return _open_stream(settings, preparation, vocab_size=vocab_size, on_each=on_each, **batches)
     source: TokenSource | Sequence[Weighted]

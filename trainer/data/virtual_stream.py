@@ -50,11 +50,12 @@ class VirtualStream:
         """Fetch the first document. Far inside a file that takes seconds, so streams are opened side by side."""
         self._pending.append(next(self._documents))
 
-    def take(self, seq_len: int) -> np.ndarray:
-        """The next seq_len tokens and the one after them, which stays."""
+    def take(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next seq_len tokens and the one after them, which stays; and the places where a document begins."""
         while sum(len(ids) for _, ids in self._pending) <= seq_len:
             self._pending.append(next(self._documents))
         window = np.concatenate([ids for _, ids in self._pending])[: seq_len + 1]
+        ends = np.cumsum([len(ids) for _, ids in self._pending])
         left = seq_len
         while len(self._pending[0][1]) <= left:
             left -= len(self._pending.popleft()[1])
@@ -63,7 +64,7 @@ class VirtualStream:
             start = start._replace(token=start.token + left)
             self._pending[0] = start, ids[left:]
         self.position = start._replace(samples=self.position.samples + 1)
-        return window
+        return window, ends[ends <= seq_len]
 
     def _read(self, start: Position) -> Iterator[tuple[Position, np.ndarray]]:
         """Documents from a position on, each with the position of its first token here. Raises where there is none."""

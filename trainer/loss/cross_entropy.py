@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.batch import IGNORED
+from trainer.data.sample import IGNORED
 
 
 def cross_entropy_sum(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ def install_loss(
 ) -> None:
     """Make a part's `forward(x, positions)` a `forward(x, positions, targets)` that returns the summed loss, in fp32.
 
-    A part without the output projection returns its hidden states. Only `forward` is replaced, also the output
-    module's: FQNs do not change, and hooks of FSDP and tensor parallelism still run. Call it before FSDP or DDP wraps
-    the part. `chunk_tokens`: tokens of a chunk of the chunked loss. `tp_mesh` is None without tensor parallelism;
-    `all_forward_first` says that the pipeline schedule runs all forward passes before the first backward.
+    Both also take `documents`, if the model does. A part without the output projection returns its hidden states. Only
+    `forward` is replaced, also the output module's: FQNs do not change, and hooks of FSDP and tensor parallelism still
+    run. Call it before FSDP or DDP wraps the part. `chunk_tokens`: tokens of a chunk of the chunked loss. `tp_mesh` is
+    None without tensor parallelism; `all_forward_first` says that the pipeline schedule runs all forward passes before
+    the first backward.
     """
     if part.output is None:
         part.forward = partial(_pass_on, part.forward)  # type: ignore[method-assign]
@@ -86,20 +87,24 @@ def _of_whole_logits(loss_sum: LossSum) -> LossSum:
     return cast("LossSum", of_whole)
 
 
-Forward = Callable[[Tensor, Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
-def _pass_on(forward: Forward, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-    return forward(x, positions)
+def _pass_on(forward: Forward, x: Tensor, positions: Tensor, targets: Tensor, **documents: Tensor) -> Tensor:
+    return forward(x, positions, **documents)
 
 
-def _loss_of_logits(forward: Forward, loss_sum: LossSum, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
-    return loss_sum(forward(x, positions), targets)
+def _loss_of_logits(
+    forward: Forward, loss_sum: LossSum, x: Tensor, positions: Tensor, targets: Tensor, **documents: Tensor
+) -> Tensor:
+    return loss_sum(forward(x, positions, **documents), targets)
 
 
-def _loss_of_output(forward: Forward, chunked: ChunkedOutput, x: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
+def _loss_of_output(
+    forward: Forward, chunked: ChunkedOutput, x: Tensor, positions: Tensor, targets: Tensor, **documents: Tensor
+) -> Tensor:
     with chunked.given(targets):
-        loss = forward(x, positions)
+        loss = forward(x, positions, **documents)
     if loss.ndim:
         raise UnsupportedError(
             'training.loss = "chunked" needs a model whose forward ends with a call of its `output` module; this one'

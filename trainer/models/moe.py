@@ -1,7 +1,7 @@
-"""A mixture-of-experts feed-forward in plain PyTorch: `combine(experts(dispatch(x, route(x))))`.
+"""A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x))))`.
 
-No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; a dispatch that sends them to other
-ranks replaces it from outside. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
+No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; trainer/parallel/experts.py replaces it
+where experts are on other ranks. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
 
 Shape letters: T tokens, D model dim, E experts, K experts per token, F expert width, R = T * K rows in expert order.
 """
@@ -24,20 +24,24 @@ class Routes(NamedTuple):
     weights_TK: Tensor  # float32
 
 
-class Router(nn.Module):
-    """Chooses the experts with the largest score + bias. Weights are the scores alone: the bias only balances.
+class Gate(nn.Linear):
+    """The router's linear layer: float32, from input and weight as the training dtype has them."""
 
-    Everything is computed in float32, from input and gate weight as the training dtype has them.
-    """
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.linear(x_TD.float(), self.weight.float())
+
+
+class Router(nn.Module):
+    """Chooses the experts with the largest score + bias, in float32. Weights are scores alone: the bias balances."""
 
     def __init__(self, dim: int, experts: Experts):
         super().__init__()
         self.num_experts, self.top_k, self.normalize = experts.num, experts.top_k, experts.normalize
         self.forces_balance = False  # for measurements: experts in turn, whatever the scores
-        self.gate = nn.Linear(dim, experts.num, bias=False)
+        self.gate = Gate(dim, experts.num, bias=False)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor) -> Routes:
-        logits_TE = F.linear(x_TD.float(), self.gate.weight.float())
+        logits_TE: Tensor = self.gate(x_TD)
         scores_TE = logits_TE.softmax(dim=-1)
         if self.forces_balance:
             slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
@@ -69,6 +73,11 @@ class LocalDispatch(nn.Module):
         ends_E = torch.searchsorted(sorted_R, experts_E, right=True, out_int32=True)
         x_RD = _ToExperts.apply(x_TD, order_R, back_R, ids_TK.shape[1])  # type: ignore[no-untyped-call]
         return Dispatched(x_RD, ends_E, order_R, back_R)
+
+    def compute(self, experts: nn.Module, dispatched: Dispatched) -> Tensor:
+        """The experts' output of each row, in the order of the rows."""
+        out_RD: Tensor = experts(dispatched.x_RD, dispatched.ends_E)
+        return out_RD
 
     def combine(self, out_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
         """The weighted sum over each token's experts, best first, in float32."""
@@ -116,8 +125,13 @@ class GroupedExperts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(experts.num, experts.hidden, dim))
 
     def forward(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
-        hidden_RF = F.silu(grouped_product(x_RD, self.w1, ends_E)) * grouped_product(x_RD, self.w3, ends_E)
-        return grouped_product(hidden_RF, self.w2, ends_E)
+        return grouped_swiglu(x_RD, self.w1, self.w2, self.w3, ends_E)
+
+
+def grouped_swiglu(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """SwiGLU of each expert's rows."""
+    hidden_RF = F.silu(grouped_product(x_RD, w1_EFD, ends_E)) * grouped_product(x_RD, w3_EFD, ends_E)
+    return grouped_product(hidden_RF, w2_EDF, ends_E)
 
 
 class MoE(nn.Module):
@@ -140,7 +154,7 @@ class MoE(nn.Module):
         dispatched = self.dispatch(x_TD, ids_TK, len(self.expert_bias))
         if self.load_E is not None:
             weights_TK = _counted(weights_TK, dispatched.ends_E, self.load_E)
-        out_RD = self.experts(dispatched.x_RD, dispatched.ends_E)
+        out_RD = self.dispatch.compute(self.experts, dispatched)
         return self.dispatch.combine(out_RD, dispatched, weights_TK).view_as(x_BLD)
 
 

@@ -20,12 +20,14 @@ class TrainerFamily:
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
     stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
     Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
-    it on chunks of the tokens.
+    it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it
+    passes what `make_mask` makes of the documents to every inner attention.
     """
 
     build_model: "Callable[[ModelArgs], Transformer]"  # or a module with the same attributes
     tensor_plan: Callable[[Sequence[Parameter]], dict[str, TensorStyle]] = tensor_plan
     initial_distribution: Callable[[Parameter, ModelArgs], Distribution] = initial_distribution
+    takes_documents: bool = False
 
 
 def _build_llama3(args: ModelArgs) -> "Transformer":
@@ -40,11 +42,11 @@ def _build_qwen3(args: ModelArgs) -> "Transformer":
     return build_model(args)
 
 
-_LLAMA = TrainerFamily(_build_llama3)
+_LLAMA = TrainerFamily(_build_llama3, takes_documents=True)
 _FAMILIES = {
     "llama3": _LLAMA,
     "llama2": _LLAMA,  # the same computation with other numbers
-    "qwen3": TrainerFamily(_build_qwen3),
+    "qwen3": TrainerFamily(_build_qwen3, takes_documents=True),
 }
 
 

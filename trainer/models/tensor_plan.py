@@ -17,6 +17,7 @@ class TensorStyle(Enum):
     EMBEDDING = "rows of the vocabulary here; output becomes sequence shards"
     SEQUENCE_SHARDS = "weights replicated, works on sequence shards (norms)"
     HEADS = "weights replicated, works on the heads here: [B, L, heads, H]"
+    TOKENS = "weights replicated, works on the tokens of sequence shards: [T, D]"
     GATHER_SEQUENCE = "input sequence shards are gathered for the module"
     COLUMNS = "output features here"
     ROWS = "input features here; partial sums become sequence shards"
@@ -32,14 +33,18 @@ _STYLES: Mapping[Role, TensorStyle] = {
     Role.KV_COLUMN: TensorStyle.COLUMNS,
     Role.UP_COLUMN: TensorStyle.COLUMNS,
     Role.ROW: TensorStyle.ROWS,
+    Role.ROUTER: TensorStyle.TOKENS,
 }
 
 
 def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
-    """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one."""
+    """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one.
+
+    Experts have none: `trainer/parallel/experts.py` distributes them.
+    """
     plan: dict[str, TensorStyle] = {}
     for parameter in parameters:
-        if not parameter.is_bias:
+        if not parameter.is_bias and parameter.role in _STYLES:
             plan[parameter.module] = _STYLES[parameter.role]
         if parameter.input_group:
             plan[parameter.input_group] = TensorStyle.GATHER_SEQUENCE

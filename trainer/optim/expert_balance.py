@@ -37,9 +37,11 @@ class ExpertBalance:
         self._layers = [p.layer for p in listed if p.layer is not None]
         modules = {fqn: module for part in model.parts for fqn, module in part.named_modules()}
         self._held: dict[int, Any] = {row: modules[p.module] for row, p in enumerate(listed) if p.module in modules}
-        self._counts_LE = torch.zeros(len(listed), *sizes, dtype=torch.int64, device=device)
+        self.counts_LE = torch.zeros(len(listed), *sizes, dtype=torch.int64, device=device)
         for row, module in self._held.items():
-            module.load_E = self._counts_LE[row]
+            module.load_E = self.counts_LE[row]
+        rates = [[self._held[row].balance_rate if row in self._held else 0.0] for row in range(len(listed))]
+        self.rates_L1 = torch.tensor(rates, dtype=torch.float64, device=device)
 
     @staticmethod
     def of(model: TrainModel, *, device: torch.device | str) -> "ExpertBalance | None":
@@ -49,8 +51,8 @@ class ExpertBalance:
 
     def take(self) -> Tensor:
         """This rank's counts since the last call, float64 [L, E]. Rows of other pipeline stages are zero."""
-        counts_LE = self._counts_LE.double()
-        self._counts_LE.zero_()
+        counts_LE = self.counts_LE.double()
+        self.counts_LE.zero_()
         return counts_LE
 
     @torch.no_grad()
@@ -62,8 +64,10 @@ class ExpertBalance:
         """
         signs_LE = (counts_LE.mean(dim=1, keepdim=True) - counts_LE).sign()
         moves_LE = (signs_LE - signs_LE.mean(dim=1, keepdim=True)) * (1 - found_inf)
-        for row, module in self._held.items():
-            module.expert_bias.add_((module.balance_rate * moves_LE[row]).to(module.expert_bias))
+        moves_LE = (self.rates_L1 * moves_LE.to(self.rates_L1)).float()
+        if self._held:
+            biases = [module.expert_bias for module in self._held.values()]
+            torch._foreach_add_(biases, [moves_LE[row] for row in self._held])
 
     def loads(self, counts_LE: Tensor) -> Tensor:
         """Float64 [2L]: the largest count over the mean of each layer, then the number of experts without a token."""

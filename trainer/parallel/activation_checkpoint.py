@@ -96,7 +96,6 @@ def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callabl
     return checkpointed
 
 
-@cache
 def _kept_operations() -> frozenset[Any]:
     """Operations whose results are kept, as torchtitan keeps them; matrix products are handled separately.
 
@@ -105,14 +104,19 @@ def _kept_operations() -> frozenset[Any]:
     """
     import torch
 
+    from trainer.parallel.document_attention import document_attention_operations
+    from trainer.parallel.expert_exchange import EXCHANGES
+
     aten = torch.ops.aten
     return frozenset(
         {
+            *EXCHANGES,
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_cudnn_attention.default,
             aten._efficient_attention_forward.default,  # a context rank's, in fp32 on CUDA
+            *document_attention_operations(),
             torch.ops._c10d_functional.reduce_scatter_tensor.default,
             aten.max.default,  # float8's scales: one number each
             aten.topk.default,  # a recomputed score that differs in its last bit must not choose another expert

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from converters.families.base import ModelArgs
 from trainer.models.llama3.model import CausalAttention, Transformer
+from trainer.parallel.document_attention import PerDocumentAttention
 
 _HOPPER = 9
 _ELSEWHERE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -51,8 +52,8 @@ class WideAttention(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        out_BLNH: Tensor = self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float())
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, **mask: Any) -> Tensor:
+        out_BLNH: Tensor = self.inner(q_BLNH.float(), k_BLKH.float(), v_BLKH.float(), **mask)
         return out_BLNH.type_as(q_BLNH)
 
 
@@ -67,5 +68,5 @@ def widen_attention_on_cpu(parts: Sequence[Transformer], device: torch.device) -
         for layer in part.layers.values():
             attention: Any = getattr(layer, "attention", None)
             inner = getattr(attention, "inner_attention", None)
-            if type(inner) is CausalAttention:
+            if type(inner) is CausalAttention or type(inner) is PerDocumentAttention:
                 attention.inner_attention = WideAttention(inner)

@@ -31,7 +31,7 @@ def compile_problems(settings: Compile, *, schedule: str | None) -> list[str]:
 
 
 def compile_machine_problems(
-    settings: Compile, recompute: ActivationCheckpoint, device: torch.device, *, tp: int
+    settings: Compile, recompute: ActivationCheckpoint, device: torch.device, *, tp: int, ep: int = 1
 ) -> list[str]:
     """An unknown backend, a missing compiler, or a combination that this version of torch compiles wrongly."""
     if not settings.enable or not settings.components:
@@ -45,6 +45,14 @@ def compile_machine_problems(
     problems = []
     if backend == "inductor" and (reason := why_inductor_cannot(device)):
         problems.append(f"compile.backend = inductor: {reason}; nearest: --compile.backend aot_eager")
+    if compiles(settings, "model") and ep > 1:
+        from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
+
+        if not SHARDS_WITH_LAYER:
+            problems.append(
+                f"compile with expert parallelism needs torch 2.13, not {torch.__version__}: before it FSDP's hooks on"
+                ' experts are inside of a layer; nearest: compile.components = ["loss"]'
+            )
     if compiles(settings, "model") and tp > 1 and _confuses_saved_tensors(recompute, device):
         problems.append(
             "activation_checkpoint of whole layers, compile and tensor parallelism: this torch, on a CPU, mixes up the"

@@ -5,16 +5,19 @@ masked. Sequences are split into 2·cp chunks and rank r holds chunks r and 2·c
 compute the same number of (query, key) pairs although attention is causal. Works with gloo and NCCL.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.parallel.shards import gather_shards
+
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
+    from trainer.parallel.document_attention import DocumentAttention
 
 
 def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.device | str = "cpu") -> Tensor:
@@ -23,33 +26,9 @@ def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.devic
     return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
 
-# torch 2.13 renamed both and warns about the old names
-_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _GatherShards(torch.autograd.Function):
-    """All ranks' tensors, concatenated along dim 0. Backward reduce-scatters the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        # The functional collective: activation checkpointing can save the result of an operation, but not a buffer that
-        # an operation has filled.
-        gathered: Tensor = funcol.wait_tensor(_all_gather(x.contiguous(), 0, group))  # type: ignore[no-untyped-call]
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = gradient.new_empty(gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:])
-        _reduce_scatter(own, gradient.contiguous(), group=ctx.group)
-        return own, None
-
-
 def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All ranks' head-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
-    gathered: Tensor = _GatherShards.apply(x_BLKH, group)  # type: ignore[no-untyped-call]
-    shards = gathered.chunk(dist.get_world_size(group))
+    shards = gather_shards(x_BLKH, group).chunk(dist.get_world_size(group))
     heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
     return torch.cat((*heads, *reversed(tails)), dim=1)
 
@@ -61,20 +40,40 @@ class ContextParallelAttention(nn.Module):
     outside the causal triangle's bounding box is computed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, uses_cudnn: bool = False):
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        uses_cudnn: bool = False,
+        masked: "Callable[[], DocumentAttention] | None" = None,
+    ):
         super().__init__()
-        self.group, self.uses_cudnn = group, uses_cudnn
+        self.group, self.uses_cudnn, self.masked = group, uses_cudnn, masked and masked()
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    def make_masks(self, documents_BS: Tensor) -> tuple[Any, Any]:
+        """The masks of head and tail; each sees the keys up to its own end."""
+        assert self.masked is not None
+        chunk_len = documents_BS.shape[1] // (2 * self.cp)
+        head, tail = ((chunk + 1) * chunk_len for chunk in (self.rank, 2 * self.cp - 1 - self.rank))
+        return tuple(self.masked.make_mask(documents_BS[:, :end], num_queries=chunk_len) for end in (head, tail))
+
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Any, Any] | None = None) -> Tensor:
         kv_BSKH = gather_sequence(torch.cat((k_BLKH, v_BLKH), dim=-1), self.group)  # in one message
         k_BSKH, v_BSKH = kv_BSKH.chunk(2, dim=-1)
         chunk_len = q_BLNH.shape[1] // 2
         attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
-        for q_BCNH, chunk in zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True):
+        # Cut once: each cut would have a whole gradient in backward
+        halves = zip(q_BLNH.chunk(2, dim=1), (self.rank, 2 * self.cp - 1 - self.rank), strict=True)
+        for half, (q_BCNH, chunk) in enumerate(halves):
             end = (chunk + 1) * chunk_len
-            outputs.append(attend(q_BCNH, k_BSKH[:, :end], v_BSKH[:, :end]))
+            k_BEKH, v_BEKH = k_BSKH[:, :end], v_BSKH[:, :end]
+            if self.masked is None:
+                outputs.append(attend(q_BCNH, k_BEKH, v_BEKH))
+            else:
+                assert mask is not None
+                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half]))
         return torch.cat(outputs, dim=1)
 
 
@@ -187,8 +186,16 @@ def cudnn_backward(
     return found
 
 
-def apply_cp(model: "Transformer", group: dist.ProcessGroup, *, uses_cudnn: bool = False) -> None:
-    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel."""
+def apply_cp(
+    model: "Transformer",
+    group: dist.ProcessGroup,
+    *,
+    uses_cudnn: bool = False,
+    masked: "Callable[[], DocumentAttention] | None" = None,
+) -> None:
+    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel; `masked`: with this one."""
     for layer in model.layers.values():
         attention: Any = layer.attention
-        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn)
+        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn, masked=masked)
+    if masked is not None:
+        model.make_mask = ContextParallelAttention(group, masked=masked).make_masks

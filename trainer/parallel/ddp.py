@@ -39,18 +39,23 @@ class Replicated:
             parameter.register_post_accumulate_grad_hook(self._sum_gradient)  # type: ignore[no-untyped-call]
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        num_valid_tokens: Tensor | float,
+        **documents: Tensor,
     ) -> Tensor:
         self._take_own_share()
-        loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens)
+        loss = self._runner.forward_backward(tokens, targets, positions, num_valid_tokens, **documents)
         for waiting in self._sums:
             waiting.wait()
         self._sums.clear()
         self._is_summed = not self._is_accumulating
         return loss
 
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
-        return self._runner.forward_loss(tokens, targets, positions)
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
+        return self._runner.forward_loss(tokens, targets, positions, **documents)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

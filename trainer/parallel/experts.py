@@ -8,11 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.families.base import Experts, Family, ModelArgs, Role
-from converters.layout import MeshShape
+from converters.layout import MeshShape, expert_mesh_problems
 from trainer.config.sections import Config
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
+
+
+_KEYS = {
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
+}
 
 
 def has_experts(family: Family, args: ModelArgs) -> bool:
@@ -31,19 +38,16 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
     """Settings that a model with experts, or one without them, cannot be combined with."""
     rate = config.training.expert_balance_rate
     mixtures = {b.feed_forward for b in family.blocks(args) if isinstance(b.feed_forward, Experts)}
+    problems = [
+        f"parallelism.{_KEYS[degree]} = {getattr(dims, degree)} {text}"
+        for degree, text in expert_mesh_problems(dims, family, args)
+    ]
     if not has_experts(family, args):
-        problems = []
         if config.debug.moe_force_load_balance:
             problems.append("debug.moe_force_load_balance = true, but the model has no experts; nearest: false")
         if rate is not None:
             problems.append(f"training.expert_balance_rate = {rate}, but the model has no experts; nearest: unset")
         return problems
-    problems = []
-    if dims.tp > 1:
-        problems.append(
-            f"parallelism.tensor_parallel_degree = {dims.tp}: tensor parallelism of experts is not supported yet;"
-            " nearest: 1, with FSDP (data_parallel_shard_degree), context or pipeline parallelism"
-        )
     if config.checkpoint.last_save_in_hf and any(balance_rate(config, m.balance_rate) for m in mixtures):
         problems.append(
             "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"

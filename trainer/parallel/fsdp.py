@@ -6,7 +6,7 @@ torch is imported inside functions, so that settings are checked without it.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.layout import MeshShape
 from trainer.config.sections import Float8, Parallelism, Training
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from trainer.models.llama3.model import Transformer
+    from trainer.parallel.expert_shards import ShardedExperts
 
 
 def is_fsdp(training: Training, parallelism: Parallelism, float8: Float8, dims: MeshShape) -> bool:
@@ -58,6 +59,7 @@ def apply_fsdp(
     model: Transformer,
     mesh: DeviceMesh,
     *,
+    experts: ShardedExperts | None = None,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
@@ -67,7 +69,7 @@ def apply_fsdp(
     """Shard a model (or stage) over `mesh`; a 2-d mesh replicates over its first axis (HSDP).
 
     Gradients are summed, not averaged: the loss was already divided by the token count of all ranks. `reshard_last` is
-    for norm and output, which backward needs first.
+    for norm and output, which backward needs first. `experts`: how those are sharded where the mesh is another one.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -78,7 +80,11 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload_to_cpu else OffloadPolicy()
 
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
-        fully_shard(modules, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=reshard)
+        options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard}
+        if experts is not None:
+            experts.shard(modules, mesh, options)
+        else:
+            fully_shard(modules, mesh=mesh, **options)
 
     ends = [m for m in (model.norm, model.output) if m is not None]
     if model.args.tied and model.tok_embeddings is not None and model.output is not None:

@@ -109,23 +109,29 @@ class Pipeline:
         return loss_sum / self.num_valid_tokens
 
     def forward_backward(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor, num_valid_tokens: Tensor | float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor,
+        num_valid_tokens: Tensor | float,
+        **documents: Tensor,
     ) -> Tensor:
         """Run all microbatches; returns the loss on ranks with the last stage, 0 elsewhere."""
         self.num_valid_tokens = num_valid_tokens
         losses: list[Tensor] = []
+        # Every stage needs those of each microbatch
+        given = {"positions": positions.expand(tokens.shape[0], -1), "targets": targets} | documents
         self.schedule.step(
             *((tokens,) if 0 in self.parts else ()),
             target=targets if self.holds_last else None,
             losses=losses if self.holds_last else None,
-            positions=positions.expand(tokens.shape[0], -1),  # every stage needs the positions
-            targets=targets,
+            **given,
             return_outputs=False,
         )
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     @torch.no_grad()
-    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+    def forward_loss(self, tokens: Tensor, targets: Tensor, positions: Tensor, **documents: Tensor) -> Tensor:
         """The summed loss of a batch on ranks with the last stage, 0 elsewhere; forward only, no logits are kept.
 
         All ranks compute one microbatch of a stage, then exchange results. What a rank sends and receives is one batch:
@@ -134,13 +140,16 @@ class Pipeline:
         """
         total = torch.zeros((), device=self.device)
         own, ranks, last = dist.get_rank(self.group), self.split.ranks, self.split.num_stages - 1
-        samples = [torch.split(each, self.microbatch.size) for each in (tokens, targets)]
-        inputs = {(0, number): each for number, each in enumerate(samples[0])}  # by stage and microbatch
-        for computed in forward_order(ranks, len(samples[0])):
+        samples = torch.split(tokens, self.microbatch.size)
+        split = {"targets": targets, **documents} | ({"positions": positions} if positions.ndim == 2 else {})
+        others = {name: torch.split(each, self.microbatch.size) for name, each in split.items()}
+        inputs = {(0, number): each for number, each in enumerate(samples)}  # by stage and microbatch
+        for computed in forward_order(ranks, len(samples)):
             messages = []
             if own in computed:
                 stage, number = computed[own]
-                result = self.parts[stage](inputs.pop(computed[own]), positions, samples[1][number])
+                own_others = {"positions": positions} | {name: each[number] for name, each in others.items()}
+                result = self.parts[stage](inputs.pop(computed[own]), **own_others)
                 if stage == last:
                     total += result
             for rank, (stage, number) in computed.items():
@@ -154,7 +163,7 @@ class Pipeline:
                         dist.P2POp(dist.isend, result.contiguous(), group=self.group, group_peer=ranks[stage + 1])
                     )
                 else:
-                    inputs[following] = self.microbatch.hidden_like(samples[0][number])
+                    inputs[following] = self.microbatch.hidden_like(samples[number])
                     messages.append(dist.P2POp(dist.irecv, inputs[following], group=self.group, group_peer=rank))
             for sent in dist.batch_isend_irecv(messages) if messages else ():
                 sent.wait()

@@ -53,6 +53,8 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
         case TensorStyle.HEADS:
             # torch's style for replicated weights over any sharded dim; it sums their gradients over the ranks
             return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
+        case TensorStyle.TOKENS:
+            return SequenceParallel(sequence_dim=0, use_local_output=True)
         case TensorStyle.GATHER_SEQUENCE:
             return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())
         case TensorStyle.COLUMNS:

@@ -69,6 +69,44 @@ def test_every_rank_holds_what_dtensor_says(mesh):
             dist.destroy_process_group()
 
 
+EXPERT_MESHES = [
+    MeshShape(dp_shard=4, ep=2),
+    MeshShape(dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4),
+    MeshShape(dp_shard=4, tp=2, ep=2, etp=2),
+    MeshShape(dp_shard=8, ep=2),
+    MeshShape(dp_shard=6, tp=2, ep=4),
+]
+
+
+@pytest.mark.parametrize("num_experts", [4, 12])
+@pytest.mark.parametrize("mesh", EXPERT_MESHES, ids=str)
+def test_every_rank_holds_the_experts_that_dtensor_says(mesh, num_experts):
+    """FSDP's real placements on (dp_replicate, efsdp, ep, etp): EP cuts experts first, FSDP inside, or along dim 1."""
+    sizes_of = (mesh.world_size // mesh.efsdp // mesh.ep // mesh.etp, mesh.efsdp, mesh.ep, mesh.etp)
+    for rank in range(mesh.world_size):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=mesh.world_size)
+        try:
+            device_mesh = init_device_mesh("cpu", sizes_of, mesh_dim_names=("dp_replicate", "efsdp", "ep", "etp"))
+            for tp_dim, shape in ((1, (num_experts, 48, 20)), (2, (num_experts, 24, 48))):
+                if mesh.efsdp * mesh.ep > num_experts:
+                    fsdp = _StridedShard(1, split_factor=mesh.etp) if tp_dim == 1 and mesh.etp > 1 else Shard(1)
+                    shape = (num_experts, 48, 48)
+                else:
+                    fsdp = _StridedShard(0, split_factor=mesh.ep)
+                placements = (Replicate(), fsdp, Shard(0), Shard(tp_dim))
+                sizes, offsets = compute_local_shape_and_global_offset(shape, device_mesh, placements)
+                parameter = Parameter("experts.w1", shape, Role.EXPERT_COLUMN, tp_dim, expert_dim=0)
+                box = local_box(parameter, mesh, rank)
+                assert (box and box.sizes) == (tuple(sizes) if math.prod(sizes) else None)
+                assert (box and box.offsets) == (tuple(offsets) if math.prod(sizes) else None)
+                at = mesh.coordinates(rank)
+                assert (at.ep, at.etp) == tuple(device_mesh.get_coordinate()[2:])
+                files = boxes_for_mesh([parameter], mesh, itemsizes={"experts.w1": 4}, stages=[["experts"]])
+                assert covers(shape, [b for boxes in files.values() for _, b in boxes])
+        finally:
+            dist.destroy_process_group()
+
+
 def test_coordinates_are_torch_s_rank_order():
     mesh = MeshShape(pp=2, dp_replicate=3, dp_shard=2, cp=2, tp=4)
     ranks = torch.arange(mesh.world_size).view(2, 3, 2, 2, 4)

@@ -25,8 +25,8 @@ def test_a_job_of_512_ranks_is_reported_on_one(train, tmp_path):
     done = train("debug", "--dry-run", *words, "--json")
     assert done.returncode == 0, done.stderr
     message = json.loads(done.stdout)
-    assert message["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2}
-    assert message["coordinates"] == {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
+    assert message["mesh"] == {"pp": 2, "dp_replicate": 1, "dp_shard": 128, "cp": 1, "tp": 2, "ep": 1, "etp": 1}
+    assert message["coordinates"] == {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1, "ep": 0, "etp": 1}
     assert message["stages"] == {"1": ["layers.2", "layers.3", "norm", "output"]} and message["num_stages"] == 2
     assert (message["samples_per_step"], message["tokens_per_step"], message["steps"]) == (512, 512 * 256, 3)
     traffic = {(t["axis"], t["kind"]): t["calls"] for t in message["collectives"]}

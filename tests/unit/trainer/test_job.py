@@ -167,17 +167,53 @@ def test_streams_that_cannot_be_dealt_are_reported_with_a_number_that_can():
 MOE = Model(name="qwen3", flavor="debug_moe")
 
 
-def test_experts_are_not_sharded_by_tensor_parallelism_and_their_bias_is_not_exported():
-    degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "pipeline_parallel_degree": 2}
+def test_the_bias_of_experts_is_not_exported():
+    degrees = {"context_parallel_degree": 2, "pipeline_parallel_degree": 2}
     config = Config(
         model=MOE, parallelism=Parallelism(**degrees), checkpoint=Checkpoint(enable=True, last_save_in_hf=True)
     )
     with pytest.raises(ConfigError) as raised:
-        resolve_job(config, 8)
-    assert "tensor_parallel_degree = 2: tensor parallelism of experts is not supported yet" in raised.value.message
+        resolve_job(config, 4)
     assert "last_save_in_hf: Hugging Face's models have no place for moe.expert_bias" in raised.value.message
-    without_tp = replace(config, parallelism=Parallelism(**degrees | {"tensor_parallel_degree": 1}))
-    resolve_job(replace(without_tp, training=Training(expert_balance_rate=0)), 8)
+    resolve_job(replace(config, training=Training(expert_balance_rate=0)), 4)
+
+
+def test_degrees_that_do_not_divide_experts_are_reported_at_once_with_those_that_do():
+    degrees = {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 3}
+    wrong = {"expert_parallel_degree": 5, "expert_tensor_parallel_degree": 2}
+    with pytest.raises(ConfigError) as raised:
+        resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees, **wrong)), 12)
+    assert "expert_tensor_parallel_degree = 2 is neither 1 nor tp (4); possible: 1, 4" in raised.value.message
+    assert (
+        "expert_parallel_degree = 5 does not divide 12 experts and the 12 ranks of dp_shard × cp × tp; possible: 1, 2, "
+        "3, 4, 6, 12" in raised.value.message
+    )
+    dims = resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees, expert_parallel_degree=6)), 12).dims
+    assert (dims.ep, dims.expert_tp, dims.efsdp) == (6, 1, 2)
+    dims = resolve_job(
+        Config(model=MOE, parallelism=Parallelism(**degrees)), 12
+    ).dims  # TP slices experts, as torchtitan
+    assert (dims.ep, dims.expert_tp, dims.efsdp) == (1, 4, 3)
+
+
+def test_experts_cut_along_their_columns_need_columns_that_divide():
+    with pytest.raises(ConfigError, match=r"leaves 64 ranks for 6 experts, and 96 columns of each do not divide"):
+        resolve_job(Config(model=MOE, parallelism=Parallelism(expert_parallel_degree=2)), 128)
+
+
+def test_a_config_needs_as_many_ranks_as_its_experts():
+    def needed(**degrees):
+        return resolve_job(Config(model=MOE, parallelism=Parallelism(**degrees))).dims
+
+    assert needed(expert_parallel_degree=4) == MeshShape(dp_shard=4, ep=4)
+    of_four = {"tensor_parallel_degree": 2, "expert_parallel_degree": 4}
+    assert needed(**of_four) == MeshShape(dp_shard=2, tp=2, ep=4)
+    assert needed(**of_four, expert_tensor_parallel_degree=2) == MeshShape(dp_shard=4, tp=2, ep=4, etp=2)
+
+
+def test_a_dense_model_has_no_experts_to_share():
+    with pytest.raises(ConfigError, match=r"expert_parallel_degree = 2 is of experts, and this model has none"):
+        resolve_job(Config(parallelism=Parallelism(expert_parallel_degree=2)), 2)
 
 
 def test_settings_of_experts_are_refused_without_experts():

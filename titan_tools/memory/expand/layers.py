@@ -10,12 +10,13 @@ before any is used (and `play` checks every free).
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import cycle, groupby, islice
+from math import lcm
 
 from titan_tools.memory.expand.pieces import Aperiodic, PieceKey, TracePiece, cut, play
 from titan_tools.memory.trace.events import NO_LAYER, PER_PARAMETER, Block, Trace, layer_of
-from trainer.config.sections import ActivationCheckpoint
 from trainer.job import Job
+from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8
 
 # Layers that may differ from those in the middle: at either end the embedding or the loss is their neighbour.
@@ -81,47 +82,59 @@ class Shallow:
 def shallow_model(job: Job, *, rank: int) -> Shallow | None:
     """The shallowest job that stands for this one; each stage is cut by itself. None if none would be shallower.
 
-    Also None where few layers might not show how all are treated: parameters have different shapes, or float8 converts
-    only some layers.
+    Layers that differ (in their parameters, in what they compute, in what float8 converts of them) repeat with their
+    period, or all run.
     """
-    period = layer_period(job.config.activation_checkpoint)
-    whole = job.split
-    modules = _cut_stages(whole.modules, period)
-    if modules == whole.modules or not _are_alike(job):
+    period, whole = layer_period(job), job.split
+    keeps_numbers = has_experts(job.family, job.args)
+    modules = _cut_stages(whole.modules, period, keeps_numbers=keeps_numbers)
+    if modules == whole.modules:
         return None
     held = [stage for stage in whole.stages_of(job.dims.coordinates(rank).pp) if _layers(whole.modules[stage])]
+    depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), period) for stage in held)
+    if keeps_numbers:  # every rank counts the tokens of each layer of the whole model
+        return Shallow(replace(job, split=replace(whole, modules=modules)), depths)
     config = job.config
     if job.dims.pp > 1:
         config = replace(config, parallelism=replace(config.parallelism, module_fqns_per_model_part=modules))
     args = replace(job.args, num_layers=sum(len(_layers(names)) for names in modules))
-    depths = tuple(Depth(_layers(modules[stage]), _layers(whole.modules[stage]), period) for stage in held)
     return Shallow(Job.of(config, args, job.dims), depths)
 
 
-def layer_period(settings: ActivationCheckpoint) -> int:
-    """The number of layers after which activation checkpointing repeats."""
+def layer_period(job: Job) -> int:
+    """The number of layers after which blocks and activation checkpointing repeat; of blocks that do not, all layers.
+
+    Only blocks of a mixture of experts may repeat with a period: of others all must be alike.
+    """
+    kinds = _kinds_of_layers(job)
+    period = next(number for number in range(1, len(kinds) + 1) if kinds[number:] == kinds[:-number])
+    if period > 1 and not has_experts(job.family, job.args):
+        period = len(kinds)
+    settings = job.config.activation_checkpoint
     if settings.mode == "selective" and settings.selective_ac_option != "op":
-        return int(settings.selective_ac_option)
-    return 1
+        return lcm(period, int(settings.selective_ac_option))
+    return period
 
 
-def _are_alike(job: Job) -> bool:
+def _kinds_of_layers(job: Job) -> list[object]:
+    """Of each layer what it computes, and its parameters."""
     filters = float8_filters(job.config.float8, job.config.training) if is_float8(job.config.model) else ()
-    kinds: dict[int, list[tuple[object, ...]]] = {}
+    kinds: list[list[object]] = [[block] for block in job.family.blocks(job.args)]
     for parameter in job.family.parameters(job.args):
         if (layer := parameter.layer) is not None:
             name = parameter.fqn.partition(f"{layer}.")[2]
             is_filtered = any(part in parameter.fqn for part in filters)
-            kinds.setdefault(layer, []).append((name, parameter.shape, parameter.role, parameter.tp_dim, is_filtered))
-    first, *others = kinds.values()
-    return len(kinds) == job.args.num_layers and all(layer == first for layer in others)
+            kinds[layer].append((name, parameter.shape, parameter.role, parameter.tp_dim, is_filtered))
+    return list(kinds)
 
 
-def _cut_stages(stages: Sequence[Sequence[str]], period: int) -> tuple[tuple[str, ...], ...]:
-    """The stages' modules with as few layers as stand for theirs, renumbered."""
+def _cut_stages(stages: Sequence[Sequence[str]], period: int, *, keeps_numbers: bool) -> tuple[tuple[str, ...], ...]:
+    """The stages' modules with as few layers as stand for theirs: the first of each stage, or renumbered."""
     start, cut_stages = 0, []
     for modules in stages:
-        count = captured_layers(len(_layers(modules)), period)
+        held = _layers(modules)
+        count = captured_layers(len(held), period)
+        start = held.start if keeps_numbers else start
         first = next((i for i, name in enumerate(modules) if layer_of(name) != NO_LAYER), len(modules))
         layers = (f"layers.{number}" for number in range(start, start + count))
         others = (name for name in modules[first:] if layer_of(name) == NO_LAYER)
@@ -252,11 +265,15 @@ def _bytes_of_all_parameters(block: Block, depths: Sequence[Depth]) -> int:
     if block.owner == PER_PARAMETER:
         raise Aperiodic(f"a block of {block.num_bytes} bytes has a number per parameter, and layers differ in theirs")
     counts, _, part = block.owner.removeprefix(PER_PARAMETER).partition("@")
-    outside, per_layer = map(int, counts.split("+"))
+    outside, per_layer = counts.split("+")
     if part:
         depths = [depths[int(part)]]
-    captured = outside + per_layer * sum(len(depth.captured) for depth in depths)
-    wanted = outside + per_layer * sum(len(depth.wanted) for depth in depths)
+    captured = wanted = int(outside)
+    of_layers = cycle(map(int, per_layer.split(",")))
+    for depth in depths:
+        of_stage = list(islice(of_layers, len(depth.captured)))
+        captured += sum(of_stage)
+        wanted += sum(of_stage[depth.template(index)] for index in range(len(depth.wanted)))
     if block.num_bytes % captured:
         raise Aperiodic(f"a block of {block.num_bytes} bytes does not hold {captured} numbers")
     return block.num_bytes * wanted // captured

@@ -49,7 +49,7 @@ def global_rank(job: Job, pp_rank: int) -> int:
 
 def kinds_of_ranks(job: Job) -> list[list[int]]:
     """Pipeline ranks, grouped by the kinds of their stages."""
-    period = layer_period(job.config.activation_checkpoint)
+    period = layer_period(job)
     shallow = shallow_model(job, rank=0)
     modules = (shallow.job if shallow else job).split.modules
     kinds: dict[tuple[object, ...], list[int]] = {}

@@ -5,6 +5,7 @@ from dataclasses import replace
 from trainer.job import Job
 from trainer.loss.registry import CHUNKED, PLAIN
 from trainer.parallel.compile import compiles
+from trainer.parallel.experts import has_experts
 from trainer.parallel.float8 import float8_filters, is_float8, weight_shapes
 
 COVERED_FAMILIES = ("llama2", "llama3", "qwen3")  # activations.py is written for their blocks
@@ -23,6 +24,12 @@ def formula_gaps(job: Job) -> list[str]:
     reasons = {
         f"model.name = {config.model.name!r}: covered families: {', '.join(COVERED_FAMILIES)}": (
             config.model.name not in COVERED_FAMILIES
+        ),
+        f"model.flavor = {config.model.flavor!r}: what routed tokens keep is not described": has_experts(
+            job.family, args
+        ),
+        f"training.document_mask = {job.documents.mask!r}: attention within documents is not described": (
+            job.documents.mask != "none"
         ),
         f"training.loss = {training.loss!r}: what a registered loss keeps is only known by running it; covered: chunked"
         " and plain": training.loss not in (CHUNKED, PLAIN),

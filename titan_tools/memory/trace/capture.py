@@ -1,6 +1,7 @@
 """Trace the real train step of one rank of any job, on fake tensors and without the other ranks."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from converters.collector import collector_paused
 from converters.errors import UnsupportedError
 from titan_tools.memory.constants import CUBLAS_HANDLES
 from titan_tools.memory.trace.coverage import chain
-from titan_tools.memory.trace.events import StepPoint, Trace
-from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels
+from titan_tools.memory.trace.events import StepPoint, Trace, layer_of
+from titan_tools.memory.trace.kernels import Kernels, cublas_bytes, use_kernels, with_document_attention
 from titan_tools.memory.trace.offload import OffloadedTensors, OffloadRecorder, move_to_gpu, track_offload
 from titan_tools.memory.trace.recorder import Recorder, owner_of_many
 from titan_tools.memory.trace.tensors import RecordedTensors
@@ -30,6 +31,7 @@ from trainer.job import Job
 from trainer.mesh import make_meshes
 from trainer.optim.clip import square_sums_on_gpu
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.document_mask import attention_kernel
 from trainer.process_group import fake_ranks
 from trainer.step import Phase, TrainStep
 from trainer.train_model import TrainModel
@@ -44,6 +46,9 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
     model's depth only.
     """
     config, dims = job.config, job.dims
+    has_documents = job.documents.mask != "none"
+    if has_documents:
+        kernels = with_document_attention(kernels, attention_kernel(config, job.family))
     recorder = Recorder()
     offloaded: AbstractContextManager[None] = nullcontext()
     on_parameters_side: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -67,7 +72,14 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
     ):
         meshes = make_meshes(dims, "cpu")
         with on_parameters_side():  # float8 is gathered in float8 as with NCCL: gloo has no float8
-            model = build(job, meshes, torch.device("cpu"), memory=tensors, collectives_of=kernels.device)
+            model = build(
+                job,
+                meshes,
+                torch.device("cpu"),
+                memory=tensors,
+                collectives_of=kernels.device,
+                imbalance=kernels.imbalance,
+            )
         track_modules(model.parts, recorder)
         observer = _PointObserver(model, recorder, per_batch=job.num_microbatches if dims.pp > 1 else 0)
         with tensors:
@@ -90,7 +102,9 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
             if kernels.device == "cuda":
                 step.clip.square_sums = square_sums_on_gpu
             model.follow(optimizer)
+            recorder.parameters_per_layer = Counter(map(layer_of, model.named_parameters()))
             _label_parameters(model, optimizer, recorder)
+            _label_experts(model, step, recorder)
             if kernels.device == "cuda" and config.optimizer.implementation != "fused":
                 recorder.counts_steps_on_host = True
                 for state in filter(None, optimizer.state.values()):  # empty where the first step makes them
@@ -98,10 +112,18 @@ def capture(job: Job, *, rank: int, kernels: Kernels, num_steps: int = 2) -> Tra
             recorder.reclassify(step.clip.shares, "optimizer", owner=_owner_of_all(model, recorder))
             num_samples = job.samples_per_step // dims.batch
             for number in range(1, num_steps + 1):
-                _one_step(step, optimizer, config, recorder, number=number, num_samples=num_samples)
+                _one_step(
+                    step,
+                    optimizer,
+                    config,
+                    recorder,
+                    number=number,
+                    num_samples=num_samples,
+                    has_documents=has_documents,
+                )
             if config.validation.enable:
                 recorder.point = StepPoint(num_steps, "validation", microbatch=-1)
-                _validate(model, config)
+                _validate(model, config, has_documents=has_documents)
         return recorder.finish()
 
 
@@ -147,10 +169,12 @@ def _one_step(
     *,
     number: int,
     num_samples: int,
+    has_documents: bool,
 ) -> None:
     """As trainer/train.py."""
     recorder.point = StepPoint(number, "forward", microbatch=-1)
-    step.run(_batch(num_samples, config.training.seq_len), optimizer, stop_requested=False)
+    # The step alone holds the batch
+    step.run(_batch(num_samples, config.training.seq_len, has_documents=has_documents), optimizer, stop_requested=False)
     recorder.point = StepPoint(number, "zero_grad", microbatch=-1)
     optimizer.zero_grad()
 
@@ -161,19 +185,20 @@ def _label_gradients(model: TrainModel, recorder: Recorder) -> None:
             recorder.reclassify(parameter.grad, "gradients", owner=fqn)
 
 
-def _validate(model: TrainModel, config: Config) -> None:
+def _validate(model: TrainModel, config: Config, *, has_documents: bool) -> None:
     """As trainer/validate.py, for one batch: the next ones do the same."""
     for part in model.parts:
         part.eval()
-    model.forward_loss(_batch(config.validation.local_batch_size, config.validation.seq_len)).item()
+    validation = config.validation
+    model.forward_loss(_batch(validation.local_batch_size, validation.seq_len, has_documents=has_documents)).item()
     for part in model.parts:
         part.train()
 
 
-def _batch(num_samples: int, seq_len: int) -> Batch:
+def _batch(num_samples: int, seq_len: int, *, has_documents: bool) -> Batch:
     """The copy of a batch that a GPU holds."""
     tokens, targets = (torch.zeros(num_samples, seq_len, dtype=torch.int64) for _ in range(2))
-    return Batch(tokens, targets)
+    return Batch(tokens, targets, torch.zeros(num_samples, seq_len, dtype=torch.int32) if has_documents else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +229,19 @@ class _PointObserver:
 
 
 def _owner_of_all(model: TrainModel, recorder: Recorder) -> str:
-    return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts)
+    return owner_of_many(list(model.named_parameters()), recorder.layers_of_parts, recorder.parameters_per_layer)
+
+
+def _label_experts(model: TrainModel, step: TrainStep, recorder: Recorder) -> None:
+    """What balances experts: a bias in each layer, and the tokens of each expert in all layers of the whole model."""
+    untrained = set(model.named_buffers())
+    for part in model.parts:  # CPU offload replaced the model's own list
+        for fqn, buffer in part.named_buffers():
+            if fqn in untrained:
+                recorder.reclassify(buffer, "parameters", owner=fqn)
+    if step.balance is not None:
+        for tensor in (step.balance.counts_LE, step.balance.rates_L1):
+            recorder.reclassify(tensor, "optimizer", owner="balance of experts")
 
 
 def _label_parameters(model: TrainModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:

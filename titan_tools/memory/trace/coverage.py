@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from converters.errors import UnsupportedError
 from converters.layout import MeshShape
 from trainer.config.sections import Config
-from trainer.job import Job
-from trainer.parallel.experts import has_experts
 
 TRACED_BACKENDS = ("inductor", "aot_eager", "eager")
 
@@ -55,17 +53,6 @@ GAPS = (
         "inductor",
     ),
 )
-
-
-def refuse_experts(job: Job) -> None:
-    """Raise UnsupportedError for a mixture of experts."""
-    if has_experts(job.family, job.args):
-        raise UnsupportedError(
-            f"estimate-memory does not cover {job.family.name} {job.config.model.flavor}: memory depends on how"
-            " many tokens the router sends to each, and the kernels' workspaces are not known",
-            hint="no estimate is given, since it would be a guess; titan train CONFIG --dry-run reports the bytes of"
-            " parameters, gradients and moments on a rank",
-        )
 
 
 def trace_gaps(config: Config, dims: MeshShape) -> list[TraceGap]:

@@ -3,12 +3,13 @@
 A stand-in returns tensors of the right shapes. What CUDA kernels allocate internally, where it is more than a mebibyte,
 is not visible to dispatch: it is written down here from ATen's sources, torch 2.11 to 2.13, each function naming its
 file. Other operations of a step need nothing (products beyond cuBLAS's workspace, softmax, gather), or kilobytes:
-FSDP's `chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu).
+FSDP's `chunk_cat` and `split_with_sizes_copy` send tables of 8 bytes per 2 KiB of a shard (native/cuda/TensorShape.cu),
+grouped products addresses and sizes of each group (native/cuda/GroupMM.cu).
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from typing import Any, Literal
 from unittest.mock import patch
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention.bias import CausalVariant
 
 import trainer.parallel.context
+import trainer.parallel.document_attention  # registers its operations
+import trainer.parallel.expert_exchange
 from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
@@ -31,15 +34,18 @@ aten: Any = torch.ops.aten
 KernelBuffers = Callable[[tuple[Any, ...]], Any]  # an operation's inputs → bytes that its kernel allocates internally
 Attend = Callable[..., Any]
 
+DOCUMENT_TOKENS = 512  # of a mean document; each takes 2 MiB in varlen's backward, for 32 heads of 128
+_SMALL_SORT = 4096  # numbers: should_use_small_sort, native/cuda/Sort.cu
 _FOREACH_CHUNK = 65536  # elements: kChunkSize, native/cuda/MultiTensorApply.cuh
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A device's kernels as far as they affect memory. The default is the CPU's own.
+    """A device's kernels as far as they affect memory, and what they compute. The default is the CPU's own.
 
     `attention`: the operation behind scaled_dot_product_attention. `norm`: RMSNorm in one kernel that keeps one fp32
-    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB.
+    number per token, or in torch's composite form. `cublas_mib`: the workspace of one handle, in MiB. `imbalance`: with
+    expert parallelism, the rows that this rank's experts receive over the mean of all ranks.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -47,6 +53,7 @@ class Kernels:
     norm: Literal["own", "fused"] = "own"
     cublas_mib: float = 0.0
     workspaces: Mapping[Any, KernelBuffers] = field(default_factory=dict)
+    imbalance: float = 1.0
 
 
 def gpu_kernels(gpu: Gpu) -> Kernels:
@@ -55,10 +62,25 @@ def gpu_kernels(gpu: Gpu) -> Kernels:
         aten.embedding_dense_backward.default: embedding_backward_bytes,
         aten._foreach_norm.Scalar: foreach_norm_bytes,
         aten.sum.dim_IntList: sum_bytes,
+        aten.sort.stable: sort_bytes,
         aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes,
         aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward_bytes,
+        torch.ops.titan.send_to_experts.default: send_bytes,
+        torch.ops.titan.return_from_experts.default: return_bytes,
     }
     return Kernels("cuda", "cudnn" if gpu.sm == HOPPER else "flash", "fused", gpu.cublas_mib, workspaces)
+
+
+def with_document_attention(kernels: Kernels, kernel: str) -> Kernels:
+    """The kernels of attention within documents too: `flex` or `varlen`.
+
+    What they take, return and keep is that of titan's own operation; only what they hold within themselves differs.
+    """
+    backward = torch.ops.titan.attend_within_documents_backward.default
+    if kernels.device == "cpu":
+        return kernels
+    num_bytes = _varlen_backward_bytes if kernel == "varlen" else _flex_backward_bytes
+    return replace(kernels, workspaces={**kernels.workspaces, backward: num_bytes})
 
 
 @contextmanager
@@ -156,6 +178,25 @@ def _cudnn_backward_bytes(args: tuple[Any, ...]) -> int:
     return num_bytes
 
 
+def _varlen_backward_bytes(args: tuple[Any, ...]) -> int:
+    """FlashAttention 2 as above, where every document's rows are padded by 128. csrc/flash_attn/flash_api.cpp."""
+    _, q, k, *_ = args
+    batch, length, heads, dim = q.shape
+    num_rows = batch * length + 128 * ceil(batch * length / DOCUMENT_TOKENS)
+    size: int = num_rows * heads * 4 * (_round_up(dim, 32) + 1)
+    if heads != k.shape[2]:
+        size += 2 * k.shape[0] * k.shape[1] * heads * dim * k.element_size()
+    return size
+
+
+def _flex_backward_bytes(args: tuple[Any, ...]) -> int:
+    """A row sum in fp32 of the gradient times the output; torch/_inductor/kernel/flex (delta)."""
+    _, q, *_ = args
+    batch, length, heads, _ = q.shape
+    num_bytes: int = batch * length * heads * 4
+    return num_bytes
+
+
 def _round_up(number: int, multiple: int) -> int:
     return ceil(number / multiple) * multiple
 
@@ -228,6 +269,29 @@ def foreach_norm_bytes(args: tuple[Any, ...]) -> int:
     tensors = args[0]
     most_chunks = max(ceil(tensor.numel() / _FOREACH_CHUNK) for tensor in tensors)
     num_bytes: int = len(tensors) * most_chunks * max(tensors[0].element_size(), 4)
+    return num_bytes
+
+
+def sort_bytes(args: tuple[Any, ...]) -> int:
+    """Of one long row: the positions before the sort, and a second copy of numbers and positions for cub's radix sort.
+
+    native/cuda/SortStable.cu, segmented_sort_large_segments; cub's DispatchRadixSort, where inputs are not overwritten.
+    """
+    tensor = args[0]
+    count: int = tensor.numel()
+    return 0 if count <= _SMALL_SORT else count * (2 * 8 + tensor.element_size())
+
+
+def send_bytes(args: tuple[Any, ...]) -> int:
+    """Rows as they arrive, before they are put in the order of experts, and the positions of that order."""
+    rows, *_, num_received = args
+    num_bytes: int = num_received * (rows.shape[1] * rows.element_size() + 8)
+    return num_bytes
+
+
+def return_bytes(args: tuple[Any, ...]) -> int:
+    """Rows in the order in which they go back."""
+    num_bytes: int = args[0].numel() * args[0].element_size()
     return num_bytes
 
 

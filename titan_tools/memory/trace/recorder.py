@@ -2,8 +2,9 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +40,7 @@ class Recorder:
         self.owner = ""  # of what is allocated
         self.module_fqns: dict[Any, str] = {}
         self.layers_of_parts: list[frozenset[int]] = []  # of each stage that the rank holds
+        self.parameters_per_layer: Mapping[int, int] = {}
         self.stream_names: dict[int, str] = {}  # by id
         self.is_paused = False
         self.counts_steps_on_host = False  # true of every optimizer but a fused one
@@ -200,12 +202,18 @@ def assign_owners(recorder: Recorder, args: Sequence[Any], result: Any) -> None:
 def owner_of_list(recorder: Recorder, given: Sequence[Any]) -> str:
     """The owner of a tensor that holds as much for each tensor of a list; "" if one of these has no owner."""
     owners = [_owner(recorder, one) for one in given if isinstance(one, Tensor)]
-    return owner_of_many(owners, recorder.layers_of_parts) if owners and all(owners) else ""
+    return (
+        owner_of_many(owners, recorder.layers_of_parts, recorder.parameters_per_layer) if owners and all(owners) else ""
+    )
 
 
-def owner_of_many(fqns: Sequence[str], parts: Sequence[Set[int]]) -> str:
+def owner_of_many(
+    fqns: Sequence[str], parts: Sequence[Set[int]], per_layer: Mapping[int, int] = MappingProxyType({})
+) -> str:
     """The owner of a tensor with a number per FQN: "*{outside of layers}+{per layer}", or "*" if layers differ.
 
+    Unless it has one for each of their parameters, `per_layer`: then the numbers of layers until they repeat, separated
+    by commas.
     `parts`: the layers of each stage that the rank holds. Of the n-th stage alone: "*{outside}+{per layer}@{n}".
     """
     if any(fqn.startswith(PER_PARAMETER) for fqn in fqns):
@@ -215,9 +223,11 @@ def owner_of_many(fqns: Sequence[str], parts: Sequence[Set[int]]) -> str:
     if not by_layer:
         return f"{PER_PARAMETER}{outside}+0"
     parts = [part for part in parts if part]
-    if len(set(by_layer.values())) > 1:
+    counts = [by_layer[layer] for layer in sorted(by_layer)]
+    if len(set(counts)) > 1 and any(by_layer[layer] != per_layer.get(layer) for layer in by_layer):
         return PER_PARAMETER
-    owner = f"{PER_PARAMETER}{outside}+{max(by_layer.values())}"
+    period = next(number for number in range(1, len(counts) + 1) if counts[number:] == counts[:-number])
+    owner = f"{PER_PARAMETER}{outside}+{','.join(map(str, counts[:period]))}"
     if by_layer.keys() == set().union(*parts):
         return owner
     return f"{owner}@{parts.index(by_layer.keys())}" if by_layer.keys() in parts else PER_PARAMETER

@@ -18,6 +18,7 @@ from titan_tools.memory.trace.recorder import PHASES_WITH_OWNERS, Recorder, assi
 aten = torch.ops.aten
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+_SUMS_IN_PLACE = (aten.add.Tensor, aten.scatter_add.default)
 _NONFINITE_CHECKS = {aten.isnan.default, aten.isinf.default, aten.any.default, aten.any.dim, aten.any.dims}
 
 UseCounts = tuple[int, int, int]  # references to a tensor, to its storage, and to its Python object
@@ -96,16 +97,19 @@ def scalar_value(tensor: Tensor) -> float | int | bool:
 
 
 def is_sum_in_place(func: Any, args: tuple[Any, ...], sole_owner: UseCounts) -> bool:
-    """Whether autograd would add `args[1]` to `args[0]` in place if the tensors had memory.
+    """Whether autograd would add to `args[0]` in place if the tensors had memory: gradients, or rows to gather's zeros.
 
     Torch never does so with fake tensors, so every sum of gradients would count as new memory: at a residual stream,
     one gradient of the hidden states per layer. `InputBuffer` (torch/csrc/autograd/input_buffer.cpp) adds in place if
-    the first gradient is dense and nothing else refers to it or its storage. Gradients of gradients, which we never
-    take, are always new. `sole_owner`: what gradient_use_counts returned.
+    the first gradient is dense and nothing else refers to it or its storage; `gather_backward` (FunctionsManual.cpp)
+    always does. Gradients of gradients, which we never take, are always new. `sole_owner`: what gradient_use_counts
+    returned.
     """
-    if func is not aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+    if func not in _SUMS_IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
-    return isinstance(args[1], Tensor) and _use_counts(args) == sole_owner and is_dense(args[0])
+    if func is aten.add.Tensor and not isinstance(args[1], Tensor):
+        return False
+    return _use_counts(args) == sole_owner and is_dense(args[0])
 
 
 def _use_counts(args: tuple[Any, ...]) -> UseCounts:

@@ -67,7 +67,7 @@ def track_modules(parts: Sequence[Any], recorder: Recorder) -> None:
         recorder.layers_of_parts.append(frozenset(map(int, part.layers)))
         for fqn, module in named:
             if module is not None:
-                recorder.module_fqns[module] = fqn
+                recorder.module_fqns |= dict.fromkeys(module.modules(), fqn)  # experts may have a group of their own
                 _track_module(module, fqn, recorder)
         if part.output is not None:
             _track_module(part, "loss", recorder, forward=False)

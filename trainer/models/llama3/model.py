@@ -8,6 +8,7 @@ H head dim, V vocabulary. N and K are what this rank holds, so they are inferred
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,8 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention around `inner_attention(q_BLNH, k_BLKH, v_BLKH) -> out_BLNH`, with q and k rotated.
 
-    Replace the `inner_attention` module for anything other than causal attention.
+    Replace the `inner_attention` module for anything other than causal attention. It also takes the `mask` that
+    `Transformer.make_mask` has made, if the model is called with documents.
     """
 
     def __init__(self, args: ModelArgs):
@@ -43,11 +45,11 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.num_heads * args.head_dim, args.dim, bias=args.attention_bias)
         self.inner_attention: nn.Module = CausalAttention()
 
-    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLNH = self.inner_attention(rotate(q_BLNH, rotations), rotate(k_BLKH, rotations), v_BLKH)
+        out_BLNH = self.inner_attention(rotate(q_BLNH, rotations), rotate(k_BLKH, rotations), v_BLKH, **mask)
         out_BLD: Tensor = self.wo(out_BLNH.flatten(-2))
         return out_BLD
 
@@ -76,8 +78,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
+    def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
+        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations, **mask)
         out_BLD: Tensor = h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
         return out_BLD
 
@@ -92,8 +94,8 @@ class ExpertsBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
-        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations)
+    def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
+        h_BLD: Tensor = x_BLD + self.attention(self.attention_norm(x_BLD), rotations=rotations, **mask)
         out_BLD: Tensor = h_BLD + self.moe(self.ffn_norm(h_BLD))
         return out_BLD
 
@@ -118,6 +120,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.args = args
+        self.make_mask: Callable[[Tensor], Any] | None = None  # set where the inner attentions keep to documents
         self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
@@ -135,17 +138,22 @@ class Transformer(nn.Module):
         if self.args.tied and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Tokens [B, L] (or hidden states [B, L, D] in a later stage) → logits [B, L, V] (or hidden states).
 
-        `positions` [L] or [B, L] are the tokens' positions in their sequence; None means 0 … L-1.
+        `positions` [L] or [B, L] are the tokens' positions in their sequence; None means 0 … L-1. `documents` [B, S]
+        numbers the documents of the whole sequences, of which these tokens may be shards; attention then keeps to them.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         rotations = self.rope(positions)
+        mask = {}
+        if documents is not None:
+            assert self.make_mask is not None, "the model was not built for attention within documents"
+            mask["mask"] = self.make_mask(documents)
         h_BLD = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for layer in self.layers.values():
-            h_BLD = layer(h_BLD, rotations)
+            h_BLD = layer(h_BLD, rotations, **mask)
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return self.output(h_BLD) if self.output is not None else h_BLD

@@ -4,6 +4,8 @@ Shape letters: B batch, L tokens (of the sequence shard at hand), D model dim, N
 dim, P = H/2 rotation pairs.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +31,12 @@ class QKNormAttention(nn.Module):
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
         self.inner_attention: nn.Module = CausalAttention()
 
-    def forward(self, x_BLD: Tensor, rotations: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
         q_BLNH = self.q_norm(self.wq(x_BLD).unflatten(-1, (-1, self.head_dim)))
         k_BLKH = self.k_norm(self.wk(x_BLD).unflatten(-1, (-1, self.head_dim)))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        out_BLNH = self.inner_attention(rotate_halves(q_BLNH, rotations), rotate_halves(k_BLKH, rotations), v_BLKH)
+        q_BLNH, k_BLKH = rotate_halves(q_BLNH, rotations), rotate_halves(k_BLKH, rotations)
+        out_BLNH = self.inner_attention(q_BLNH, k_BLKH, v_BLKH, **mask)
         out_BLD: Tensor = self.wo(out_BLNH.flatten(-2))
         return out_BLD
 

@@ -31,6 +31,7 @@ from trainer.config.load import load_config
 from trainer.gpus import GPUS
 from trainer.job import resolve_job
 from trainer.loss import registry as loss_registry
+from trainer.models import registry as models
 
 
 def in_a_process(*words: str) -> subprocess.CompletedProcess:
@@ -430,6 +431,7 @@ def test_an_unknown_gpu_is_an_error(gpu):
 
 def test_the_closed_form_says_nothing_of_another_family(monkeypatch):
     monkeypatch.setitem(registry._FAMILIES, "cousin", replace(LLAMA3, name="cousin"))
+    monkeypatch.setitem(models._FAMILIES, "cousin", models._FAMILIES["llama3"])
     assert "cousin" in gaps_of_formula("llama3_8b", "--model.name=cousin")
 
 

@@ -9,7 +9,7 @@ from titan_tools.memory.formula.activations import embedding_backward_bytes
 from titan_tools.memory.formula.closed_form import instants
 from titan_tools.memory.formula.run_shape import run_shape
 from titan_tools.memory.trace.kernels import embedding_backward_bytes as traced_embedding_backward_bytes
-from titan_tools.memory.trace.kernels import gpu_kernels
+from titan_tools.memory.trace.kernels import gpu_kernels, with_document_attention
 from trainer.config.load import load_config
 from trainer.gpus import GPUS
 from trainer.job import resolve_job
@@ -101,6 +101,21 @@ def test_a_pipelines_embedding_adds_up_gradients_while_its_kernel_holds_sums():
     found = [i for i in instants(run, pp_rank=0, gpu=GPUS["h100-80"]) if "embedding added up" in i.when]
     workspaces = [instant.parts["workspaces"] - 2 * 32 * 2**20 for instant in found]
     assert workspaces == [0, *[embedding_backward_bytes(run)] * 3]
+
+
+def test_attention_within_documents_takes_a_padded_row_for_each_of_them_or_a_sum():
+    """flash_api.cpp, mha_varlen_bwd: 2 x 1024 tokens are 4 documents of 512, each with 128 more rows."""
+    queries = torch.empty(2, 1024, 4, 40, dtype=torch.bfloat16, device="meta")
+    grouped = queries[:, :, :2]
+    backward = torch.ops.titan.attend_within_documents_backward.default
+    flex, varlen = (
+        with_document_attention(gpu_kernels(GPUS["h100-80"]), kernel).workspaces[backward]
+        for kernel in ("flex", "varlen")
+    )
+    rows = (2 * 1024 + 4 * 128) * 4 * (64 + 1) * 4
+    assert varlen((queries, queries, queries, queries)) == rows
+    assert varlen((queries, queries, grouped, grouped)) == rows + 2 * 2 * 1024 * 4 * 40 * 2
+    assert flex((queries, queries, grouped, grouped)) == 2 * 1024 * 4 * 4
 
 
 def test_attentions_backward_takes_padded_rows_and_gradients_per_query_head():

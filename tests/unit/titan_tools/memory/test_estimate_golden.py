@@ -23,6 +23,7 @@ PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline
 MICROBATCH, AC = "--parallelism.pipeline_parallel_microbatch_size", "--activation_checkpoint.mode"
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree=-1", "--parallelism.data_parallel_replicate_degree"
 ONE_RANK_AXES = f"{SHARD} {TP}=1 {PP}=1 --training.mixed_precision_param=bfloat16"
+EXPERTS = "--model.flavor=debugmodel_moe"
 COMPILED = f"{ONE_RANK_AXES} --compile.enable --training.seq_len=256"
 # case → preset, ranks, overrides
 QUICK = {
@@ -30,6 +31,7 @@ QUICK = {
     "tied, CP 2, foreach": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=2 --optimizer.implementation=foreach"),
     "1F1B": ("debug", 4, f"{ONE_RANK_AXES} {PP}=2 {SCHEDULE}=1F1B {MICROBATCH}=1"),
     "HSDP, accumulation": ("debug", 4, f"{ONE_RANK_AXES} {REPLICATE}=2 --training.global_batch_size=32"),
+    "experts, FSDP 4": ("qwen3_debug", 4, f"{ONE_RANK_AXES} {CP}=1 {EXPERTS}"),
 }
 THOROUGH = {
     "fp32, TP 2, PP 2": ("debug", 8, ""),
@@ -42,6 +44,11 @@ THOROUGH = {
     },
     "compiled, op": ("debug", 2, f"{COMPILED} {AC}=selective --activation_checkpoint.selective_ac_option=op"),
     "compiled, async TP": ("debug", 2, f"{COMPILED} {TP}=2 --parallelism.enable_async_tensor_parallel"),
+    "compiled experts, op": (
+        "qwen3_debug",
+        2,
+        f"{COMPILED} {CP}=1 {EXPERTS} {AC}=selective --activation_checkpoint.selective_ac_option=op",
+    ),
     "compiled, float8": ("llama3_8b_float8", 2, f"{COMPILED} --training.local_batch_size=1"),
     "aot_eager, every 2nd layer": (
         "debug",

@@ -13,7 +13,7 @@ from torch import nn
 
 from converters.errors import ConfigError, UnsupportedError
 from converters.families import llama3
-from converters.families.base import ModelArgs
+from converters.families.base import Experts, ModelArgs
 from converters.layout import MeshShape
 from tests.published_memory import historical_modules as rebuilt
 from tests.published_memory.cells import Loss
@@ -30,6 +30,7 @@ from trainer.job import Job
 from trainer.loss.cross_entropy import cross_entropy_sum
 from trainer.models.llama3 import model as llama
 from trainer.models.llama3.rope import RotaryAngles
+from trainer.models.moe import MoE
 from trainer.models.qwen3 import model as qwen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,6 +66,7 @@ def table_of(lines):
     [
         (llama, rebuilt.llama_attention, rebuilt.llama_freqs_cis),
         (qwen, rebuilt.qwen_attention, rebuilt.qwen_rope_cache),
+        (qwen, rebuilt.grouped_qwen_attention, rebuilt.qwen_rope_cache),
     ],
 )
 def test_attention_computes_what_ours_does(family, attend, cache):
@@ -75,6 +77,16 @@ def test_attention_computes_what_ours_does(family, attend, cache):
     expected = attention(x, ours(positions))
     for points in (positions, positions.expand(2, 6)):
         assert torch.allclose(attend(attention, x, cache(ours, points)), expected, atol=1e-5)
+
+
+def test_experts_compute_what_ours_do():
+    torch.manual_seed(0)
+    moe = MoE(32, Experts(num=6, top_k=2, hidden=48))
+    for parameter in moe.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    moe.expert_bias.uniform_(-0.1, 0.1)
+    x = torch.randn(2, 5, 32)
+    assert torch.allclose(rebuilt.scatter_added_experts(moe, x), moe(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("rms_norm", [rebuilt.python_rms_norm, rebuilt.composite_rms_norm])
@@ -232,6 +244,8 @@ def test_spellings_of_a_cell(column, spellings, field, value):
     [
         ("model", "Mixtral-8x7B", "Mixtral.*llama3, qwen3", False),
         ("model", "Llama3-9B", "no size 9B: .*8B", False),
+        ("model", "Qwen3-30B-A4B", "no size 30B-A4B: .*30B-A3B", False),
+        ("model", "DeepSeek V3 16B", "DeepSeek is of no family of ours yet", True),
         ("hardware", "MI300X", "MI300X.*A100, H100", False),
         ("value_gib", "", "no number of GiB", False),
         ("seq_len", "", "no whole number", False),

@@ -17,6 +17,7 @@ from titan_tools.memory.verdict import DOES_NOT_FIT, FITS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TABLE = Path(__file__).parents[4].parent / "shared" / "data" / "memory_published.csv"
+EXPERTS = Path(__file__).parents[3] / "published_memory" / "experts.csv"
 # From torchtitan's git log: 6a6f755d2 (#699), 5940ddeb5 (#822), b00e484e1 (#1625), d66b72a6a (#1690)
 COPIED = """\
 id,grade,date,stack,hardware,gpu_total_gib,model,seq_len,local_bs,world,dp_shard,dp_rep,tp,pp,pp_sched,cp,ac,compile,float8,loss,fsdp_reshard,norm,metric,value_gib,step,source,notes,allocator,flags_known
@@ -112,6 +113,17 @@ def test_every_scored_row(row, estimates):
         return
     assert made.verdict != DOES_NOT_FIT
     assert made.error == pytest.approx(0, abs=MOST_WORST)
+
+
+@pytest.mark.slow
+def test_a_published_mixture_of_experts(estimates):
+    """Its allocator and its option of checkpointing are not published: an interval, of which both ends are close."""
+    (row,), others = read_rows(EXPERTS.read_text())
+    assert [each.is_by_design for each in others] == [True] * 3  # of families that are not covered yet
+    made = estimates(row)
+    assert made.low_gib == pytest.approx(row.gib, rel=0.1) and made.high_gib == pytest.approx(row.gib, rel=0.1)
+    assert made.low_gib <= row.gib <= made.high_gib
+    assert made.verdict == FITS
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from trainer.job import resolve_job
 
 CONFIGS = Path(__file__).parent / "configs"
 EXPERTS = "its experts are not covered yet"
-EXPERT_PARALLEL = "each rank computes all experts"
 FLUX = "it belongs to Flux"
 TORCHFT = "TorchFT"
 
@@ -37,10 +36,10 @@ RUN = {
 REFUSED_FILES = {
     "llama3_405b": {"model.converters": "is called `quantize.linear.float8` now"},
     "llama4_debug_model": {"model.name": EXPERTS},
-    "llama4_17bx16e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERT_PARALLEL},
-    "llama4_17bx128e": {"model.name": EXPERTS, "parallelism.expert_tensor_parallel_degree": EXPERT_PARALLEL},
+    "llama4_17bx16e": {"model.name": EXPERTS},
+    "llama4_17bx128e": {"model.name": EXPERTS},
     "deepseek_v3_debug": {"model.name": EXPERTS},
-    "deepseek_v3_16b": {"model.name": EXPERTS, "parallelism.expert_parallel_degree": EXPERT_PARALLEL},
+    "deepseek_v3_16b": {"model.name": EXPERTS},
     "deepseek_v3_671b": {"model.name": EXPERTS},
     "gpt_oss_debug": {"model.name": EXPERTS},
     "flux_dev": {

@@ -8,15 +8,14 @@ import torch
 from converters.errors import UnsupportedError
 from converters.layout import MeshShape
 from tests.dist.training import Layout, args_of
-from titan_tools.memory.estimate import estimate
 from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.coverage import GAPS, trace_gaps
 from titan_tools.memory.trace.events import Trace
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import by_section, load_config
 from trainer.config.preset import preset_names
-from trainer.config.sections import Config, Model
-from trainer.job import Job, resolve, resolve_job
+from trainer.config.sections import Config
+from trainer.job import Job, resolve
 from trainer.loss import registry as loss_registry
 from trainer.models.llama3.model import TransformerBlock
 
@@ -42,6 +41,10 @@ FOLLOWED = {
         "training.enable_cpu_offload",
         "training.loss",
         "training.loss_chunks",
+        "training.expert_balance_rate",
+        "training.document_mask",
+        "model.attn_type",
+        "debug.moe_force_load_balance",
         "parallelism.data_parallel_replicate_degree",
         "parallelism.data_parallel_shard_degree",
         "parallelism.fsdp_reshard_after_forward",
@@ -55,6 +58,8 @@ FOLLOWED = {
         "parallelism.pipeline_parallel_schedule",
         "parallelism.pipeline_parallel_microbatch_size",
         "parallelism.context_parallel_degree",
+        "parallelism.expert_parallel_degree",
+        "parallelism.expert_tensor_parallel_degree",
         "activation_checkpoint.mode",
         "activation_checkpoint.selective_ac_option",
         "activation_checkpoint.early_stop",
@@ -94,8 +99,6 @@ FOLLOWED = {
 
 
 # Why a key has no effect on a GPU's memory → the keys
-# Only models with experts may set them, and those are refused as a whole
-OF_EXPERTS = {"debug.moe_force_load_balance", "training.expert_balance_rate"}
 WITHOUT_EFFECT = {
     "names of files and folders, and what is logged": (
         "job.dump_folder",
@@ -140,6 +143,7 @@ WITHOUT_EFFECT = {
         "training.dataset_path",
         "training.dataset_mix",
         "training.dataset_streams",
+        "training.packing",
         "training.dataloader.pin_memory",
         "validation.dataset",
         "validation.dataset_path",
@@ -211,7 +215,7 @@ def test_every_key_of_the_config_is_decided_on():
     keys = {f"{section}.{f.name}" for section, record in by_section(Config()).items() for f in fields(record)}
     followed = [key for group in FOLLOWED.values() for key in group]
     idle = [key for group in WITHOUT_EFFECT.values() for key in group]
-    refused = {key for gap in GAPS for key in gap.keys} | OF_EXPERTS
+    refused = {key for gap in GAPS for key in gap.keys}
     assert {*followed, *idle, *refused} == keys
     assert len({*followed, *idle}) == len(followed) + len(idle)
     assert not refused & set(idle)
@@ -245,13 +249,6 @@ def _another(value):
 
 
 # --- what is refused
-
-
-@pytest.mark.parametrize("flavor", ["debugmodel_moe", "30B-A3B"])
-def test_a_mixture_of_experts_is_refused_with_the_reason(flavor):
-    job = resolve_job(replace(load_config("qwen3_debug"), model=Model(name="qwen3", flavor=flavor)))
-    with pytest.raises(UnsupportedError, match="how many tokens the router sends to each"):
-        estimate(job, gpu=None, allocator="expandable")
 
 
 def test_gaps_have_reasons_and_presets_have_none():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from converters.families.registry import get_family
 from tests.dist.training import Layout, args_of
 from tests.real_memory import NUMBER_BYTES, held_by_fake_rank, held_by_trace
 from tests.unit.titan_tools.memory.formula.test_layout import held_bytes
@@ -20,6 +21,9 @@ TP, CP, PP = "tensor_parallel_degree", "context_parallel_degree", "pipeline_para
 REPLICAS, SHARDS = "data_parallel_replicate_degree", "data_parallel_shard_degree"
 SCHEDULE, MICROBATCH = "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size"
 GQA, TIED = "debug_gqa", "debug_tied"
+EXPERTS, MIXED = "qwen3/debug_moe", "qwen3/debug_moe_mixed"
+OFFSETS = {"document_mask": "offsets"}
+EP, ETP = {"expert_parallel_degree": 2}, {"expert_tensor_parallel_degree": 2}
 
 
 def _kept(mode: str, **keys) -> dict:
@@ -43,6 +47,9 @@ CASES = [
     (Layout("FSDP 2 x TP 2, operations kept", 4, {TP: 2}, BF16, OP), GQA, 0),
     (Layout("1F1B x TP 2, first, bf16", 4, PIPE | {TP: 2}, BF16), GQA, 0),
     (Layout("Interleaved1F1B, last, FSDP 2", 4, INTERLEAVED), TIED, 2),
+    (Layout("experts, FSDP 2, bf16, operations kept", 2, {}, BF16, OP), EXPERTS, 1),
+    (Layout("experts, EP 2 x FSDP 2 of experts, bf16, operations kept", 4, EP, BF16, OP), EXPERTS, 1),
+    (Layout("documents, FSDP 2, bf16, operations kept", 2, {}, BF16 | OFFSETS, OP), GQA, 0),
 ]
 MORE_CASES = [
     (Layout("one rank"), GQA, 0),
@@ -66,6 +73,25 @@ MORE_CASES = [
     (Layout("GPipe, TP 2, full recomputation", 4, PIPE | {SCHEDULE: "GPipe", TP: 2}, {}, _kept("full")), GQA, 2),
     (Layout("for-loop", 2, {}, {}, _optimizer(implementation="for-loop")), TIED, 0),
     (Layout("norms of q and k, FSDP 2", 2, {}, BF16), "qwen3/debug_gqa", 0),
+    (Layout("experts and dense layers, one rank, full recomputation", 1, {}, {}, _kept("full")), MIXED, 0),
+    (
+        Layout("experts and dense layers, HSDP", 4, {REPLICAS: 2}, BF16, OP | _optimizer(implementation="foreach")),
+        MIXED,
+        0,
+    ),
+    (Layout("experts, 1F1B, bf16", 2, PIPE, BF16), EXPERTS, 0),
+    (Layout("experts, Interleaved1F1B, FSDP 2", 4, INTERLEAVED, {}, _kept("full")), MIXED, 2),
+    (Layout("experts, DDP 2, bf16", 2, {REPLICAS: 2}, BF16), EXPERTS, 1),
+    (Layout("experts, CP 2, accumulated", 2, {CP: 2}, ACCUMULATED), EXPERTS, 1),
+    (Layout("documents, FSDP 2 x CP 2, full recomputation", 4, {CP: 2}, OFFSETS, _kept("full")), GQA, 3),
+    (Layout("documents by end tokens, 1F1B x TP 2, bf16", 4, PIPE | {TP: 2}, BF16 | {"document_mask": "eos"}), GQA, 0),
+    (Layout("experts, TP 2", 2, {TP: 2}, BF16), EXPERTS, 0),
+    (Layout("experts, EP 2 x TP 2, slices of experts", 4, EP | ETP | {TP: 2}, {}, _kept("full")), EXPERTS, 0),
+    (Layout("experts, EP 2 x TP 2, whole experts", 2, EP | {TP: 2}), MIXED, 0),
+    (Layout("experts, EP 12 x FSDP 2 within experts", 24, {"expert_parallel_degree": 12}), EXPERTS, 0),
+    (Layout("experts, EP 2 x PP 2, bf16", 4, EP | PIPE, BF16), EXPERTS, 0),
+    (Layout("experts, EP 2, HSDP 2 x 2", 4, EP | {REPLICAS: 2}, BF16), EXPERTS, 0),
+    (Layout("experts in turn", 1, {}, {}, {"debug": {"moe_force_load_balance": True}}), EXPERTS, 0),
 ]
 
 
@@ -76,7 +102,7 @@ def _each(cases: list) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("layout", "flavor", "rank"), cases, ids=[layout.name for layout, *_ in cases])
 
 
-def captured(layout: Layout, flavor: str, rank: int):
+def captured(layout: Layout, flavor: str, rank: int, *, imbalance: float = 1.0):
     """Its trace, and what it was made from: each only once."""
     if layout.name not in _CAPTURED:
         tiny = {"seq_len": 16, "local_batch_size": 2, "loss_chunks": 2}
@@ -85,7 +111,7 @@ def captured(layout: Layout, flavor: str, rank: int):
         if layout.parallelism.get(SCHEDULE, "1F1B") == "1F1B":  # one stage on each rank
             args = replace(args, num_layers=2)
         dims = resolve(config.parallelism, layout.world_size)
-        trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels())
+        trace = capture(Job.of(config, args, dims), rank=rank, kernels=Kernels(imbalance=imbalance))
         _CAPTURED[layout.name] = trace, (config, args, dims)
     return _CAPTURED[layout.name]
 
@@ -100,6 +126,13 @@ def _compare(layout: Layout, flavor: str, rank: int) -> None:
 @_each(CASES)
 def test_trace_is_what_a_real_step_asks_for(layout, flavor, rank):
     _compare(layout, flavor, rank)
+
+
+@pytest.mark.parametrize("imbalance", [1, 2])
+def test_trace_has_as_many_rows_of_experts_as_a_real_step_that_receives_so_many(imbalance):
+    layout = Layout(f"EP 2, {imbalance} times the rows", 2, EP)
+    trace, made_from = captured(layout, EXPERTS, 0, imbalance=imbalance)
+    assert held_by_trace(trace) == held_by_fake_rank(*made_from, rank=0, imbalance=imbalance)
 
 
 @pytest.mark.slow
@@ -125,8 +158,9 @@ def live_at(trace: Trace, step: int, phase: str) -> list[Block]:
 def test_persistent_blocks_have_their_part(layout, flavor, rank):
     trace, (config, args, dims) = captured(layout, flavor, rank)
     held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    trained = {p.fqn for p in get_family(config.model.name).parameters(args) if p.is_trained}
     for block in live_at(trace, 2, "zero_grad"):
-        if block.part in held and block.owner.endswith(".weight") and block.num_bytes > NUMBER_BYTES:
+        if block.part in held and block.owner in trained and block.num_bytes > NUMBER_BYTES:
             held[block.part] += block.num_bytes
     expected = held_bytes(config, dims.world_size, rank, args)
     assert held == expected
@@ -150,7 +184,8 @@ def test_nothing_of_a_pass_outlives_it(layout, flavor, rank):
         sizes[block.part] += block.num_bytes
     for part in ("parameters", "gradients", "optimizer"):
         assert sizes.pop(part) > 0
-    batch_bytes = 2 * samples_per_step(training, dims.batch) // dims.batch * training.seq_len * 8
+    num_tokens = samples_per_step(training, dims.batch) // dims.batch * training.seq_len
+    batch_bytes = num_tokens * (2 * 8 + (4 if training.document_mask else 0))
     assert sizes["activations"] >= batch_bytes + 16  # and the number of its tokens, also as a divisor
     if dims.pp > 1:
         sizes.pop("pipeline_buffers")  # torch keeps what it receives into

@@ -1,0 +1,127 @@
+"""A trace of few layers of a mixture of experts, expanded, against the trace of all of them, event for event."""
+
+from dataclasses import replace
+
+import pytest
+
+from converters.families.registry import get_family
+from tests.unit.titan_tools.memory.expand.test_expand import assert_same
+from titan_tools.memory.expand import ranks
+from titan_tools.memory.expand.layers import Depth, layer_period, shallow_model
+from titan_tools.memory.expand.ranks import global_rank, trace_rank, trace_ranks
+from titan_tools.memory.trace.capture import capture
+from titan_tools.memory.trace.kernels import Kernels
+from titan_tools.memory.trace.recorder import owner_of_many
+from trainer.config.load import load_config
+from trainer.job import Job, resolve_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = Kernels("cuda", "cudnn", "fused", 1.0)
+TINY = get_family("qwen3").flavors["debug_moe"]
+OP = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
+EVERY_3RD = ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3")
+PIPE = ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=1")
+
+
+def job(world_size: int, *words: str, **numbers) -> Job:
+    fixed = ["--model.flavor=debug_moe", "--validation.no_enable", "--training.seq_len=32"]
+    fixed += ["--parallelism.data_parallel_shard_degree=-1", "--parallelism.context_parallel_degree=1"]
+    fixed += ["--training.mixed_precision_param=bfloat16", "--training.local_batch_size=2"]
+    return resolve_job(load_config("qwen3_debug", [*fixed, *words]), world_size, args=replace(TINY, **numbers))
+
+
+# ranks, numbers, settings
+QUICK = {"experts and dense layers in turn, op": (2, {"num_layers": 9, "sparse_step": 2}, OP)}
+SLOW = {
+    "experts": (2, {"num_layers": 7}, ()),
+    "HSDP, foreach": (
+        4,
+        {"num_layers": 9, "sparse_step": 2},
+        ("--parallelism.data_parallel_replicate_degree=2", "--optimizer.implementation=foreach"),
+    ),
+    "DDP": (
+        2,
+        {"num_layers": 7},
+        ("--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"),
+    ),
+    "CP, accumulated, moments in bf16": (
+        2,
+        {"num_layers": 7},
+        (
+            "--parallelism.context_parallel_degree=2",
+            "--training.global_batch_size=4",
+            "--optimizer.state_dtype=bfloat16",
+        ),
+    ),
+    "every 3rd layer recomputed, every 2nd with experts": (2, {"num_layers": 22, "sparse_step": 2}, EVERY_3RD),
+    "CPU offload": (2, {"num_layers": 7}, ("--training.enable_cpu_offload",)),
+    "compiled": (2, {"num_layers": 9, "sparse_step": 2}, ("--compile.enable", *OP)),
+}
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_few_layers_give_the_trace_of_all(name, monkeypatch):
+    world_size, numbers, words = (QUICK | SLOW)[name]
+    whole = job(world_size, *words, **numbers)
+    captured = []
+
+    def counted(job, **more):
+        captured.append(len(job.split.modules[0]))
+        return capture(job, **more)
+
+    monkeypatch.setattr(ranks, "capture", counted)
+    num_steps = 1 if name in QUICK else 2
+    expanded = trace_rank(whole, rank=0, kernels=KERNELS, num_steps=num_steps)
+    assert len(captured) == 1 and captured[0] < len(whole.split.modules[0])
+    assert_same(expanded, capture(whole, rank=0, kernels=KERNELS, num_steps=num_steps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "numbers"),
+    [("1F1B", {"num_layers": 16, "sparse_step": 2}), ("Interleaved1F1B", {"num_layers": 20})],
+)
+def test_each_pipeline_rank_is_composed_as_it_runs(schedule, numbers, monkeypatch):
+    words = (*PIPE, f"--parallelism.pipeline_parallel_schedule={schedule}", "--training.local_batch_size=6")
+    whole = job(2, *words, **numbers)
+    monkeypatch.setattr(ranks, "trace_rank", None)  # every rank is composed
+    for pp_rank, trace in trace_ranks(whole, kernels=KERNELS).items():
+        assert_same(trace, capture(whole, rank=global_rank(whole, pp_rank), kernels=KERNELS))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words", "period"),
+    [
+        ({}, (), 1),
+        ({"sparse_step": 2}, (), 2),
+        ({"sparse_step": 2}, EVERY_3RD, 6),
+        ({"dense_layers": (3,)}, (), 9),
+        ({"dense_layers": (0,)}, (), 12),
+    ],
+)
+def test_layers_repeat_with_their_experts(numbers, words, period):
+    assert layer_period(job(1, *words, **({"num_layers": 12} | numbers))) == period
+
+
+def test_captured_layers_keep_their_numbers():
+    """As many rows of counts as the whole model has layers with experts, and the kinds of the wanted layers."""
+    whole = job(4, *PIPE, "--parallelism.pipeline_parallel_schedule=1F1B", num_layers=30, sparse_step=2)
+    few = shallow_model(whole, rank=2)
+    assert few.job.args == whole.args
+    assert few.depths == (Depth(range(15, 22), range(15, 30), 2),)
+    blocks = whole.family.blocks(whole.args)
+    (depth,) = few.depths
+    for index, number in enumerate(depth.wanted):
+        assert blocks[depth.captured[depth.template(index)]] == blocks[number]
+
+
+@pytest.mark.parametrize(
+    ("fqns", "owner"),
+    [
+        (["norm", "layers.0.a", "layers.1.a", "layers.1.b", "layers.2.a", "layers.3.a", "layers.3.b"], "*1+1,2"),
+        (["layers.0.a", "layers.1.a", "layers.2.a", "layers.3.a", "layers.3.b"], "*"),  # one of layer 1 is missing
+    ],
+)
+def test_numbers_of_all_parameters_of_layers_that_differ(fqns, owner):
+    assert owner_of_many(fqns, [{0, 1, 2, 3}], {0: 1, 1: 2, 2: 1, 3: 2}) == owner

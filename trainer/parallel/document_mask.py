@@ -1,0 +1,70 @@
+"""Attention within documents: what a config asks for, and what it cannot be combined with. Torch-free."""
+
+from converters.families.base import Family, FlavorAttention
+from converters.layout import MeshShape
+from trainer.config.sections import Config
+from trainer.data.kinds import C4
+from trainer.data.sample import DocumentRules
+from trainer.parallel.stages import SPLIT_BACKWARD_SCHEDULES
+
+_BLOCK_CAUSAL = "block_causal"
+
+
+def document_rules(config: Config, family: Family) -> DocumentRules:
+    """The mask and the packing of a run, without the token that ends a document."""
+    mask = config.training.document_mask
+    if mask is None:
+        mask = "offsets" if _flavor(config, family).attn_mask_type == _BLOCK_CAUSAL else "none"
+    return DocumentRules(mask, config.training.packing)
+
+
+def attention_kernel(config: Config, family: Family) -> str:
+    """The kernel of attention within documents on a GPU: flex or varlen."""
+    of_flavor = _flavor(config, family).attn_type
+    return config.model.attn_type or ("varlen" if of_flavor == "varlen" else "flex")
+
+
+def document_problems(config: Config, family: Family, dims: MeshShape, *, takes_documents: bool) -> list[str]:
+    """Unsupported combinations. `takes_documents`: the model's forward does."""
+    rules, kernel = document_rules(config, family), attention_kernel(config, family)
+    mask = f"attention within documents (training.document_mask = {rules.mask})"
+    schedule = config.parallelism.pipeline_parallel_schedule
+    problems = []
+    if rules.packing == "best_fit" and rules.mask != "offsets":
+        problems.append(
+            f"training.packing = best_fit joins whole documents, and training.document_mask is {rules.mask}; nearest:"
+            " training.document_mask = offsets, or packing = concatenated"
+        )
+    if rules.packing == "best_fit" and config.training.dataset == C4:
+        problems.append(
+            "training.packing = best_fit chooses among all documents, and c4 is streamed; nearest: concatenated, or"
+            " dataset = tokens, an index that `titan data prepare` makes of C4's files"
+        )
+    if rules.mask == "none" and config.model.attn_type:
+        problems.append(
+            f"model.attn_type = {kernel} is a kernel of attention within documents, and training.document_mask is none;"
+            " nearest: training.document_mask = offsets, or no model.attn_type"
+        )
+    if rules.mask == "none":
+        return problems
+    if not takes_documents:
+        problems.append(
+            f"{mask}: the model of family {family.name} does not take documents (TrainerFamily.takes_documents);"
+            " nearest: training.document_mask = none"
+        )
+    if kernel == "varlen" and dims.cp > 1:
+        problems.append(
+            f"{mask} by varlen's kernel needs whole sequences, and context parallelism splits them; nearest:"
+            " model.attn_type = flex"
+        )
+    if kernel == "flex" and dims.pp > 1 and schedule in SPLIT_BACKWARD_SCHEDULES:
+        problems.append(
+            f"{mask} by FlexAttention is compiled, and schedule {schedule} splits the backward pass, which torch does"
+            " not support in compiled code (pytorch#161904); nearest: schedule Interleaved1F1B, or model.attn_type ="
+            " varlen"
+        )
+    return problems
+
+
+def _flavor(config: Config, family: Family) -> FlavorAttention:
+    return family.attention_of.get(config.model.flavor, FlavorAttention())

@@ -1,0 +1,94 @@
+"""Expert and tensor parallelism of experts: whole experts on the ranks of `ep`, slices of each on those of `etp`.
+
+Tokens are sequence shards where there is tensor parallelism. Each rank routes its own, sends their rows to the ranks
+that hold the experts, and adds up what comes back. Ranks that hold slices of the same experts first gather each other's
+tokens, and share the sums of their slices at the end.
+"""
+
+from math import ceil
+from types import MethodType
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+
+from trainer.mesh import Meshes, local_part
+from trainer.models.llama3.model import Transformer
+from trainer.models.moe import Dispatched, GroupedExperts, LocalDispatch, MoE, grouped_swiglu
+from trainer.parallel.expert_exchange import NO_ROWS_ASSUMED, exchange_counts, return_from_experts, send_to_experts
+from trainer.parallel.shards import gather_shards, scatter_sum
+
+_SLICED_DIM = {"w1": 1, "w2": 2, "w3": 1}  # features inside of an expert: [E, F, D], [E, D, F], [E, F, D]
+
+
+class SlicedDispatch(LocalDispatch):
+    """For ranks with slices of the same experts: they compute all of their tokens, and sum the outputs."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__()
+        self._group = group
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, num_experts: int) -> Dispatched:
+        return super().forward(gather_shards(x_TD, self._group), gather_shards(ids_TK, self._group), num_experts)
+
+    def combine(self, out_RD: Tensor, dispatched: Dispatched, weights_TK: Tensor) -> Tensor:
+        weights_TK = gather_shards(weights_TK, self._group)
+        return scatter_sum(super().combine(out_RD, dispatched, weights_TK), self._group)
+
+
+class Exchange:
+    """Computes the rows of this rank on the ranks that hold their experts."""
+
+    def __init__(self, group: dist.ProcessGroup, *, imbalance: float | None = None):
+        """`imbalance`: for fake tensors, the rows that this rank receives over the mean of all ranks."""
+        self._group_name, self._num_ranks, self._imbalance = group.group_name, group.size(), imbalance
+
+    def __call__(self, experts: nn.Module, dispatched: Dispatched) -> Tensor:
+        num_rows = len(dispatched.x_RD)
+        assumed = NO_ROWS_ASSUMED if self._imbalance is None else ceil(self._imbalance * num_rows)
+        counts = exchange_counts(dispatched.ends_E, self._group_name, self._num_ranks)
+        received_SD = send_to_experts(dispatched.x_RD, counts, self._group_name, assumed_rows=assumed)
+        out_SD = experts(received_SD, counts.ends_L)
+        return return_from_experts(out_SD, counts, self._group_name, num_rows=num_rows)
+
+
+def apply_expert_parallel(model: Transformer, meshes: Meshes, *, imbalance: float | None = None) -> None:
+    """Distribute the experts of a model (or stage) over `ep` and `etp`, or over `tp` without expert parallelism."""
+    dims = meshes.dims
+    if dims.ep == 1 and dims.tp == 1:
+        return
+    slices = meshes["tp" if dims.ep == 1 else "etp"]
+    for module in model.modules():
+        if not isinstance(module, MoE):
+            continue
+        dispatch = SlicedDispatch(slices.get_group()) if dims.expert_tp > 1 else LocalDispatch()
+        if dims.ep > 1:
+            dispatch.compute = Exchange(meshes["ep"].get_group(), imbalance=imbalance)  # type: ignore[method-assign]
+        module.dispatch = dispatch
+        _distribute(module.experts, meshes)
+
+
+def _distribute(experts: GroupedExperts, meshes: Meshes) -> None:
+    """Replace the weights by distributed ones; the module multiplies with the part that is here."""
+    for name, dim in _SLICED_DIM.items():
+        mesh, placements = _placed(meshes, Shard(dim))
+        weight = getattr(experts, name)
+        placed = distribute_tensor(weight, mesh, placements, src_data_rank=None)
+        setattr(experts, name, nn.Parameter(placed, requires_grad=weight.requires_grad))
+    # Bound, not a partial: the compiler would take each layer's for other code
+    experts.forward = MethodType(_multiply_here, experts)  # type: ignore[method-assign]
+
+
+def _placed(meshes: Meshes, sliced: Shard) -> tuple[DeviceMesh, list[Placement]]:
+    if meshes.dims.ep == 1:
+        return meshes["tp"], [sliced]
+    if meshes.dims.etp == 1:
+        return meshes["ep"], [Shard(0)]
+    assert meshes.experts is not None
+    return meshes.experts["ep", "etp"], [Shard(0), sliced]
+
+
+def _multiply_here(experts: GroupedExperts, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+    w1, w2, w3 = local_part(experts.w1), local_part(experts.w2), local_part(experts.w3)
+    return grouped_swiglu(x_RD, w1, w2, w3, ends_E)
