@@ -69,6 +69,7 @@ CASES = [
         MIXED,
     ),
     (Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP}), OF_TWO),
+    (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
 ]
 SLOW_CASES = [
     (Layout("fsdp 2", 2), EVERY),

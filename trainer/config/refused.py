@@ -45,8 +45,8 @@ REFUSED: dict[str, Refused] = {
     "parallelism.pipeline_parallel_expert_parallel_overlap": _unread(bool, f"{_SCHEDULE} = DualPipeV"),
     "parallelism.context_parallel_load_balancer": _only("headtail", "sequences are balanced head to tail"),
     "parallelism.context_parallel_rotate_method": _only("allgather", "keys and values are all-gathered"),
-    "parallelism.expert_parallel_comm_backend": _only(
-        "standard", "rows are exchanged by all-to-all, without DeepEP's kernels"
+    "parallelism.expert_parallel_comm_backend": Refused(
+        str, None, "rows are exchanged by all-to-all, whatever the backend: DeepEP's kernels are not covered"
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": _unread(bool, "fault_tolerance.enable"),
     "checkpoint.initial_load_in_hf_quantized": _only(False, "quantized weights are not covered yet"),

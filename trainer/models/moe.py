@@ -1,7 +1,8 @@
 """A mixture-of-experts feed-forward in plain PyTorch: `combine(compute(experts, dispatch(x, route(x))))`.
 
-No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; trainer/parallel/experts.py replaces it
-where experts are on other ranks. All sums run in a fixed order, forward and backward, so that reruns are bit-equal.
+No token is dropped and no row is padded. `LocalDispatch` sorts rows by expert; trainer/parallel/expert_parallel.py
+replaces it where experts are on other ranks. All sums run in a fixed order, forward and backward, so that reruns are
+bit-equal.
 
 Shape letters: T tokens, D model dim, E experts, K experts per token, F expert width, R = T * K rows in expert order.
 """

@@ -40,7 +40,7 @@ _STYLES: Mapping[Role, TensorStyle] = {
 def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
     """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one.
 
-    Experts have none: `trainer/parallel/experts.py` distributes them.
+    Experts have none: `trainer/parallel/expert_parallel.py` distributes them.
     """
     plan: dict[str, TensorStyle] = {}
     for parameter in parameters:

@@ -29,7 +29,12 @@ def is_fsdp(training: Training, parallelism: Parallelism, float8: Float8, dims: 
     if is_ddp(dims) or computes_in_copies(training, parallelism, float8, dims):
         return False
     is_needed = training.mixed_precision_param != training.dtype or training.enable_cpu_offload
-    return dims.fsdp > 1 or dims.dp_replicate > 1 or is_needed
+    return dims.fsdp > 1 or dims.dp_replicate > 1 or _shards_experts(dims) or is_needed
+
+
+def _shards_experts(dims: MeshShape) -> bool:
+    """Whether several ranks share what expert parallelism leaves: also where only tensor parallelism has given them."""
+    return dims.ep > 1 and dims.efsdp > 1
 
 
 def computes_in_copies(training: Training, parallelism: Parallelism, float8: Float8, dims: MeshShape) -> bool:
@@ -102,7 +107,7 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if mesh.size() > 1:  # over one rank torch divides even by 1, into a copy
+            if mesh.size() > 1 or experts is not None:  # over one rank torch divides even by 1, into a copy
                 module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: gloo has no PREMUL_SUM, which a divide factor would need.
             module.set_force_sum_reduction_for_comms(True)
@@ -122,7 +127,8 @@ def keeps_gathered(training: Training, dims: MeshShape) -> bool:
     """Whether layers stay gathered by default: in a pipeline, where each microbatch would gather them again, and over
     one rank, which would cast them again to save two bytes per parameter; but not under CPU offload.
     """
-    return dims.pp > 1 or (dims.fsdp == 1 and not training.enable_cpu_offload)
+    shards = dims.fsdp > 1 or _shards_experts(dims)
+    return dims.pp > 1 or (not shards and not training.enable_cpu_offload)
 
 
 def reshard_policy(name: str, *, keeps: bool) -> tuple[bool, bool]:

@@ -112,7 +112,6 @@ def test_ways_to_type_an_override(tmp_path, words, section, key, value):
         ("[checkpoint]\nexclude_from_loading = 'optimizer'", "a list"),
         ("[activation_checkpoint]\nselective_ac_option = '0'", "every n-th layer"),
         ("[parallelism]\npipeline_parallel_schedule = 'DualPipeV'", "overlaps two microbatches' exchanges"),
-        ("[parallelism]\nexpert_parallel_comm_backend = 'deepep'", "without DeepEP's kernels"),
         (
             "[activation_checkpoint]\nper_op_sac_force_recompute_mm_shapes_by_fqns = ['attention.wo']",
             "which products `op` recomputes cannot be chosen",
