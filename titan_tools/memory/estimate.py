@@ -128,7 +128,7 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
     kernels, worst = gpu_kernels(traced_gpu), worst_imbalance(job)
     ranks, fullest = _all_ranks(job, kernels, allocator, of_rank)
     other = replay(fullest.trace, allocator="classic" if allocator == "expandable" else "expandable")
-    judged_imbalance, judged, uneven = min(imbalance, worst), fullest, []
+    judged_imbalance, judged_ranks, judged, uneven = min(imbalance, worst), ranks, fullest, []
     for factor in sorted({1.0, judged_imbalance, worst}) if worst > 1 else ():
         found = (ranks, fullest)
         if factor > 1:
@@ -138,8 +138,8 @@ def estimate(job: Job, *, gpu: Gpu | None, allocator: AllocatorName, imbalance: 
             found = _all_ranks(job, uneven_kernels, allocator, of_rank, alike=ranks, num_steps=num_steps)
         uneven.append(UnevenEstimate(factor, max(found[0], key=_fullness), factor == judged_imbalance))
         if factor == judged_imbalance:
-            judged = found[1]
-    num_fullest = num_communicators(max(ranks, key=_fullness).pp_rank)
+            judged_ranks, judged = found
+    num_fullest = num_communicators(max(judged_ranks, key=_fullness).pp_rank)
     verdicts = [
         judge(
             candidate,
