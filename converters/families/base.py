@@ -137,9 +137,11 @@ class Role(Enum):
     EXPERT_COLUMN = "COLUMN of every expert, stacked, [experts, out, in]"
     EXPERT_UP_COLUMN = "UP_COLUMN of every expert, stacked, [experts, out, in]"
     EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
+    LATENT = "linear layer whose output all heads share, [latent, in]"
+    LATENT_NORM = "scale of a norm over such a latent, [latent]"
 
 
-_LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.OUTPUT))
+_LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.LATENT, Role.OUTPUT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +181,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A feed-forward that is a mixture of SwiGLU experts: a router sends each token to `top_k` of `num`."""
+    """A feed-forward that is a mixture of SwiGLU experts: a router sends each token to `top_k` of `num`.
+
+    With `num_groups` > 1 the experts stand in groups of num / num_groups, and a token chooses only among those of the
+    `top_groups` groups whose `best_of_group` largest scores have the largest sum.
+    """
 
     num: int
     top_k: int
     hidden: int  # features inside of one expert
     normalize: bool = True  # the weights of the chosen experts are divided by their sum
+    score: str = "softmax"  # of the router's logits: over all experts; or "sigmoid", of each
+    scale: float = 1.0  # the weights are multiplied by it
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 2
+    shared_hidden: int = 0  # features inside of the expert that every token uses, whose output is added; 0: none
     balance_rate: float = 1e-3  # change of `expert_bias` per optimizer step (arXiv 2408.15664); 0: it stays as it is
 
 
@@ -196,10 +208,27 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are made of one latent per token.
+
+    A head of q and k has `plain_dim` features without a rotation, and behind them `rotary_dim` rotated ones. All heads
+    share the rotated part of k.
+    """
+
+    num_heads: int
+    q_rank: int  # size of the latent that q is made of; 0: q is made of the input
+    kv_rank: int  # size of the latent that the plain part of k, and v, are made of
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int  # of each head
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """What a layer computes. Layers with equal blocks differ only in their weights."""
 
     feed_forward: Dense | Experts
+    attention: Latent | None = None  # None: grouped-query attention with the numbers of ModelArgs
 
 
 def dense_block(args: ModelArgs, layer: int) -> Block:

@@ -34,21 +34,26 @@ def layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
 def attention_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
     q_rows, kv_rows = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
     weights = [
-        _column(f"{layer}.attention.wq", q_rows, args.dim),
-        _column(f"{layer}.attention.wk", kv_rows, args.dim, Role.KV_COLUMN),
-        _column(f"{layer}.attention.wv", kv_rows, args.dim, Role.KV_COLUMN),
+        column(f"{layer}.attention.wq", q_rows, args.dim),
+        column(f"{layer}.attention.wk", kv_rows, args.dim, Role.KV_COLUMN),
+        column(f"{layer}.attention.wv", kv_rows, args.dim, Role.KV_COLUMN),
         Parameter(f"{layer}.attention.wo.weight", (args.dim, q_rows), Role.ROW, tp_dim=1),
     ]
     return _interleave_biases(weights, has_bias=args.attention_bias)
 
 
 def feed_forward_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    weights = [
-        _column(f"{layer}.feed_forward.w1", args.ffn_hidden, args.dim),
-        Parameter(f"{layer}.feed_forward.w2.weight", (args.dim, args.ffn_hidden), Role.ROW, tp_dim=1),
-        _column(f"{layer}.feed_forward.w3", args.ffn_hidden, args.dim, Role.UP_COLUMN),
-    ]
+    weights = swiglu_parameters(f"{layer}.feed_forward", args.dim, args.ffn_hidden)
     return _interleave_biases(weights, has_bias=args.mlp_bias)
+
+
+def swiglu_parameters(module: str, dim: int, hidden: int) -> list[Parameter]:
+    """The weights of a SwiGLU of `hidden` features inside."""
+    return [
+        column(f"{module}.w1", hidden, dim),
+        Parameter(f"{module}.w2.weight", (dim, hidden), Role.ROW, tp_dim=1),
+        column(f"{module}.w3", hidden, dim, Role.UP_COLUMN),
+    ]
 
 
 def norm_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
@@ -56,7 +61,8 @@ def norm_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
     return [Parameter(f"{layer}.{name}.weight", (args.dim,), Role.NORM) for name in names]
 
 
-def _column(fqn: str, rows: int, columns: int, role: Role = Role.COLUMN) -> Parameter:
+def column(fqn: str, rows: int, columns: int, role: Role = Role.COLUMN) -> Parameter:
+    """The weight of a linear layer whose output tensor parallelism shards."""
     return Parameter(f"{fqn}.weight", (rows, columns), role, tp_dim=0, input_group=fqn.rpartition(".")[0])
 
 

@@ -1,0 +1,195 @@
+"""DeepSeek V3 and V2: latent attention and experts in groups; their numbers, flavors and parameters."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.families.base import (
+    ONLY_FOR_TRAINING,
+    Block,
+    Dense,
+    Experts,
+    FlavorAttention,
+    Latent,
+    ModelArgs,
+    Parameter,
+    Role,
+    YarnRope,
+)
+from converters.families.experts import expert_parameters
+from converters.families.llama import column, feed_forward_parameters, list_parameters, norm_parameters
+
+SIGMOID, SOFTMAX = "sigmoid", "softmax"  # V3's score of an expert, and V2's
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekArgs(ModelArgs):
+    """The numbers of a DeepSeek V3 or V2. `head_dim` is that of q and k: features without rotation, then rotated ones.
+
+    `ffn_hidden` is that of the dense layers, which are the first ones.
+    """
+
+    q_rank: int = 0  # size of the latent that q is made of; 0: q is made of the input
+    kv_rank: int = 512
+    rotary_dim: int = 64
+    value_dim: int = 128
+    num_dense_layers: int = 1
+    num_experts: int = 64
+    experts_per_token: int = 6
+    expert_hidden: int = 1408
+    num_shared_experts: int = 2
+    score: str = SIGMOID
+    normalize_weights: bool = True
+    route_scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+
+
+def block(args: ModelArgs, layer: int) -> Block:
+    """Latent attention everywhere; experts behind the dense layers.
+
+    V3 rates a group of experts by the sum of its two best, V2 by its best one.
+    """
+    assert isinstance(args, DeepSeekArgs)
+    plain_dim = args.head_dim - args.rotary_dim
+    attention = Latent(args.num_heads, args.q_rank, args.kv_rank, plain_dim, args.rotary_dim, args.value_dim)
+    if layer < args.num_dense_layers:
+        return Block(Dense(args.ffn_hidden), attention)
+    experts = Experts(
+        num=args.num_experts,
+        top_k=args.experts_per_token,
+        hidden=args.expert_hidden,
+        normalize=args.normalize_weights,
+        score=args.score,
+        scale=args.route_scale,
+        num_groups=args.num_groups,
+        top_groups=args.top_groups,
+        best_of_group=2 if args.score == SIGMOID else 1,
+        shared_hidden=args.expert_hidden * args.num_shared_experts,
+        balance_rate=args.balance_rate,
+    )
+    return Block(experts, attention)
+
+
+def parameters(args: ModelArgs) -> list[Parameter]:
+    """Those of latent attention, and of a SwiGLU or experts, in each layer, in torchtitan's names."""
+    return list_parameters(args, _layer_parameters)
+
+
+def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
+    found = block(args, int(layer.removeprefix("layers.")))
+    assert found.attention is not None
+    return [
+        *_attention_parameters(f"{layer}.attention", args.dim, found.attention),
+        *(
+            expert_parameters(layer, args.dim, found.feed_forward)
+            if isinstance(found.feed_forward, Experts)
+            else feed_forward_parameters(layer, args)
+        ),
+        *norm_parameters(layer, args),
+    ]
+
+
+def _attention_parameters(attention: str, dim: int, of: Latent) -> list[Parameter]:
+    q_rows = of.num_heads * (of.plain_dim + of.rotary_dim)
+    kv_rows, values = of.num_heads * (of.plain_dim + of.value_dim), of.num_heads * of.value_dim
+    queries = [column(f"{attention}.wq", q_rows, dim)]
+    if of.q_rank:
+        queries = [
+            _latent(f"{attention}.wq_a", of.q_rank, dim),
+            Parameter(f"{attention}.q_norm.weight", (of.q_rank,), Role.LATENT_NORM),
+            Parameter(f"{attention}.wq_b.weight", (q_rows, of.q_rank), Role.COLUMN, tp_dim=0),
+        ]
+    return [
+        *queries,
+        _latent(f"{attention}.wkv_a", of.kv_rank + of.rotary_dim, dim),
+        Parameter(f"{attention}.kv_norm.weight", (of.kv_rank,), Role.LATENT_NORM),
+        Parameter(f"{attention}.wkv_b.weight", (kv_rows, of.kv_rank), Role.COLUMN, tp_dim=0),
+        Parameter(f"{attention}.wo.weight", (dim, values), Role.ROW, tp_dim=1),
+    ]
+
+
+def _latent(fqn: str, rows: int, columns: int) -> Parameter:
+    return Parameter(f"{fqn}.weight", (rows, columns), Role.LATENT, input_group=fqn.rpartition(".")[0])
+
+
+def _args(dim: int, layers: int, heads: int, hidden: int, **rest: Any) -> DeepSeekArgs:
+    """YaRN's `mscale_all_dim` is given: it scales the scores of attention, and cosine and sine stay as they are."""
+    magnitude, original = rest.pop("mscale"), rest.pop("original", 4096)
+    scaling = YarnRope(40.0, original, mscale=magnitude, mscale_all_dim=magnitude)
+    numbers: dict[str, Any] = {"head_dim": 192, "vocab_size": 102400, "norm_eps": 1e-6, "rope_theta": 1e4}
+    numbers |= {"max_seq_len": 163840, "rope_scaling": scaling} | rest
+    return DeepSeekArgs(dim, layers, heads, heads, ffn_hidden=hidden, **numbers)
+
+
+_V2: dict[str, Any] = {"score": SOFTMAX, "normalize_weights": False}
+_SMALL: dict[str, Any] = {
+    "head_dim": 24,
+    "rotary_dim": 8,
+    "value_dim": 20,
+    "kv_rank": 32,
+    "num_experts": 12,
+    "experts_per_token": 3,
+    "expert_hidden": 96,
+    "vocab_size": 2048,
+    "max_seq_len": 1024,
+    "original": 64,
+}
+_DEBUG = _args(
+    256,
+    6,
+    16,
+    1024,
+    mscale=0.707,
+    max_seq_len=16384,
+    vocab_size=2048,
+    num_experts=8,
+    experts_per_token=3,
+    expert_hidden=256,
+    **_V2,
+)
+_GROUPS: dict[str, Any] = {"num_groups": 4, "top_groups": 2}
+FLAVORS = {
+    "debugmodel": _DEBUG,
+    "debugmodel_flex_attn": _DEBUG,
+    # small on purpose, for parity tests: every size differs from every other, and lengths beyond YaRN's original one
+    "debug_v3": _args(
+        128, 3, 4, 384, mscale=1.0, q_rank=48, num_shared_experts=1, route_scale=2.5, **_GROUPS, **_SMALL
+    ),
+    "debug_v2": _args(128, 3, 4, 384, mscale=0.707, q_rank=48, route_scale=16.0, **_GROUPS, **_SMALL, **_V2),
+    "debug_v2_lite": _args(128, 3, 4, 384, mscale=0.707, **_SMALL, **_V2),
+    "16B": _args(2048, 27, 16, 10944, mscale=0.707, **_V2),  # DeepSeek V2 Lite
+    "236B": _args(
+        5120,
+        60,
+        128,
+        12288,
+        mscale=1.0,
+        q_rank=1536,
+        num_experts=160,
+        expert_hidden=1536,
+        num_groups=8,
+        top_groups=3,
+        route_scale=16.0,
+        **_V2,
+    ),
+    "671B": _args(
+        7168,
+        61,
+        128,
+        18432,
+        mscale=1.0,
+        vocab_size=129280,
+        q_rank=1536,
+        num_dense_layers=3,
+        num_experts=256,
+        experts_per_token=8,
+        expert_hidden=2048,
+        num_shared_experts=1,
+        num_groups=8,
+        top_groups=4,
+        route_scale=2.5,
+    ),
+}
+_BLOCK_CAUSAL = FlavorAttention("flex", "block_causal")
+ATTENTION_OF = dict.fromkeys(("debugmodel_flex_attn", "16B", "236B", "671B"), _BLOCK_CAUSAL)
