@@ -27,6 +27,7 @@ _NOT_CARRIED = {
     "auto_map",
     "transformers_weights",  # the name of the source's file
     "num_local_experts",  # transformers 5's spelling of num_experts
+    "num_mtp_layers",  # and of num_nextn_predict_layers
 }
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of both transformers 4 and 5
 _MOST_BYTES = 1 << 20  # of all such fields: config files are a few KB
@@ -61,7 +62,7 @@ def read_untranslated(
     been replaced. Raises CheckpointError and UnsupportedError.
     """
     written = family.hf_config(args)
-    _refuse_other_code(config, written)
+    _refuse_other_code(config, family, written)
     replaced = _replaced_ids(config, token_ids)
     fields = {}
     for key, value in config.items():
@@ -145,12 +146,13 @@ def _replaced_ids(config: Mapping[str, Any], token_ids: Mapping[str, Any]) -> li
     return [key for key in unset if token_ids.get(key, config[key]) != config[key]]
 
 
-def _refuse_other_code(config: Mapping[str, Any], written: Mapping[str, Any]) -> None:
+def _refuse_other_code(config: Mapping[str, Any], family: Family, written: Mapping[str, Any]) -> None:
     """Raise UnsupportedError where transformers can load the model only by running the code in its folder.
 
     With a model_type of its own, transformers reads the folder as its own class unless it is given trust_remote_code.
     """
-    if config.get("auto_map") is not None and config.get("model_type") != written.get("model_type"):
+    known = (written.get("model_type"), *family.hf_model_types)
+    if config.get("auto_map") is not None and config.get("model_type") not in known:
         raise UnsupportedError(
             f"config.json: model_type {config.get('model_type')!r} is defined by Python code in the folder (auto_map), "
             "which is not run",

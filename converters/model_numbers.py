@@ -5,7 +5,16 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from converters.errors import CheckpointError, list_offenders
-from converters.families.base import DynamicRope, Experts, Family, ModelArgs, RopeScaling, YarnRope
+from converters.families.base import (
+    EXPERT_SCORES,
+    DynamicRope,
+    Experts,
+    Family,
+    Latent,
+    ModelArgs,
+    RopeScaling,
+    YarnRope,
+)
 
 _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_layers", "num_hidden_layers", "n_layers"): (int, 1, 10_000),
@@ -27,6 +36,14 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("sparse_step", "decoder_sparse_step"): (int, 1, 10_000),
     ("normalize_weights", "norm_topk_prob"): (bool, False, True),
     ("balance_rate",): (float, 0, 1),
+    ("q_rank", "q_lora_rank"): (int, 0, 2**31 - 1),
+    ("kv_rank", "kv_lora_rank", "value_dim", "v_head_dim"): (int, 1, 2**31 - 1),
+    ("rotary_dim", "qk_rope_head_dim", "qk_nope_head_dim"): (int, 1, 2**31 - 1),
+    ("num_dense_layers", "first_k_dense_replace"): (int, 0, 10_000),
+    ("num_shared_experts", "n_shared_experts", "n_routed_experts"): (int, 1, 65_536),
+    ("num_groups", "top_groups", "n_group", "topk_group"): (int, 1, 65_536),
+    ("route_scale", "routed_scaling_factor"): (float, 1e-6, 1e9),
+    ("rope_interleave",): (bool, False, True),
 }
 _LAYER_LISTS = ("dense_layers", "mlp_only_layers")
 _MOST_EXPERTS = 1_000_000  # of all layers: no names are made for more, and no model has a tenth
@@ -75,19 +92,47 @@ def check_args(args: ModelArgs, *, what: str) -> None:
 
 def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
     """Raise CheckpointError where the layers that a family makes of numbers cannot be."""
-    found = [block.feed_forward for block in family.blocks(args)]
-    experts = [feed_forward for feed_forward in found if isinstance(feed_forward, Experts)]
-    problems = [
-        f"{one.top_k} experts per token of {one.num}: expected 1 to {one.num}"
-        for one in dict.fromkeys(experts)
-        if not 1 <= one.top_k <= one.num
-    ]
+    blocks = family.blocks(args)
+    experts = [block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts)]
+    problems = [problem for one in dict.fromkeys(experts) for problem in _expert_problems(one)]
+    for attention in dict.fromkeys(block.attention for block in blocks):
+        problems += [] if attention is None else _latent_problems(attention)
+    if (num_dense := getattr(args, "num_dense_layers", 0)) > args.num_layers:
+        problems.append(f"{num_dense} dense layers, but there are only {args.num_layers} layers")
     if (total := sum(one.num for one in experts)) > _MOST_EXPERTS:
         problems.append(f"{total:,} experts in {len(experts):,} layers; the most is {_MOST_EXPERTS:,}")
     outside = [layer for layer in getattr(args, "dense_layers", ()) if layer >= args.num_layers]
     problems += [f"layer {layer} is dense, but there are only {args.num_layers} layers" for layer in outside]
     if problems:
         raise CheckpointError(f"{what} does not describe a model:" + list_offenders(problems))
+
+
+def _expert_problems(one: Experts) -> list[str]:
+    problems = []
+    if not 1 <= one.top_k <= one.num:
+        problems.append(f"{one.top_k} experts per token of {one.num}: expected 1 to {one.num}")
+    if one.score not in EXPERT_SCORES:
+        problems.append(f"a score {str(one.score)[:40]!r} of experts: expected {' or '.join(EXPERT_SCORES)}")
+    if one.num % one.num_groups:
+        problems.append(f"{one.num} experts cannot stand in {one.num_groups} groups of one size")
+    elif not 1 <= one.top_groups <= one.num_groups:
+        problems.append(f"{one.top_groups} groups of {one.num_groups} per token: expected 1 to {one.num_groups}")
+    elif one.num_groups > 1:
+        in_group = one.num // one.num_groups
+        eligible = one.top_groups * in_group
+        if one.best_of_group > in_group:
+            problems.append(f"groups of {in_group} experts, which are rated by their {one.best_of_group} best")
+        if one.top_k > eligible:
+            problems.append(f"{one.top_k} experts per token, but {one.top_groups} groups have only {eligible}")
+    return problems
+
+
+def _latent_problems(attention: Latent) -> list[str]:
+    if attention.rotary_dim % 2:
+        return [f"{attention.rotary_dim} rotated features of a head: RoPE rotates pairs, so it must be even"]
+    if attention.plain_dim < 1:
+        return [f"{attention.rotary_dim} rotated features, which leave none of the head without a rotation"]
+    return []
 
 
 def _is_layer_list(value: Any) -> bool:

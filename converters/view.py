@@ -151,7 +151,7 @@ def native_view(
     weight, which is read, and dropped where it equals the embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
-    parameters = family.parameters(args)
+    naming, parameters = family.naming_for(naming, args), family.parameters(args)
     outputs = [replace(p, fqn=OUTPUT) for p in parameters if p.fqn == EMBEDDING and args.tied]
     by_native = _rules_for((p.fqn for p in (*parameters, *outputs)), naming)
     rule_of = {p.fqn: by_native[_with_placeholder(p.fqn)] for p in (*parameters, *outputs)}
@@ -238,6 +238,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     where a foreign tensor would be made of native ones that differ in dtype, or of which some are missing.
     """
     family, args = get_family(info.family), info.args
+    naming = family.naming_for(naming, args)
     held = {p.fqn: p for p in family.parameters(args)}
     if args.tied and naming.repeats_tied:
         held[OUTPUT] = held[EMBEDDING]
@@ -344,7 +345,8 @@ def namings_for(info: ModelInfo) -> list[Naming]:
     """The namings of a model's family that have names for all of its parameters."""
     family = get_family(info.family)
     asked = {_with_placeholder(p.fqn) for p in family.parameters(info.args)}
-    return [naming for naming in family.namings.values() if asked <= {rule.native for rule in naming.rules}]
+    namings = [family.naming_for(naming, info.args) for naming in family.namings.values()]
+    return [naming for naming in namings if asked <= {rule.native for rule in naming.rules}]
 
 
 def is_named(fqn: str, patterns: Iterable[str]) -> bool:

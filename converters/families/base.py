@@ -179,6 +179,9 @@ class Parameter:
         return replace(self, fqn=f"{self.module}.bias", shape=self.shape[:1], tp_dim=tp_dim, is_bias=True)
 
 
+EXPERT_SCORES = ("softmax", "sigmoid")
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A feed-forward that is a mixture of SwiGLU experts: a router sends each token to `top_k` of `num`.
@@ -258,6 +261,10 @@ def _any(args: ModelArgs) -> bool:
     return True
 
 
+def _same_naming(naming: Naming, args: ModelArgs) -> Naming:
+    return naming
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model family. Instances are constants in `converters/families/<family>.py`, found through registry.py."""
@@ -280,6 +287,8 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
+    # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
+    naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
 
     def blocks(self, args: ModelArgs) -> list[Block]:
         """Of every layer."""

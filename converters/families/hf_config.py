@@ -44,6 +44,23 @@ QWEN3_MOE_FIELDS: _Fields = (
     | dict.fromkeys(("decoder_sparse_step", "mlp_only_layers"), TRANSLATED)
     | dict.fromkeys(("output_router_logits", "router_aux_loss_coef"), NO_EFFECT)  # of a loss
 )
+# The classes replace head_dim by qk_rope_head_dim; rope_interleave False rotates halves, for which there are no weights
+_LATENT_FIELDS: _Fields = (
+    _BASE_FIELDS
+    | _DECODER_FIELDS
+    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), TRANSLATED)
+    | dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok"), TRANSLATED)
+    | dict.fromkeys(("moe_intermediate_size", "first_k_dense_replace", "n_group", "topk_group"), TRANSLATED)
+    | dict.fromkeys(("routed_scaling_factor", "norm_topk_prob"), TRANSLATED)
+    | dict.fromkeys(("pretraining_tp", "output_router_logits"), NO_EFFECT)
+    | {"head_dim": NO_EFFECT}
+)
+DEEPSEEK_V3_FIELDS: _Fields = _LATENT_FIELDS | {"rope_interleave": (True,), "num_mtp_layers": TRANSLATED}
+DEEPSEEK_V2_FIELDS: _Fields = _LATENT_FIELDS | {
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "norm_topk_prob": (False,),  # transformers does not read it, vLLM does
+    "mlp_bias": TRANSLATED,
+}
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),

@@ -1,0 +1,116 @@
+"""DeepSeek V3, V2 and what shares their classes: names, values and logits against transformers."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from converters.catalog import TensorInfo
+from converters.convert import convert
+from converters.errors import CheckpointError
+from converters.families.registry import get_family
+from converters.formats.base import OutputOptions
+from converters.model_info import ModelInfo, read_model_info
+from converters.view import foreign_view
+from converters.weights import open_native
+from tests.tiny_deepseek import NUMBERS, native_arrays, write_deepseek
+
+FAMILY = get_family("deepseek_v3")
+TOKENS = torch.arange(40)[None] * 7 % 97  # longer than YaRN's original length
+
+
+def tensors_of(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.fixture(scope="module", params=NUMBERS)
+def written(request, tmp_path_factory):
+    """(name, model, root): root/hf as transformers wrote it, root/dcp converted from it."""
+    root = tmp_path_factory.mktemp(request.param)
+    model = write_deepseek(root / "hf", request.param, dtype="bfloat16")
+    convert(root / "hf", root / "dcp", to="dcp")
+    return request.param, model, root
+
+
+def test_native_values_are_those_of_the_model(written):
+    _, model, root = written
+    expected = native_arrays(model)
+    with open_native(root / "dcp") as weights:
+        assert weights.tensors.keys() == expected.keys()
+        for fqn, info in weights.tensors.items():
+            is_bias = fqn.endswith("expert_bias")
+            assert info.dtype == ("float32" if is_bias else "bfloat16"), fqn
+            values = weights.read(fqn)
+            values = values if is_bias else (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            assert np.array_equal(values, expected[fqn]), fqn
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_there_and_back_is_bit_equal(written, fused, tmp_path):
+    name, _, root = written
+    report = convert(root / "dcp", tmp_path / "hf", to="hf", options=OutputOptions(fused_experts=fused))
+    assert len(report.dropped) == (2 if name.startswith("v2") else 0)  # their offsets, which are zero
+    ours, theirs = tensors_of(tmp_path / "hf"), tensors_of(root / "hf")
+    if not fused:
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) and ours[key].dtype == theirs[key].dtype for key in theirs)
+    assert torch.equal(logits(tmp_path / "hf"), logits(root / "hf"))
+    assert (
+        read_model_info(tmp_path / "hf").args == read_model_info(root / "dcp").args == read_model_info(root / "hf").args
+    )
+    convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    assert read_model_info(tmp_path / "dcp").untranslated == read_model_info(root / "dcp").untranslated
+
+
+def test_offsets_stay_float32(written, tmp_path):
+    name, model, root = written
+    convert(root / "dcp", tmp_path / "half", to="hf", dtype="float16")
+    kinds = {key: tensor.dtype for key, tensor in tensors_of(tmp_path / "half").items()}
+    biases = {key for key in kinds if key.endswith("e_score_correction_bias")}
+    assert len(biases) == (0 if name.startswith("v2") else 2)
+    assert all(kind == (torch.float32 if key in biases else torch.float16) for key, kind in kinds.items())
+
+
+def test_v2_has_no_offsets(tmp_path):
+    """A file that has them is not a V2's, and a V2 whose offsets are not zero cannot be written."""
+    write_deepseek(tmp_path / "hf", "v2")
+    convert(tmp_path / "hf", tmp_path / "pt", to="torch")
+    tensors = tensors_of(tmp_path / "hf")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file(tensors | {name: torch.ones(12)}, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"unexpected  {name}"):
+        convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    native = torch.load(tmp_path / "pt" / "model.pt")
+    native["layers.1.moe.expert_bias"][3] = 1
+    torch.save(native, tmp_path / "pt" / "model.pt")
+    (tmp_path / "pt" / "titan_manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no place for these, and they are not zero"):
+        convert(tmp_path / "pt", tmp_path / "back", to="hf")
+    options = OutputOptions(drop_expert_bias=True)
+    assert len(convert(tmp_path / "pt", tmp_path / "back", to="hf", options=options).dropped) == 2
+
+
+@pytest.mark.parametrize("flavor", FAMILY.flavors)
+def test_transformers_builds_the_same_parameters(flavor, tmp_path):
+    """Names and shapes of every flavor, with dense and sparse layers, on the meta device."""
+    args = FAMILY.flavors[flavor]
+    args = replace(args, num_layers=args.num_dense_layers + 1, num_experts=args.num_groups * 2, experts_per_token=2)
+    (tmp_path / "config.json").write_text(json.dumps(FAMILY.hf_config(args)))
+    assert FAMILY.args_from_hf_config(json.loads((tmp_path / "config.json").read_text())) == args
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
+    native = SimpleNamespace(tensors={p.fqn: TensorInfo("float32", p.shape) for p in FAMILY.parameters(args)})
+    view = foreign_view(native, ModelInfo(FAMILY.name, args), FAMILY.namings["hf_fused"])
+    assert {name: info.shape for name, info in view.tensors.items()} == shapes
