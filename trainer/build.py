@@ -214,7 +214,8 @@ def parallelize(
         apply_document_attention(part, masked)
     if dims.cp > 1:
         dtype = getattr(torch, training.mixed_precision_param)
-        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=selects_cudnn(job.args, dtype, device), masked=masked)
+        uses_cudnn = selects_cudnn(job.args, dtype, device, value_dim=job.family.value_dim(job.args))
+        apply_cp(part, meshes["cp"].get_group(), uses_cudnn=uses_cudnn, masked=masked)
     if dims.tp > 1:
         plan = get_trainer_family(job.family.name).tensor_plan(parameters)
         apply_tp(

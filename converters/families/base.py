@@ -294,6 +294,11 @@ class Family:
         """Of every layer."""
         return [self.block(args, layer) for layer in range(args.num_layers)]
 
+    def value_dim(self, args: ModelArgs) -> int:
+        """Features of a head of v; those of q and k are `head_dim`."""
+        latent = self.block(args, 0).attention
+        return latent.value_dim if latent else args.head_dim
+
     def num_parameters(self, args: ModelArgs) -> int:
         """Values that are trained."""
         return sum(prod(p.shape) for p in self.parameters(args) if p.is_trained)

@@ -30,6 +30,7 @@ from tests.dist.layouts import (
 from tests.dist.training import (
     EXPERTS,
     GLOBAL_BATCH,
+    LATENTS,
     SEQ_LEN,
     WARMUP_STEPS,
     Layout,
@@ -51,6 +52,7 @@ from trainer.parallel.context import head_tail_positions
 from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 
 STEPS, FEW_STEPS = 20, 5
+V3, V2_LITE = f"{LATENTS}/debug_v3", f"{LATENTS}/debug_v2_lite"
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
 
@@ -70,6 +72,10 @@ CASES = [
     ),
     (Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP}), OF_TWO),
     (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
+    # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
+    (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
+    (Layout("tp 2 cp 2 ep 2", 4, {TP: 2, CP: 2, EP: 2}), V2_LITE),
+    (Layout("ep 2 pp 2", 4, {EP: 2, PP: 2, MICROBATCH: 2}), V3),
 ]
 SLOW_CASES = [
     (Layout("fsdp 2", 2), EVERY),
@@ -112,6 +118,22 @@ def names(case) -> str:
     return f"{layout.name}-{flavor.rpartition('/')[2]}"
 
 
+def margins(logits_TE: torch.Tensor, bias_E: torch.Tensor, router) -> torch.Tensor:
+    """By how much a token's experts, and their groups, won."""
+    choice_TE = (logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(-1)) + bias_E
+    groups_TGS = choice_TE.unflatten(-1, (router.num_groups, -1))
+    margin_T = torch.full(choice_TE.shape[:1], torch.inf)
+    if router.top_groups < router.num_groups:
+        rated_TG = groups_TGS.sort(descending=True).values[..., : router.best_of_group].sum(-1)
+        order_TG = rated_TG.argsort(descending=True)
+        best = rated_TG.gather(1, order_TG)
+        margin_T = best[:, router.top_groups - 1] - best[:, router.top_groups]
+        allowed = order_TG[:, : router.top_groups, None].expand(-1, -1, groups_TGS.shape[-1])
+        choice_TE = groups_TGS.gather(1, allowed).flatten(1)
+    best = choice_TE.topk(router.top_k + 1).values
+    return torch.minimum(margin_T, best[:, -2] - best[:, -1])
+
+
 class Routed:
     """The experts of every token of a forward pass, and by how much they won, of each layer with experts here."""
 
@@ -129,9 +151,7 @@ class Routed:
                 return
             x_TD, bias_E = args
             with torch.no_grad():
-                scores_TE = (x_TD.float() @ local_part(router.gate.weight).float().T).softmax(-1) + bias_E
-                best = scores_TE.topk(router.top_k + 1).values
-            margin_T = best[:, -2] - best[:, -1]
+                margin_T = margins(x_TD.float() @ local_part(router.gate.weight).float().T, bias_E, router)
             self.calls.setdefault(number, []).append((routes.ids_TK.sort(dim=-1).values, margin_T))
 
         return keep

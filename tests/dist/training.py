@@ -28,7 +28,7 @@ from trainer.step import TrainStep
 from trainer.train_model import TrainModel
 
 GLOBAL_BATCH, SEQ_LEN, SEED = 8, 64, 7
-EXPERTS = "qwen3_experts"
+EXPERTS, LATENTS = "qwen3_experts", "deepseek_v3_experts"
 WARMUP_STEPS = 20
 
 
@@ -42,8 +42,8 @@ def args_of(flavor: str) -> ModelArgs:
     family, name = family_of(flavor)
     if family.endswith("_biased"):
         _register_biased(family)
-    elif family == EXPERTS:
-        _register_experts()
+    elif family in (EXPERTS, LATENTS):
+        _register_experts(family)
     return get_family(family).flavors[name]
 
 
@@ -61,21 +61,24 @@ def _register_biased(name: str) -> None:
     trained_families.register(name, replace(trained, initial_distribution=initial_distribution))
 
 
-def _register_experts() -> None:
-    """Qwen 3 with routers whose scores do not nearly tie, and with biases that are not 0 at first.
+def _register_experts(name: str) -> None:
+    """A family with routers whose scores do not nearly tie, and with biases that are not 0 at first.
 
-    `two_experts` has fewer than most layouts have ranks.
+    `two_experts` of Qwen 3 has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first.
     """
-    trained, family = get_trainer_family("qwen3"), get_family("qwen3")
-    of_two = {"num_experts": 2, "experts_per_token": 1, "normalize_weights": False}
-    flavors = {**family.flavors, "two_experts": replace(family.flavors["debug_moe_mixed"], **of_two)}
+    base = name.removesuffix("_experts")
+    trained, family = get_trainer_family(base), get_family(base)
+    flavors = dict(family.flavors)
+    if name == EXPERTS:
+        of_two = {"num_experts": 2, "experts_per_token": 1, "normalize_weights": False}
+        flavors["two_experts"] = replace(flavors["debug_moe_mixed"], **of_two)
 
     def initial_distribution(parameter, args):
-        drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1)}
+        drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1), Role.LATENT_NORM: Normal(1.0)}
         return drawn.get(parameter.role) or trained.initial_distribution(parameter, args)
 
-    families.register(replace(family, name=EXPERTS, flavors=flavors, hf_architectures=()))
-    trained_families.register(EXPERTS, replace(trained, initial_distribution=initial_distribution))
+    families.register(replace(family, name=name, flavors=flavors, hf_architectures=()))
+    trained_families.register(name, replace(trained, initial_distribution=initial_distribution))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def initial_distribution(parameter: Parameter, args: ModelArgs) -> Distribution:
     if parameter.is_bias:
         return Constant(0.0)
     match parameter.role:
-        case Role.NORM | Role.HEAD_NORM:
+        case Role.NORM | Role.HEAD_NORM | Role.LATENT_NORM:
             return Constant(1.0)
         case Role.ROUTER_BIAS:
             return Constant(0.0)

@@ -17,6 +17,8 @@ from torch.autograd import Function
 from converters.families.base import Experts
 from trainer.models.grouped_product import grouped_product
 
+SIGMOID = "sigmoid"  # Experts.score
+
 
 class Routes(NamedTuple):
     """The experts that the router chose for each token, best first, and their weights in the sum."""
@@ -33,26 +35,49 @@ class Gate(nn.Linear):
 
 
 class Router(nn.Module):
-    """Chooses the experts with the largest score + bias, in float32. Weights are scores alone: the bias balances."""
+    """Chooses the experts with the largest score + bias, in float32. Weights are scores alone: the bias balances.
+
+    Of experts in groups, a token chooses among those of the groups whose best experts have the largest sum of score +
+    bias (DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; of DeepSeek-V2, the best one).
+    """
 
     def __init__(self, dim: int, experts: Experts):
         super().__init__()
         self.num_experts, self.top_k, self.normalize = experts.num, experts.top_k, experts.normalize
+        self.score, self.scale = experts.score, experts.scale
+        self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
+        self.best_of_group = experts.best_of_group
         self.forces_balance = False  # for measurements: experts in turn, whatever the scores
         self.gate = Gate(dim, experts.num, bias=False)
 
     def forward(self, x_TD: Tensor, bias_E: Tensor) -> Routes:
         logits_TE: Tensor = self.gate(x_TD)
-        scores_TE = logits_TE.softmax(dim=-1)
+        scores_TE = logits_TE.sigmoid() if self.score == SIGMOID else logits_TE.softmax(dim=-1)
         if self.forces_balance:
             slots_R = torch.arange(len(x_TD) * self.top_k, device=x_TD.device)
             ids_TK = (slots_R % self.num_experts).view(-1, self.top_k)
         else:
-            ids_TK = (scores_TE + bias_E).topk(self.top_k, dim=-1).indices
+            choice_TE = scores_TE + bias_E
+            if self.num_groups > 1:
+                choice_TE = self._in_best_groups(choice_TE)
+            ids_TK = choice_TE.topk(self.top_k, dim=-1).indices
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.normalize:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+            sums_T1 = weights_TK.sum(dim=-1, keepdim=True)
+            # sigmoids may all be 0, as published; softmax's are not, and Qwen's are divided by their sum alone
+            weights_TK = weights_TK / (sums_T1 + 1e-20 if self.score == SIGMOID else sums_T1)
+        if self.scale != 1.0:
+            weights_TK = weights_TK * self.scale
         return Routes(ids_TK, weights_TK)
+
+    def _in_best_groups(self, choice_TE: Tensor) -> Tensor:
+        """-inf for the experts of all other groups."""
+        grouped = choice_TE.unflatten(-1, (self.num_groups, -1))  # type: ignore[no-untyped-call]
+        of_groups = grouped.topk(self.best_of_group, dim=-1).values.sum(dim=-1)
+        is_other = torch.ones_like(of_groups, dtype=torch.bool)
+        is_other = is_other.scatter(1, of_groups.topk(self.top_groups, dim=-1).indices, False)
+        in_best: Tensor = grouped.masked_fill(is_other.unsqueeze(-1), float("-inf")).flatten(1)
+        return in_best
 
 
 class Dispatched(NamedTuple):
@@ -135,8 +160,22 @@ def grouped_swiglu(x_RD: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor,
     return grouped_product(hidden_RF, w2_EDF, ends_E)
 
 
+class SharedExperts(nn.Module):
+    """One SwiGLU, which every token uses: as wide as the experts that it is made of together."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        out_BLD: Tensor = self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        return out_BLD
+
+
 class MoE(nn.Module):
-    """Routed experts in place of a feed-forward."""
+    """Routed experts in place of a feed-forward, and the shared ones if the model has any."""
 
     expert_bias: Tensor
 
@@ -146,6 +185,7 @@ class MoE(nn.Module):
         self.router = Router(dim, experts)
         self.dispatch = LocalDispatch()
         self.experts = GroupedExperts(dim, experts)
+        self.shared_experts = SharedExperts(dim, experts.shared_hidden) if experts.shared_hidden else None
         self.register_buffer("expert_bias", torch.zeros(experts.num, dtype=torch.float32))
         self.load_E: Tensor | None = None  # rows of each expert, int64: backward adds those of its forward
 
@@ -156,7 +196,8 @@ class MoE(nn.Module):
         if self.load_E is not None:
             weights_TK = _counted(weights_TK, dispatched.ends_E, self.load_E)
         out_RD = self.dispatch.compute(self.experts, dispatched)
-        return self.dispatch.combine(out_RD, dispatched, weights_TK).view_as(x_BLD)
+        out_BLD = self.dispatch.combine(out_RD, dispatched, weights_TK).view_as(x_BLD)
+        return out_BLD if self.shared_experts is None else out_BLD + self.shared_experts(x_BLD)
 
 
 @torch.library.custom_op("titan::counted", mutates_args=())

@@ -42,11 +42,18 @@ def _build_qwen3(args: ModelArgs) -> "Transformer":
     return build_model(args)
 
 
+def _build_deepseek_v3(args: ModelArgs) -> "Transformer":
+    from trainer.models.deepseek_v3.model import build_model
+
+    return build_model(args)
+
+
 _LLAMA = TrainerFamily(_build_llama3, takes_documents=True)
 _FAMILIES = {
     "llama3": _LLAMA,
     "llama2": _LLAMA,  # the same computation with other numbers
     "qwen3": TrainerFamily(_build_qwen3, takes_documents=True),
+    "deepseek_v3": TrainerFamily(_build_deepseek_v3, takes_documents=True),
 }
 
 

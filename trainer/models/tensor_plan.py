@@ -20,6 +20,9 @@ class TensorStyle(Enum):
     TOKENS = "weights replicated, works on the tokens of sequence shards: [T, D]"
     GATHER_SEQUENCE = "input sequence shards are gathered for the module"
     COLUMNS = "output features here"
+    LATENT_COLUMNS = "reads what a module with GATHER_LATENTS returns; output features here"
+    GATHERED_COLUMNS = "gathers its input, sequence shards; output features here"
+    GATHER_LATENTS = "input sequence shards are gathered; each rank has a part of the output's gradient"
     ROWS = "input features here; partial sums become sequence shards"
     LOGITS = "gathers its input; columns of the vocabulary here"
 
@@ -34,6 +37,8 @@ _STYLES: Mapping[Role, TensorStyle] = {
     Role.UP_COLUMN: TensorStyle.COLUMNS,
     Role.ROW: TensorStyle.ROWS,
     Role.ROUTER: TensorStyle.TOKENS,
+    Role.LATENT: TensorStyle.SEQUENCE_SHARDS,
+    Role.LATENT_NORM: TensorStyle.SEQUENCE_SHARDS,
 }
 
 
@@ -41,12 +46,21 @@ def tensor_plan(parameters: Sequence[Parameter]) -> dict[str, TensorStyle]:
     """The style of every module that tensor parallelism touches; a bias follows its weight, whose module has one.
 
     Experts have none: `trainer/parallel/expert_parallel.py` distributes them.
+
+    Latent attention makes its latents of sequence shards, with whole weights, and gathers them: they are a fraction of
+    the hidden states. A query that is made of the hidden states themselves gathers those.
     """
     plan: dict[str, TensorStyle] = {}
+    latent_attentions = {p.input_group for p in parameters if p.role is Role.LATENT}
     for parameter in parameters:
         if not parameter.is_bias and parameter.role in _STYLES:
             plan[parameter.module] = _STYLES[parameter.role]
-        if parameter.input_group:
+        if parameter.role is Role.COLUMN and parameter.input_group in latent_attentions:
+            plan[parameter.module] = TensorStyle.GATHERED_COLUMNS
+        elif parameter.role is Role.COLUMN and parameter.module.rpartition(".")[0] in latent_attentions:
+            plan[parameter.module] = TensorStyle.LATENT_COLUMNS
+        elif parameter.input_group and parameter.input_group not in latent_attentions:
             plan[parameter.input_group] = TensorStyle.GATHER_SEQUENCE
+    plan |= {f"{attention}.latents": TensorStyle.GATHER_LATENTS for attention in latent_attentions}
     plan.setdefault("output", TensorStyle.LOGITS)  # tied: no parameter of its own, but a module
     return plan

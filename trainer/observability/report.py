@@ -50,7 +50,10 @@ class Report:
         self._tokens_per_step = job.tokens_per_step
         self._clock = StepClock(
             flops_per_token=flops_per_token(
-                job.args, num_parameters=job.num_active_parameters, seq_len=config.training.seq_len
+                job.args,
+                num_parameters=job.num_active_parameters,
+                seq_len=config.training.seq_len,
+                value_dim=job.family.value_dim(job.args),
             ),
             num_ranks=self._num_ranks,
             peak=data_sheet(torch.cuda.get_device_name(device)).bf16_flops if device.type == "cuda" else None,

@@ -11,15 +11,17 @@ from converters.families.base import ModelArgs
 from converters.sizes import GIB
 
 
-def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int) -> int:
-    """6·N + 12·L·d·s: forward and backward of the matrix products, and of full (not causal) attention.
+def flops_per_token(args: ModelArgs, *, num_parameters: int, seq_len: int, value_dim: int | None = None) -> int:
+    """6·N + 6·L·(d + v)·s: forward and backward of the matrix products, and of full (not causal) attention.
 
+    d and v are the features of all heads of q and of v; v's are as many unless `value_dim` says how many a head has.
     N is `num_parameters` (of a mixture of experts the active ones) without the input embedding, which is a lookup,
     unless it is tied and so the output projection too. Published MFU figures (torchtitan, NVIDIA's benchmarks) use this
     count.
     """
     num_matmul = num_parameters - (0 if args.tied else args.vocab_size * args.dim)
-    return 6 * num_matmul + 12 * args.num_layers * args.num_heads * args.head_dim * seq_len
+    of_a_head = args.head_dim + (value_dim or args.head_dim)
+    return 6 * num_matmul + 6 * args.num_layers * args.num_heads * of_a_head * seq_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,17 +31,24 @@ def attention_backends(device: torch.device) -> AbstractContextManager[Any]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def selects_cudnn(args: ModelArgs, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch's attention runs cuDNN's kernel for causal attention of a model in this dtype on this device."""
+def selects_cudnn(args: ModelArgs, dtype: torch.dtype, device: torch.device, *, value_dim: int | None = None) -> bool:
+    """Whether torch's attention runs cuDNN's kernel for causal attention of a model in this dtype on this device.
+
+    `value_dim`: features of a head of v, where they are not those of q.
+    """
     if device.type != "cuda":
         return False
     with attention_backends(device):
-        q, k = (
-            torch.empty(1, heads, 128, args.head_dim, dtype=dtype, device=device, requires_grad=True)
-            for heads in (args.num_heads, args.num_kv_heads)
+        q, k, v = (
+            torch.empty(1, heads, 128, width, dtype=dtype, device=device, requires_grad=True)
+            for heads, width in (
+                (args.num_heads, args.head_dim),
+                (args.num_kv_heads, args.head_dim),
+                (args.num_kv_heads, value_dim or args.head_dim),
+            )
         )
         grouped = args.num_heads != args.num_kv_heads
-        chosen = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped))
+        chosen = SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=grouped))
     return chosen == SDPBackend.CUDNN_ATTENTION
 
 

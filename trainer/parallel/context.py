@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.shards import gather_shards
 
 if TYPE_CHECKING:
@@ -26,15 +27,28 @@ def head_tail_positions(seq_len: int, cp_rank: int, cp: int, device: torch.devic
     return torch.cat((chunks[cp_rank], chunks[2 * cp - 1 - cp_rank]))
 
 
-def gather_sequence(x_BLKH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' head-tail shards in sequence order: [B, cp·L, K, H]; differentiable."""
-    shards = gather_shards(x_BLKH, group).chunk(dist.get_world_size(group))
+def gather_sequence(x_BL: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All ranks' head-tail shards of [B, L, …] in sequence order: [B, cp·L, …]; differentiable."""
+    shards = gather_shards(x_BL, group).chunk(dist.get_world_size(group))
     heads, tails = zip(*(shard.chunk(2, dim=1) for shard in shards), strict=True)
     return torch.cat((*heads, *reversed(tails)), dim=1)
 
 
+class GatheredKeyContext(nn.Module):
+    """The latents and rotated keys of the whole sequence: far fewer numbers than the keys and values made of them."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__()
+        self.group = group
+
+    def forward(self, latent_BLR: Tensor, k_BL1P: Tensor) -> tuple[Tensor, Tensor]:
+        both = gather_sequence(torch.cat((latent_BLR, k_BL1P.squeeze(2)), dim=-1), self.group)  # in one message
+        latent_BSR, k_BSP = torch.split(both, [latent_BLR.shape[-1], k_BL1P.shape[-1]], dim=-1)
+        return latent_BSR, k_BSP.unsqueeze(2)
+
+
 class ContextParallelAttention(nn.Module):
-    """Inner attention over sequence shards: q stays local, k and v are gathered.
+    """Inner attention over sequence shards: q stays local, k and v are gathered unless they are whole already.
 
     Head and tail are computed separately. Each has consecutive queries and needs the keys up to its own end, so nothing
     outside the causal triangle's bounding box is computed.
@@ -44,11 +58,12 @@ class ContextParallelAttention(nn.Module):
         self,
         group: dist.ProcessGroup,
         *,
+        gathers: bool = True,
         uses_cudnn: bool = False,
         masked: "Callable[[], DocumentAttention] | None" = None,
     ):
         super().__init__()
-        self.group, self.uses_cudnn, self.masked = group, uses_cudnn, masked and masked()
+        self.group, self.gathers, self.uses_cudnn, self.masked = group, gathers, uses_cudnn, masked and masked()
         self.rank, self.cp = dist.get_rank(group), dist.get_world_size(group)
 
     def make_masks(self, documents_BS: Tensor) -> tuple[Any, Any]:
@@ -58,9 +73,17 @@ class ContextParallelAttention(nn.Module):
         head, tail = ((chunk + 1) * chunk_len for chunk in (self.rank, 2 * self.cp - 1 - self.rank))
         return tuple(self.masked.make_mask(documents_BS[:, :end], num_queries=chunk_len) for end in (head, tail))
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Any, Any] | None = None) -> Tensor:
-        kv_BSKH = gather_sequence(torch.cat((k_BLKH, v_BLKH), dim=-1), self.group)  # in one message
-        k_BSKH, v_BSKH = kv_BSKH.chunk(2, dim=-1)
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        mask: tuple[Any, Any] | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        if self.gathers:
+            kv_BSKH = gather_sequence(torch.cat((k_BSKH, v_BSKH), dim=-1), self.group)  # in one message
+            k_BSKH, v_BSKH = torch.split(kv_BSKH, [k_BSKH.shape[-1], v_BSKH.shape[-1]], dim=-1)
         chunk_len = q_BLNH.shape[1] // 2
         attend = attend_with_cudnn if self.uses_cudnn else attend_to_prefix
         outputs = []
@@ -70,23 +93,26 @@ class ContextParallelAttention(nn.Module):
             end = (chunk + 1) * chunk_len
             k_BEKH, v_BEKH = k_BSKH[:, :end], v_BSKH[:, :end]
             if self.masked is None:
-                outputs.append(attend(q_BCNH, k_BEKH, v_BEKH))
+                outputs.append(attend(q_BCNH, k_BEKH, v_BEKH, scale))
             else:
                 assert mask is not None
-                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half]))
+                outputs.append(self.masked(q_BCNH, k_BEKH, v_BEKH, mask[half], scale))
         return torch.cat(outputs, dim=1)
 
 
-def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Tensor:
     """Causal attention of C queries that are the last C of the E tokens whose keys are given."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
-    q_BNCH, k_BKEH, v_BKEH = q_BCNH.transpose(1, 2), k_BEKH.transpose(1, 2), v_BEKH.transpose(1, 2)
+    # flash attention takes one width
+    q_BNCH, k_BKEH, v_BKEH = (x.transpose(1, 2) for x in to_one_width(q_BCNH, k_BEKH, v_BEKH))
     is_compiling = torch.compiler.is_compiling()
-    if q_BCNH.is_cuda and is_compiling and _flash_takes(q_BCNH):
+    if q_BCNH.is_cuda and is_compiling and _flash_takes(q_BNCH):
         # The operation that causal_lower_right below selects, which a compiler cannot trace; here is_causal means lower
         # right.
-        out_BNCH: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q_BNCH, k_BKEH, v_BKEH, is_causal=True)[0]
-        return out_BNCH.transpose(1, 2)
+        out_BNCH: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BNCH, k_BKEH, v_BKEH, is_causal=True, scale=scale
+        )[0]
+        return first_features(out_BNCH, v_BEKH.shape[-1]).transpose(1, 2)
     if q_BCNH.is_cuda and not is_compiling:
         from torch.nn.attention.bias import causal_lower_right  # here: it imports the compiler
 
@@ -95,18 +121,20 @@ def attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
         mask_CE = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BCNH.device)
         mask_CE = mask_CE.tril(num_keys - num_queries)
     grouped = q_BCNH.shape[2] != k_BEKH.shape[2]
-    out_BNCH = F.scaled_dot_product_attention(q_BNCH, k_BKEH, v_BKEH, attn_mask=mask_CE, enable_gqa=grouped)
-    return out_BNCH.transpose(1, 2)
+    out_BNCH = F.scaled_dot_product_attention(
+        q_BNCH, k_BKEH, v_BKEH, attn_mask=mask_CE, scale=scale, enable_gqa=grouped
+    )
+    return first_features(out_BNCH, v_BEKH.shape[-1]).transpose(1, 2)
 
 
-def _flash_takes(q_BCNH: Tensor) -> bool:
-    return q_BCNH.dtype in (torch.bfloat16, torch.float16) and q_BCNH.shape[-1] % 8 == 0
+def _flash_takes(q_BNCH: Tensor) -> bool:
+    return q_BNCH.dtype in (torch.bfloat16, torch.float16) and q_BNCH.shape[-1] % 8 == 0
 
 
-def attend_with_cudnn(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Tensor:
+def attend_with_cudnn(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Tensor:
     """`attend_to_prefix` by cuDNN's kernel."""
     q_BNCH, k_BKEH, v_BKEH = q_BCNH.transpose(1, 2), k_BEKH.transpose(1, 2), v_BEKH.transpose(1, 2)
-    out_BNCH: Tensor = _CudnnAttention.apply(q_BNCH, k_BKEH, v_BKEH)  # type: ignore[no-untyped-call]
+    out_BNCH: Tensor = _CudnnAttention.apply(q_BNCH, k_BKEH, v_BKEH, scale)  # type: ignore[no-untyped-call]
     return out_BNCH.transpose(1, 2)
 
 
@@ -119,9 +147,10 @@ class _CudnnAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, scale: float | None) -> Tensor:
         parts = _parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2])
-        results = [cudnn_forward(q_BNCH, k_BKEH[:, :, own], v_BKEH[:, :, own], causal) for own, causal in parts]
+        ctx.scale = scale
+        results = [cudnn_forward(q_BNCH, k_BKEH[:, :, own], v_BKEH[:, :, own], causal, scale) for own, causal in parts]
         (out_BNCH, sums_BNC1, *random), *others = results
         for other_BNCH, other_BNC1, *other_random in others:
             difference = other_BNC1 - sums_BNC1
@@ -133,7 +162,7 @@ class _CudnnAttention(torch.autograd.Function):
         return out_BNCH
 
     @staticmethod
-    def backward(ctx: Any, gradient_BNCH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient_BNCH: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random = ctx.saved_tensors
         gradients = [
             cudnn_backward(
@@ -145,13 +174,14 @@ class _CudnnAttention(torch.autograd.Function):
                 sums_BNC1,
                 (random[2 * number], random[2 * number + 1]),
                 is_causal,
+                ctx.scale,
             )
             for number, (own, is_causal) in enumerate(_parts(k_BKEH.shape[2], num_own=q_BNCH.shape[2]))
         ]
         if len(gradients) == 1:
-            return gradients[0]
+            return *gradients[0], None
         of_q, of_k, of_v = zip(*gradients, strict=True)
-        return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
+        return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2), None
 
 
 def _parts(num_keys: int, *, num_own: int) -> list[tuple[slice, bool]]:
@@ -161,10 +191,12 @@ def _parts(num_keys: int, *, num_own: int) -> list[tuple[slice, bool]]:
     return [(slice(num_before), False), own] if num_before else [own]
 
 
-def cudnn_forward(q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+def cudnn_forward(
+    q_BNCH: Tensor, k_BKEH: Tensor, v_BKEH: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
     """The result, the logarithm of each row's sum [B, N, C, 1] in fp32, and dropout's random state, which is unused."""
     attention = torch.ops.aten._scaled_dot_product_cudnn_attention
-    out, sums, _, _, _, _, seed, offset, _ = attention(q_BNCH, k_BKEH, v_BKEH, None, True, 0.0, is_causal)
+    out, sums, _, _, _, _, seed, offset, _ = attention(q_BNCH, k_BKEH, v_BKEH, None, True, 0.0, is_causal, scale=scale)
     return out, sums, seed, offset
 
 
@@ -177,11 +209,13 @@ def cudnn_backward(
     sums_BNC1: Tensor,
     random: tuple[Tensor, Tensor],
     is_causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, for results of this and other keys."""
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *(gradient_BNCH, q_BNCH, k_BKEH, v_BKEH, out_BNCH, sums_BNC1, *random, None, None, None),
         *(q_BNCH.shape[2], k_BKEH.shape[2], 0.0, is_causal),
+        scale=scale,
     )
     return found
 
@@ -193,9 +227,17 @@ def apply_cp(
     uses_cudnn: bool = False,
     masked: "Callable[[], DocumentAttention] | None" = None,
 ) -> None:
-    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel; `masked`: with this one."""
+    """Replace the inner attention of every layer. `uses_cudnn`: attend with cuDNN's kernel; `masked`: with this one.
+
+    Latent attention gathers latents, before it makes keys and values of them.
+    """
     for layer in model.layers.values():
         attention: Any = layer.attention
-        attention.inner_attention = ContextParallelAttention(group, uses_cudnn=uses_cudnn, masked=masked)
+        is_latent = hasattr(attention, "key_context")
+        if is_latent:
+            attention.key_context = GatheredKeyContext(group)
+        attention.inner_attention = ContextParallelAttention(
+            group, gathers=not is_latent, uses_cudnn=uses_cudnn, masked=masked
+        )
     if masked is not None:
         model.make_mask = ContextParallelAttention(group, masked=masked).make_masks

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from converters.families.base import Family
 from trainer.config.sections import Config
+from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.document_mask import attention_kernel, document_rules
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ class DocumentAttention(Protocol):
         """The mask for queries that are the last `num_queries` of the E tokens."""
         ...
 
-    def __call__(self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Any) -> Tensor: ...
+    def __call__(
+        self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Any, scale: float | None = None
+    ) -> Tensor: ...
 
 
 def positions_in_documents(documents_BS: Tensor) -> Tensor:
@@ -92,16 +95,18 @@ class PerDocumentAttention(nn.Module):
     def make_mask(self, documents_BE: Tensor, *, num_queries: int) -> Tensor:
         return documents_BE
 
-    def forward(self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Tensor) -> Tensor:
-        out_BCNH: Tensor = _attend(q_BCNH, k_BEKH, v_BEKH, mask)[0]
-        return out_BCNH
+    def forward(
+        self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Tensor, scale: float | None = None
+    ) -> Tensor:
+        out_BCNH: Tensor = _attend(*to_one_width(q_BCNH, k_BEKH, v_BEKH), mask, scale)[0]
+        return first_features(out_BCNH, v_BEKH.shape[-1])
 
 
 # One operation, because a compiler cannot trace a loop over documents whose lengths are values; it also lets
 # checkpointing by operation keep the result.
 @torch.library.custom_op("titan::attend_within_documents", mutates_args=())
 def _attend_within_documents(
-    q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, documents_BE: Tensor
+    q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, documents_BE: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The attention's result, and the logarithms of the sums of its softmax, [B, N, C]."""
     out_BCNH = torch.empty_like(q_BCNH, memory_format=torch.contiguous_format)
@@ -113,7 +118,7 @@ def _attend_within_documents(
             _of_document(v_BEKH, sample, keys),
         )
         out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, bias is None, attn_mask=bias
+            q, k, v, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         out_BCNH[sample, queries] = out[0].transpose(0, 1)
         sums_BNC[sample, :, queries] = sums[0]
@@ -121,7 +126,9 @@ def _attend_within_documents(
 
 
 @_attend_within_documents.register_fake
-def _(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, documents_BE: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, documents_BE: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q_BCNH, memory_format=torch.contiguous_format), _empty_sums(q_BCNH)
 
 
@@ -134,6 +141,7 @@ def _backward_within_documents(
     documents_BE: Tensor,
     out_BCNH: Tensor,
     sums_BNC: Tensor,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; those of keys before the first query's document are 0."""
     of_q, of_k, of_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_BCNH, k_BEKH, v_BEKH))
@@ -142,7 +150,7 @@ def _backward_within_documents(
         k, v = (_of_document(x, sample, keys) for x in (k_BEKH, v_BEKH))
         sums = sums_BNC[sample : sample + 1, :, queries]
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, sums, 0.0, bias is None, attn_mask=bias
+            gradient, q, k, v, out, sums, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         for whole, places, part in zip((of_q, of_k, of_v), (queries, keys, keys), gradients, strict=True):
             whole[sample, places] = part[0].transpose(0, 1)
@@ -150,16 +158,17 @@ def _backward_within_documents(
 
 
 @_backward_within_documents.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, gradient_BCNH: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_backward_within_documents(gradient_BCNH, *ctx.saved_tensors), None
+    return *_backward_within_documents(gradient_BCNH, *ctx.saved_tensors, ctx.scale), None, None
 
 
 _attend_within_documents.register_autograd(_backward, setup_context=_save_for_backward)
@@ -214,13 +223,13 @@ class FlexAttention(nn.Module):
         make = _compiled_block_mask() if documents_BE.is_cuda else _block_mask()
         return make(sees, batch, None, num_queries, num_keys, device=documents_BE.device.type)
 
-    def forward(self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Any) -> Tensor:
+    def forward(self, q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, mask: Any, scale: float | None = None) -> Tensor:
         q_BNCH, k_BKEH, v_BKEH = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
         grouped = q_BNCH.shape[1] != k_BKEH.shape[1]
         attend = (
             _flex_attention() if torch.compiler.is_compiling() or not q_BCNH.is_cuda else _compiled_flex_attention()
         )
-        out_BNCH: Tensor = attend(q_BNCH, k_BKEH, v_BKEH, block_mask=mask, enable_gqa=grouped)
+        out_BNCH: Tensor = attend(q_BNCH, k_BKEH, v_BKEH, block_mask=mask, scale=scale, enable_gqa=grouped)
         return out_BNCH.transpose(1, 2)
 
 
@@ -247,15 +256,19 @@ class VarlenAttention(nn.Module):
         torch._dynamo.maybe_mark_dynamic(starts, 0)
         return starts, num_queries
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Tensor, int]) -> Tensor:
+    def forward(
+        self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, mask: tuple[Tensor, int], scale: float | None = None
+    ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = mask
-        q_TNH, k_TKH, v_TKH = (x.flatten(0, 1) for x in (q_BLNH, k_BLKH, v_BLKH))
-        options = self._causal | (self._grouped if q_TNH.shape[1] != k_TKH.shape[1] else {})
+        q_TNH, k_TKH, v_TKH = (x.flatten(0, 1) for x in to_one_width(q_BLNH, k_BLKH, v_BLKH))
+        options: dict[str, Any] = self._causal | (self._grouped if q_TNH.shape[1] != k_TKH.shape[1] else {})
+        if scale is not None:
+            options["scale"] = scale
         out = varlen_attn(q_TNH, k_TKH, v_TKH, starts, starts, longest, longest, **options)
         assert isinstance(out, Tensor), "no auxiliary results are asked for"
-        return out.view_as(q_BLNH)
+        return first_features(out.view(*q_BLNH.shape[:-1], -1), v_BLKH.shape[-1])
 
 
 def _flex_attention() -> Callable[..., Any]:

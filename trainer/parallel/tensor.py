@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer.models.tensor_plan import TensorStyle
 from trainer.parallel.embedding import RowsOfVocabulary
+from trainer.parallel.latents import GatherLatents, LatentColumns
 
 if TYPE_CHECKING:
     from trainer.models.llama3.model import Transformer
@@ -59,6 +60,12 @@ def _parallel_style(style: TensorStyle, *, loss_parallel: bool) -> ParallelStyle
             return PrepareModuleInput(input_layouts=_SEQUENCE, desired_input_layouts=Replicate())
         case TensorStyle.COLUMNS:
             return ColwiseParallel()
+        case TensorStyle.LATENT_COLUMNS:
+            return LatentColumns()
+        case TensorStyle.GATHERED_COLUMNS:
+            return ColwiseParallel(input_layouts=_SEQUENCE)
+        case TensorStyle.GATHER_LATENTS:
+            return GatherLatents(_SEQUENCE)
         case TensorStyle.ROWS:
             return RowwiseParallel(output_layouts=_SEQUENCE)
         case TensorStyle.LOGITS:

@@ -19,14 +19,32 @@ from trainer.models.llama3.rope import RotaryAngles, rotate
 from trainer.models.moe import MoE
 
 
+def to_one_width(*tensors: Tensor) -> list[Tensor]:
+    """Zeros behind the last dim of those that are narrower than the widest, for kernels that take one width.
+
+    Zeros change neither the scores of q and k nor the other features of the result.
+    """
+    widest = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
+
+
+def first_features(x: Tensor, width: int) -> Tensor:
+    """The first `width` of the last dim."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 class CausalAttention(nn.Module):
     """The default inner attention: causal SDPA over the given tokens."""
 
-    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, scale: float | None = None) -> Tensor:
         q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
-        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=True, enable_gqa=grouped)
-        return out_BNLH.transpose(1, 2)
+        if not q_BNLH.is_cuda:  # there unequal widths would be multiplied without a fused kernel
+            q_BNLH, k_BKLH, v_BKLH = to_one_width(q_BNLH, k_BKLH, v_BKLH)
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH, k_BKLH, v_BKLH, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+        return first_features(out_BNLH, v_BLKH.shape[-1]).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -121,7 +139,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.make_mask: Callable[[Tensor], Any] | None = None  # set where the inner attentions keep to documents
-        self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on)
+        latent = block(args, 0).attention
+        width = latent.rotary_dim if latent else args.head_dim
+        self.rope = RotaryAngles(args, stacked_on=rotations_stacked_on, width=width)
         self.tok_embeddings: nn.Module | None = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict(
             {str(n): make_layer(args, make_attention(args), block(args, n)) for n in range(args.num_layers)}

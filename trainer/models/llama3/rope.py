@@ -3,7 +3,7 @@
 Frequencies and angles are fp32 on purpose: the released weights were trained with angles rounded this way, and at
 position 16k the rounding changes logits more than all other arithmetic.
 
-P = H/2 is the number of rotation pairs of a head.
+P is the number of rotation pairs of a head: H/2, or fewer where only the last features of a head are rotated.
 """
 
 import math
@@ -15,49 +15,50 @@ from torch import Tensor, nn
 from converters.families.base import DynamicRope, LinearRope, ModelArgs, RopeScaling, Scaling, YarnRope
 
 
-def rope_frequencies(args: ModelArgs) -> Tensor:
+def rope_frequencies(args: ModelArgs, width: int) -> Tensor:
     """Radians per token of each rotation pair, fp32 [P], on the CPU also inside `with torch.device("meta")`.
 
+    `width`: rotated features of a head, 2P.
     The order of operations is that of transformers (modeling_rope_utils.py), for bit-equal results.
     """
     scaling = args.rope_scaling
     if isinstance(scaling, YarnRope):
-        return _yarn_frequencies(args, scaling)
-    frequencies_P = 1.0 / (_theta(args) ** _exponents(args))
+        return _yarn_frequencies(args, scaling, width)
+    frequencies_P = 1.0 / (_theta(args, width) ** _exponents(width))
     if isinstance(scaling, LinearRope):
         return frequencies_P / scaling.factor
     return scale_frequencies(frequencies_P, scaling) if isinstance(scaling, RopeScaling) else frequencies_P
 
 
-def _exponents(args: ModelArgs) -> Tensor:
-    return torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
+def _exponents(width: int) -> Tensor:
+    return torch.arange(0, width, 2, dtype=torch.int64, device="cpu").float() / width
 
 
-def _theta(args: ModelArgs) -> float:
+def _theta(args: ModelArgs, width: int) -> float:
     """theta, for dynamic NTK computed by its formula within the trained length, which rounds differently."""
     scaling, length = args.rope_scaling, args.max_seq_len
     if not isinstance(scaling, DynamicRope):
         return args.rope_theta
     stretch = (scaling.factor * length / length) - (scaling.factor - 1)
-    return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
+    return float(args.rope_theta * stretch ** (width / (width - 2)))
 
 
-def _yarn_frequencies(args: ModelArgs, scaling: YarnRope) -> Tensor:
+def _yarn_frequencies(args: ModelArgs, scaling: YarnRope, width: int) -> Tensor:
     """YaRN: high frequencies are kept, low ones divided by `factor`, with a linear ramp between."""
 
     def pair_with(num_turns: float) -> float:
         ratio = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
-        return (args.head_dim * math.log(ratio)) / (2 * math.log(args.rope_theta))
+        return (width * math.log(ratio)) / (2 * math.log(args.rope_theta))
 
     low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, args.head_dim - 1)
+    low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001
-    pairs_P = torch.arange(args.head_dim // 2, dtype=torch.float32, device="cpu")
+    pairs_P = torch.arange(width // 2, dtype=torch.float32, device="cpu")
     kept_P = 1 - torch.clamp((pairs_P - low) / (high - low), 0, 1)
-    powers_P = args.rope_theta ** _exponents(args)
+    powers_P = args.rope_theta ** _exponents(width)
     return 1.0 / (scaling.factor * powers_P) * (1 - kept_P) + 1.0 / powers_P * kept_P
 
 
@@ -69,11 +70,12 @@ def rotation_scale(scaling: Scaling | None) -> float:
         return scaling.attention_factor
     factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
     if mscale and mscale_all_dim:
-        return _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
-    return _magnitude(factor, 1)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1)
 
 
-def _magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Equation 22 of YaRN, with the weight that DeepSeek has added."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -90,17 +92,20 @@ def scale_frequencies(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
 class RotaryAngles(nn.Module):
     """Cosines and sines of token positions. Has no buffers: nothing is saved, and `.to(bfloat16)` rounds nothing."""
 
-    def __init__(self, args: ModelArgs, *, stacked_on: int = -1):
-        """`stacked_on` is the dim of cosine and sine: -1 for interleaved pairs, 0 for halves of a head."""
+    def __init__(self, args: ModelArgs, *, stacked_on: int = -1, width: int | None = None):
+        """`stacked_on` is the dim of cosine and sine: -1 for interleaved pairs, 0 for halves of a head.
+
+        `width`: rotated features of a head, by default all of them.
+        """
         super().__init__()
-        self.args, self.stacked_on = args, stacked_on
-        self.frequencies_P, self.scale = rope_frequencies(args), rotation_scale(args.rope_scaling)
+        self.args, self.stacked_on, self.width = args, stacked_on, width or args.head_dim
+        self.frequencies_P, self.scale = rope_frequencies(args, self.width), rotation_scale(args.rope_scaling)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryAngles":
         # Called by `.to()`, `.cuda()` and `.to_empty()`. Use the new device, never the dtype, and compute the values
         # again: `.to_empty()` leaves them uninitialized.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.frequencies_P = rope_frequencies(self.args).to(fn(self.frequencies_P).device)
+        self.frequencies_P = rope_frequencies(self.args, self.width).to(fn(self.frequencies_P).device)
         return self
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from converters.families.llama3 import FLAVORS, LLAMA3
 from converters.families.qwen3 import QWEN3
+from converters.families.registry import get_family
 from trainer.gpus import data_sheet
 from trainer.observability.throughput import (
     StepClock,
@@ -61,6 +62,17 @@ def test_flops_of_qwen3_count_its_heads_and_its_tied_output(flavor, num_matmul, 
     args = QWEN3.flavors[flavor]
     count = flops_per_token(args, num_parameters=QWEN3.num_parameters(args), seq_len=4096)
     assert count == 6 * num_matmul + 12 * args.num_layers * width * 4096
+
+
+def test_flops_of_latent_attention_count_values_of_their_own_width():
+    """As torchtitan v0.2.2 counts them (get_moe_model_nparams_and_flops): 192 features of a head of q, 128 of v."""
+    family = get_family("deepseek_v3")
+    args = family.flavors["671B"]
+    num_active, seq_len, value_dim = family.num_active_parameters(args), 4096, family.value_dim(args)
+    count = flops_per_token(args, num_parameters=num_active, seq_len=seq_len, value_dim=value_dim)
+    attention = 6 * 61 * 128 * (192 + 128) * seq_len
+    assert count == 6 * (num_active - args.vocab_size * args.dim) + attention
+    assert num_active / 1e9 == pytest.approx(37.55, abs=0.1)  # arXiv 2412.19437 says 37 B
 
 
 def test_a_tied_embedding_counts_as_the_output_projection():

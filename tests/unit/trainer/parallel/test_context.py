@@ -21,30 +21,33 @@ def test_every_token_once_and_the_same_work_for_each_rank(cp):
     assert len(pairs) == 1
 
 
+@pytest.mark.parametrize(("value_dim", "scale"), [(16, None), (10, 0.4), (20, 0.4)])
 @pytest.mark.parametrize("start", [0, 5, 24])
-def test_queries_see_the_keys_up_to_their_own(start):
+def test_queries_see_the_keys_up_to_their_own(start, value_dim, scale):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 32, heads, 16, generator=generator) for heads in (4, 2, 2))
+    shapes = ((4, 16), (2, 16), (2, value_dim))
+    q, k, v = (torch.randn(2, 32, *heads, generator=generator) for heads in shapes)
     whole = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=scale, enable_gqa=True
     ).transpose(1, 2)
-    part = attend_to_prefix(q[:, start : start + 8], k[:, : start + 8], v[:, : start + 8])
+    part = attend_to_prefix(q[:, start : start + 8], k[:, : start + 8], v[:, : start + 8], scale)
     assert torch.allclose(part, whole[:, start : start + 8], atol=1e-6)
 
 
-def cpu_forward(q, k, v, is_causal):
+def cpu_forward(q, k, v, is_causal, scale):
     """A CPU's kernel in place of cuDNN's, which also returns the logarithms of sums."""
-    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
     return out, sums.unsqueeze(-1), torch.empty(0), torch.empty(0)
 
 
-def cpu_backward(gradient, q, k, v, out, sums, random, is_causal):
+def cpu_backward(gradient, q, k, v, out, sums, random, is_causal, scale):
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(gradient, q, k, v, out, sums.squeeze(-1), 0.0, is_causal)
+    return backward(gradient, q, k, v, out, sums.squeeze(-1), 0.0, is_causal, scale=scale)
 
 
+@pytest.mark.parametrize("scale", [None, 0.4])
 @pytest.mark.parametrize("start", [0, 8, 24])
-def test_attention_in_parts_is_that_of_the_whole(start, monkeypatch):
+def test_attention_in_parts_is_that_of_the_whole(start, scale, monkeypatch):
     """Results, and gradients of queries, keys and values; with kernels that mask as many queries as keys."""
     monkeypatch.setattr(trainer.parallel.context, "cudnn_forward", cpu_forward)
     monkeypatch.setattr(trainer.parallel.context, "cudnn_backward", cpu_backward)
@@ -53,7 +56,7 @@ def test_attention_in_parts_is_that_of_the_whole(start, monkeypatch):
     q, k, v, weights = (torch.randn(2, length, 4, 16, generator=generator) for length in (8, start + 8, start + 8, 8))
     for attend in (attend_with_cudnn, attend_to_prefix):
         inputs = [each.clone().requires_grad_() for each in (q, k, v)]
-        out = attend(*inputs)
+        out = attend(*inputs, scale)
         (out * weights).sum().backward()
         found.append([out, *(each.grad for each in inputs)])
     for parts, whole in zip(*found, strict=True):

@@ -25,20 +25,39 @@ BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] + [2] * 10 + [3] * 8, [0] * 24], dtype=torch.int32)
 
 
-def inputs(num_queries: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def inputs(
+    num_queries: int = LENGTH, dtype: torch.dtype = torch.float32, value_dim: int = HEAD_DIM
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(num_queries)
-    lengths = ((num_queries, HEADS), (LENGTH, KV_HEADS), (LENGTH, KV_HEADS))
-    drawn = (torch.randn(BATCH, n, heads, HEAD_DIM, generator=generator, dtype=dtype) for n, heads in lengths)
+    shapes = ((num_queries, HEADS, HEAD_DIM), (LENGTH, KV_HEADS, HEAD_DIM), (LENGTH, KV_HEADS, value_dim))
+    drawn = (torch.randn(BATCH, *shape, generator=generator, dtype=dtype) for shape in shapes)
     return [x.requires_grad_() for x in drawn]
 
 
-def dense(q, k, v, documents=DOCUMENTS) -> torch.Tensor:
+def dense(q, k, v, documents=DOCUMENTS, scale=None) -> torch.Tensor:
     """Queries are the last ones."""
     first = documents.shape[1] - q.shape[1]
     own = documents[:, first:, None] == documents[:, None]
     sees = own & torch.ones_like(own).tril(first)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+    mask = sees[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize("value_dim", [HEAD_DIM - 3, HEAD_DIM + 3])
+def test_values_of_another_width_and_scores_of_another_scale(value_dim, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_sequence)
+    for kernel in (PerDocumentAttention(), FlexAttention(), VarlenAttention()):
+        q, k, v = inputs(value_dim=value_dim)
+        wanted = dense(q, k, v, scale=0.5)
+        if isinstance(kernel, FlexAttention):  # no backward on a CPU
+            q, k, v = (x.detach() for x in (q, k, v))
+        found = kernel(q, k, v, kernel.make_mask(DOCUMENTS, num_queries=LENGTH), scale=0.5)
+        torch.testing.assert_close(found, wanted)
+        if not isinstance(kernel, FlexAttention):
+            gradient = torch.randn_like(found)
+            grads = [torch.autograd.grad(out, (q, k, v), gradient) for out in (found, wanted)]
+            torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -75,8 +94,9 @@ def test_reruns_are_bit_equal_on_several_threads():
 
 
 def test_torchs_own_checks_of_the_operation():
-    samples = inputs(16, torch.float64)
-    torch.library.opcheck(torch.ops.titan.attend_within_documents.default, (*samples, DOCUMENTS))
+    for scale in (None, 0.4):
+        samples = inputs(16, torch.float64)
+        torch.library.opcheck(torch.ops.titan.attend_within_documents.default, (*samples, DOCUMENTS, scale))
 
 
 def test_compiled_code_is_made_once_for_all_documents():
@@ -169,16 +189,20 @@ def test_a_compiled_layer_takes_any_number_of_documents_for_varlen(monkeypatch):
         torch._dynamo.reset()
 
 
-def by_sequence(q_TNH, k_TKH, v_TKH, starts_q, starts_k, longest_q, longest_k, *, window_size, enable_gqa):
+def by_sequence(
+    q_TNH, k_TKH, v_TKH, starts_q, starts_k, longest_q, longest_k, *, window_size, enable_gqa=False, scale=None
+):
     """What varlen_attn does, whose kernel runs on GPUs only: each sequence is attended to by itself."""
-    assert window_size == (-1, 0) and enable_gqa
+    assert window_size == (-1, 0) and enable_gqa == (q_TNH.shape[1] != k_TKH.shape[1])
     assert starts_q.dtype == torch.int32 and starts_q is starts_k
     assert longest_q == longest_k == LENGTH
-    out = torch.empty_like(q_TNH)
+    out = []
     for start, stop in zip(starts_q[:-1].tolist(), starts_q[1:].tolist(), strict=True):
         own = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
-        out[start:stop] = F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True).transpose(0, 1)
-    return out
+        out.append(
+            F.scaled_dot_product_attention(*own, is_causal=True, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
+        )
+    return torch.cat(out)
 
 
 def test_varlen_gets_the_documents_of_the_flattened_batch(monkeypatch):
@@ -190,11 +214,16 @@ def test_varlen_gets_the_documents_of_the_flattened_batch(monkeypatch):
     torch.testing.assert_close(attend(q, k, v, mask), dense(q, k, v))
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_a_model_computes_the_same_with_each_kernel(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "flavor"), [("llama3", "debug_gqa"), ("qwen3", "debug_gqa"), ("deepseek_v3", "debug_v3")]
+)
+def test_a_model_computes_the_same_with_each_kernel(family, flavor, monkeypatch):
     """Every layer gets the mask; documents of a batch by themselves are those of a model without masks."""
     torch.manual_seed(0)
-    model = get_trainer_family(family).build_model(get_family(family).flavors["debug_gqa"])
+    model = get_trainer_family(family).build_model(get_family(family).flavors[flavor])
+    for parameter in model.parameters():
+        if parameter.ndim == 3:  # stacks of experts are made without values
+            torch.nn.init.normal_(parameter, std=0.1)
     tokens, positions = torch.randint(2048, (BATCH, LENGTH)), positions_in_documents(DOCUMENTS)
     with torch.no_grad():
         expected = model(tokens)

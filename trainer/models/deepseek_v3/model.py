@@ -1,0 +1,96 @@
+"""DeepSeek V3 and V2 in plain PyTorch: Llama 3's blocks with multi-head latent attention (arXiv 2405.04434, 2.1).
+
+Shape letters: B batch, L tokens (of the sequence shard at hand), S tokens whose keys are seen, D model dim, N heads,
+H features of a head of q and k, P rotated ones of them, R size of the latent of keys and values, V features of a head
+of v. N is what this rank holds, so it is inferred with -1.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from converters.families.base import Latent, ModelArgs, YarnRope
+from converters.families.deepseek_v3 import block
+from trainer.models.llama3.model import CausalAttention, Transformer
+from trainer.models.llama3.rope import rotate, yarn_magnitude
+
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: the published code passes none
+
+
+class KeyContext(nn.Module):
+    """The latents and rotated keys of all tokens that the queries at hand may see: these tokens alone.
+
+    Replace it where other ranks have some of them, or earlier calls.
+    """
+
+    def forward(self, latent_BLR: Tensor, k_BL1P: Tensor) -> tuple[Tensor, Tensor]:
+        return latent_BLR, k_BL1P
+
+
+class LatentAttention(nn.Module):
+    """Attention around `inner_attention(q_BLNH, k_BSNH, v_BSNV, scale=…) -> out_BLNV`.
+
+    Keys and values are made of a latent of each token, and of a rotated key that all heads share. `latents` returns
+    what all heads read, its input; replace it where ranks hold parts of the heads and of the tokens.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        latent = block(args, 0).attention
+        assert isinstance(latent, Latent)
+        self.head_dim, self.scale, self.q_rank = args.head_dim, softmax_scale(args), latent.q_rank
+        self.kv_rank, self.rotary_dim = latent.kv_rank, latent.rotary_dim
+        self.plain_dim, self.value_dim = latent.plain_dim, latent.value_dim
+        q_rows = args.num_heads * args.head_dim
+        if latent.q_rank:
+            self.wq_a = nn.Linear(args.dim, latent.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(latent.q_rank, eps=_LATENT_EPS)
+            self.wq_b = nn.Linear(latent.q_rank, q_rows, bias=False)
+        else:
+            self.wq = nn.Linear(args.dim, q_rows, bias=False)
+        self.wkv_a = nn.Linear(args.dim, latent.kv_rank + latent.rotary_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(latent.kv_rank, eps=_LATENT_EPS)
+        self.wkv_b = nn.Linear(latent.kv_rank, args.num_heads * (latent.plain_dim + latent.value_dim), bias=False)
+        self.wo = nn.Linear(args.num_heads * latent.value_dim, args.dim, bias=False)
+        self.latents: nn.Module = nn.Identity()
+        self.key_context: nn.Module = KeyContext()
+        self.inner_attention: nn.Module = CausalAttention()
+
+    def forward(self, x_BLD: Tensor, rotations: Tensor, **mask: Any) -> Tensor:
+        latent_BLR, k_BLP = torch.split(self.wkv_a(x_BLD), [self.kv_rank, self.rotary_dim], dim=-1)
+        read = [self.kv_norm(latent_BLR), k_BLP]
+        if self.q_rank:  # with the others, so that they are gathered at once
+            read.append(self.q_norm(self.wq_a(x_BLD)))
+        latent_BLR, k_BLP, *q_latent = self.latents(torch.cat(read, dim=-1)).split(
+            [each.shape[-1] for each in read], dim=-1
+        )
+        q_BLX = self.wq_b(*q_latent) if self.q_rank else self.wq(x_BLD)
+        q_BLNH = self._rotate_last(q_BLX.unflatten(-1, (-1, self.head_dim)), rotations)
+        latent_BSR, k_BS1P = self.key_context(latent_BLR, rotate(k_BLP.unsqueeze(2), rotations))
+        k_BSNH, v_BSNV = self.expand(latent_BSR, k_BS1P)
+        out_BLNV = self.inner_attention(q_BLNH, k_BSNH, v_BSNV, scale=self.scale, **mask)
+        out_BLD: Tensor = self.wo(out_BLNV.flatten(-2))
+        return out_BLD
+
+    def _rotate_last(self, q_BLNH: Tensor, rotations: Tensor) -> Tensor:
+        plain, rotated = torch.split(q_BLNH, [self.plain_dim, self.rotary_dim], dim=-1)
+        return torch.cat((plain, rotate(rotated, rotations)), dim=-1)
+
+    def expand(self, latent_BSR: Tensor, k_BS1P: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of every head here."""
+        kv_BSNX = self.wkv_b(latent_BSR).unflatten(-1, (-1, self.plain_dim + self.value_dim))
+        plain, v_BSNV = torch.split(kv_BSNX, [self.plain_dim, self.value_dim], dim=-1)
+        return torch.cat((plain, k_BS1P.expand(-1, -1, plain.shape[2], -1)), dim=-1), v_BSNV
+
+
+def softmax_scale(args: ModelArgs) -> float:
+    """The factor of the scores: 1 / √H, times YaRN's magnitude squared, at every length (DeepSeek's own inference)."""
+    scaling, scale = args.rope_scaling, float(args.head_dim**-0.5)
+    if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
+        return scale
+    return scale * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def build_model(args: ModelArgs) -> Transformer:
+    return Transformer(args, LatentAttention, block=block)
