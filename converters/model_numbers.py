@@ -97,8 +97,7 @@ def check_blocks(family: Family, args: ModelArgs, *, what: str) -> None:
     problems = [problem for one in dict.fromkeys(experts) for problem in _expert_problems(one)]
     for attention in dict.fromkeys(block.attention for block in blocks):
         problems += [] if attention is None else _latent_problems(attention)
-    if (num_dense := getattr(args, "num_dense_layers", 0)) > args.num_layers:
-        problems.append(f"{num_dense} dense layers, but there are only {args.num_layers} layers")
+    problems += family.problems(args)
     if (total := sum(one.num for one in experts)) > _MOST_EXPERTS:
         problems.append(f"{total:,} experts in {len(experts):,} layers; the most is {_MOST_EXPERTS:,}")
     outside = [layer for layer in getattr(args, "dense_layers", ()) if layer >= args.num_layers]

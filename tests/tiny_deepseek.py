@@ -114,3 +114,109 @@ _NAMES = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+
+
+def native_logits(weights, tokens, args):
+    """Logits [L, V] of `tokens` [L] from weights under native names, in float64; `args`: of a DeepSeek.
+
+    From the papers (arXiv 2405.04434, 2412.19437) and YaRN's (2309.00071), without a line of the packages under test.
+    """
+    import torch
+    from torch.nn.functional import embedding, linear, silu
+
+    weights = {fqn: torch.as_tensor(tensor).double() for fqn, tensor in weights.items()}
+    plain, rotary = args.head_dim - args.rotary_dim, args.rotary_dim
+    angles, amplitude, scale = _rope(args, len(tokens))
+    cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
+
+    def norm(x, name, eps=args.norm_eps):
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weights[f"{name}.weight"]
+
+    def turn(x):  # [..., L, rotary], pairs (2i, 2i + 1)
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+    def swiglu(x, w1, w2, w3):
+        return linear(silu(linear(x, w1)) * linear(x, w3), w2)
+
+    def attention(x, at):
+        if args.q_rank:
+            q = linear(
+                norm(linear(x, weights[f"{at}.wq_a.weight"]), f"{at}.q_norm", 1e-6), weights[f"{at}.wq_b.weight"]
+            )
+        else:
+            q = linear(x, weights[f"{at}.wq.weight"])
+        q = q.unflatten(-1, (args.num_heads, args.head_dim)).transpose(0, 1)
+        latent, k_rotary = linear(x, weights[f"{at}.wkv_a.weight"]).split((args.kv_rank, rotary), -1)
+        made = linear(norm(latent, f"{at}.kv_norm", 1e-6), weights[f"{at}.wkv_b.weight"])
+        k, v = made.unflatten(-1, (args.num_heads, -1)).transpose(0, 1).split((plain, args.value_dim), -1)
+        scores = q[..., :plain] @ k.mT + turn(q[..., plain:]) @ turn(k_rotary).T
+        later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        scores = (scores * scale).masked_fill(later, float("-inf")).softmax(-1)
+        return linear((scores @ v).transpose(0, 1).flatten(-2), weights[f"{at}.wo.weight"])
+
+    def experts(x, at):
+        logits = linear(x, weights[f"{at}.router.gate.weight"])
+        is_v3 = args.score == "sigmoid"
+        scores = logits.sigmoid() if is_v3 else logits.softmax(-1)
+        choice = scores + weights[f"{at}.expert_bias"]
+        grouped = choice.unflatten(-1, (args.num_groups, -1))
+        rated = grouped.topk(2, -1).values.sum(-1) if is_v3 and args.num_groups > 1 else grouped.amax(-1)
+        kept = torch.zeros_like(rated).scatter(1, rated.topk(args.top_groups, -1).indices, 1).bool()
+        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+        ids = choice.topk(args.experts_per_token, -1).indices
+        factors = scores.gather(1, ids)
+        if args.normalize_weights:
+            factors = factors / factors.sum(-1, keepdim=True)
+        out = swiglu(x, *(weights[f"{at}.shared_experts.{w}.weight"] for w in ("w1", "w2", "w3")))
+        for token, (chosen, of) in enumerate(zip(ids.tolist(), factors * args.route_scale, strict=True)):
+            for e, factor in zip(chosen, of, strict=True):
+                out[token] += factor * swiglu(x[token], *(weights[f"{at}.experts.{w}"][e] for w in ("w1", "w2", "w3")))
+        return out
+
+    x = embedding(tokens, weights["tok_embeddings.weight"])
+    for n in range(args.num_layers):
+        at = f"layers.{n}"
+        x = x + attention(norm(x, f"{at}.attention_norm"), f"{at}.attention")
+        h = norm(x, f"{at}.ffn_norm")
+        if n < args.num_dense_layers:
+            x = x + swiglu(h, *(weights[f"{at}.feed_forward.{w}.weight"] for w in ("w1", "w2", "w3")))
+        else:
+            x = x + experts(h, f"{at}.moe")
+    return linear(norm(x, "norm"), weights.get("output.weight", weights["tok_embeddings.weight"]))
+
+
+def _rope(args, length):
+    """Angles [L, rotary / 2], the amplitude of cosine and sine, and the scale of attention's scores."""
+    import math
+
+    import torch
+
+    pairs, scaling = args.rotary_dim // 2, args.rope_scaling
+    frequencies = args.rope_theta ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    scale, amplitude = args.head_dim**-0.5, 1.0
+    if scaling is not None:
+
+        def pair_of(turns):  # which pair turns so often within the original length
+            circle = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+            return pairs * math.log(circle) / math.log(args.rope_theta)
+
+        def magnitude(factor):
+            return 1.0 if scaling.factor <= 1 else 0.1 * factor * math.log(scaling.factor) + 1.0
+
+        low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, args.rotary_dim - 1)
+        high += 0.001 if low == high else 0
+        ramp = ((torch.arange(pairs, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (ramp / scaling.factor + (1 - ramp))
+        if scaling.attention_factor is not None:
+            amplitude = scaling.attention_factor
+        elif scaling.mscale and scaling.mscale_all_dim:
+            amplitude = magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+        else:
+            amplitude = magnitude(1)
+        if scaling.mscale_all_dim:
+            scale *= magnitude(scaling.mscale_all_dim) ** 2
+    return torch.outer(torch.arange(length, dtype=torch.float64), frequencies), amplitude, scale

@@ -261,6 +261,10 @@ def _any(args: ModelArgs) -> bool:
     return True
 
 
+def _no_problems(args: ModelArgs) -> list[str]:
+    return []
+
+
 def _same_naming(naming: Naming, args: ModelArgs) -> Naming:
     return naming
 
@@ -287,6 +291,7 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
+    problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from converters.families.base import Family, ModelArgs, Naming
-from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of
+from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
 from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, SOFTMAX, DeepSeekArgs, block, parameters
 from converters.families.experts import (
     HF_EXPERTS,
@@ -91,6 +91,7 @@ DEEPSEEK_V3 = Family(
     parameters=parameters,
     namings={naming.name: naming for naming in (_HF, _FUSED, _NEWEST, _OWN)},
     naming_for=_naming_for,
+    problems=problems_of,
     args_from_hf_config=args_of,
     hf_config=config_of,
     hf_architectures=(V3.architecture, V2.architecture),

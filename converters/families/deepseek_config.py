@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.errors import CheckpointError, list_offenders
-from converters.families.base import ModelArgs
+from converters.errors import CheckpointError, UnsupportedError, list_offenders
+from converters.families.base import ModelArgs, YarnRope, rope_type
 from converters.families.deepseek_v3 import SIGMOID, SOFTMAX, DeepSeekArgs
 from converters.families.hf_config import (
     DEEPSEEK_V2_FIELDS,
@@ -13,6 +13,7 @@ from converters.families.hf_config import (
     ConfigClass,
     args_from_hf_config,
     hf_config,
+    other_layer_types,
 )
 
 V3 = ConfigClass(
@@ -62,7 +63,8 @@ _V2_DEFAULTS = _SHARED_DEFAULTS | {
     "n_group": None,
     "topk_group": None,
 }
-_OPTIONAL = ("q_lora_rank",)  # null stands for none, not for the default
+# What null stands for; elsewhere for the default
+_NULL = {"q_lora_rank": None, "norm_topk_prob": False, "n_group": None, "topk_group": None}
 _GREEDY, _IN_GROUPS, _WITHOUT_LOSS = "greedy", "group_limited_greedy", "noaux_tc"  # values of topk_method
 # Fields of the published configs that the classes of transformers do not have, and other readers use
 _PUBLISHED_V3: dict[str, tuple[Any, ...]] = {
@@ -80,6 +82,11 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     of, defaults = (V2, _V2_DEFAULTS) if is_v2 else (V3, _V3_DEFAULTS)
     args = args_from_hf_config(config, of, also_refused=_refused(config, is_v2=is_v2))
     assert isinstance(args, DeepSeekArgs)
+    if not isinstance(args.rope_scaling, YarnRope | None):
+        raise UnsupportedError(
+            f"config.json describes a {of.called} with RoPE of type {rope_type(args.rope_scaling)}",
+            hint="published models have the types default and yarn, which are covered",
+        )
     found = _numbers(config, defaults)
     groups = (found["n_group"], found["topk_group"])
     if is_v2 and (config.get("topk_method") or _GREEDY) == _GREEDY:
@@ -110,6 +117,17 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     )
 
 
+def problems_of(args: ModelArgs) -> list[str]:
+    """Numbers that no class computes together."""
+    assert isinstance(args, DeepSeekArgs)
+    problems = []
+    if args.num_dense_layers > args.num_layers:
+        problems.append(f"{args.num_dense_layers} dense layers, but there are only {args.num_layers} layers")
+    if args.score == SOFTMAX and args.normalize_weights:
+        problems.append("softmax scores whose weights are normalized: DeepSeek V2 does not normalize them")
+    return problems
+
+
 def _numbers(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `defaults`, with the class's value where one is absent or null."""
     counts = {
@@ -121,7 +139,7 @@ def _numbers(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str
         listed = ", ".join(f"{key} {value}" for key, value in counts.items())
         raise CheckpointError(f"config.json has two numbers of experts: {listed}", hint="correct the one that is wrong")
     given = {key: config[key] for key in defaults if config.get(key) is not None}
-    given |= {key: None for key in _OPTIONAL if key in config and config[key] is None}
+    given |= {key: value for key, value in _NULL.items() if key in config and config[key] is None}
     found = {**defaults, **given, "n_routed_experts": next(iter(counts.values()), defaults["n_routed_experts"])}
     if found["num_experts_per_tok"] is None:
         raise CheckpointError(
@@ -141,15 +159,18 @@ def _refused(config: Mapping[str, Any], *, is_v2: bool) -> list[str]:
     if kv_heads not in (None, heads):
         refused.append(f"num_key_value_heads = {kv_heads!r}: latent attention has as many as heads, {heads}")
     refused += [
+        f"{key} = null, for which the class computes something else"
+        for key in ("rope_interleave", "topk_method")
+        if key in config and config[key] is None and key in (V2 if is_v2 else V3).fields
+    ]
+    if config.get("sliding_window") is not None:
+        refused.append(f"sliding_window = {config['sliding_window']!r}")
+    refused += other_layer_types(config)
+    refused += [
         f"{key} = {config[key]!r}: the sparse attention of DeepSeek V3.2"
         for key in ("index_n_heads", "index_head_dim", "index_topk")
         if config.get(key) is not None
     ]
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if isinstance(scaling, Mapping) and scaling.get("mscale_all_dim"):
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in ("yarn", "default"):
-            refused.append(f"RoPE of type {kind!r} with mscale_all_dim, which scales attention; covered with yarn")
     return refused
 
 

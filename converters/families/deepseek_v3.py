@@ -115,8 +115,9 @@ def _latent(fqn: str, rows: int, columns: int) -> Parameter:
 
 def _args(dim: int, layers: int, heads: int, hidden: int, **rest: Any) -> DeepSeekArgs:
     """YaRN's `mscale_all_dim` is given: it scales the scores of attention, and cosine and sine stay as they are."""
-    magnitude, original = rest.pop("mscale"), rest.pop("original", 4096)
-    scaling = YarnRope(40.0, original, mscale=magnitude, mscale_all_dim=magnitude)
+    scaling = None
+    if (magnitude := rest.pop("mscale", None)) is not None:
+        scaling = YarnRope(40.0, rest.pop("original", 4096), mscale=magnitude, mscale_all_dim=magnitude)
     numbers: dict[str, Any] = {"head_dim": 192, "vocab_size": 102400, "norm_eps": 1e-6, "rope_theta": 1e4}
     numbers |= {"max_seq_len": 163840, "rope_scaling": scaling} | rest
     return DeepSeekArgs(dim, layers, heads, heads, ffn_hidden=hidden, **numbers)
@@ -189,6 +190,33 @@ FLAVORS = {
         num_groups=8,
         top_groups=4,
         route_scale=2.5,
+    ),
+    "Moonlight-16B-A3B": _args(
+        2048,
+        27,
+        16,
+        11264,
+        vocab_size=163840,
+        norm_eps=1e-5,
+        rope_theta=5e4,
+        max_seq_len=8192,
+        route_scale=2.446,
+    ),
+    "Kimi-K2": _args(
+        7168,
+        61,
+        64,
+        18432,
+        vocab_size=163840,
+        rope_theta=5e4,
+        rope_scaling=YarnRope(32.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        max_seq_len=131072,
+        q_rank=1536,
+        num_experts=384,
+        experts_per_token=8,
+        expert_hidden=2048,
+        num_shared_experts=1,
+        route_scale=2.827,
     ),
 }
 _BLOCK_CAUSAL = FlavorAttention("flex", "block_causal")

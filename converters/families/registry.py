@@ -13,6 +13,13 @@ from converters.families.qwen3 import QWEN3
 _FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA3, LLAMA2, QWEN3, DEEPSEEK_V3)}
 
 
+# Models that resemble a known family, by model_type: why they are not read as one
+_NOT_COVERED = {
+    "deepseek_v32": "DeepSeek V3.2 attends only to tokens that an indexer chooses, which is not covered; V3, V3.1 and "
+    "R1 are",
+}
+
+
 def register(family: Family) -> None:
     """Add a family under its name."""
     _FAMILIES[family.name] = family
@@ -54,6 +61,8 @@ def _families_for(config: Mapping[str, Any]) -> list[Family]:
         return named  # a user's family: its architecture is enough
     if not architectures and typed:
         return typed
+    if model_type in _NOT_COVERED and not typed:
+        raise UnsupportedError(f"config.json: model_type {model_type!r} is not covered", hint=_NOT_COVERED[model_type])
     agreeing = [f for f in named if model_type is None or f in typed or not f.hf_model_types]
     others = [name for name in architectures if not any(name in f.hf_architectures for f in named)]
     if agreeing and (model_type is not None or not others):

@@ -13,18 +13,42 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from converters.errors import TitanError
-from converters.families.hf_config import LLAMA_FIELDS, QWEN3_FIELDS, QWEN3_MOE_FIELDS
+from converters.families.hf_config import (
+    DEEPSEEK_V2_FIELDS,
+    DEEPSEEK_V3_FIELDS,
+    LLAMA_FIELDS,
+    QWEN3_FIELDS,
+    QWEN3_MOE_FIELDS,
+)
 from converters.weights import open_native
+from tests.tiny_deepseek import native_logits
 from titan_tools.infer.model.load import load_model
 
-CLASSES = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-FIELDS = {"llama": LLAMA_FIELDS, "qwen3": QWEN3_FIELDS}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "deepseek_v3": DeepseekV3Config,
+    "deepseek_v2": DeepseekV2Config,
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+}
 NUM_TOKENS = 40
 ABSENT = "<absent>"  # a file without the key
 BASE = {
@@ -40,6 +64,26 @@ BASE = {
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+_LATENT = {key: value for key, value in BASE.items() if key != "head_dim"} | {
+    "moe_intermediate_size": 12,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
+BASES: dict[str, dict[str, Any]] = {
+    "llama": BASE,
+    "qwen3": BASE,
+    "deepseek_v3": _LATENT,
+    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy"},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
@@ -65,6 +109,7 @@ ROPES = {  # each as the rope_parameters of version 5 (theta inside) and the rop
     "yarn, its length the model's": {"rope_type": "yarn", "factor": 4.0},
     "old key": {"type": "linear", "factor": 4.0},
 }
+COVERED = ("default", "yarn")  # types of latent attention
 REFUSED_ROPES = {
     **{f"type {kind}": {"rope_type": kind, "factor": 2.0} for kind in (*ROPE_INIT_FUNCTIONS, "axial", "su", None, 5)},
     "longrope": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0},
@@ -112,6 +157,11 @@ OTHER_KEYS: dict[str, list[Any]] = {
     "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2],
     "tie_encoder_decoder": [True],
     "temperature": [0.5],
+    "scoring_func": ["sigmoid", "softmax"],
+    "moe_layer_freq": [1, 2],
+    "index_topk": [8],
+    "num_local_experts": [6],
+    "num_nextn_predict_layers": [0, 1],
     "my_own_key": ["kept"],
 }
 SPECIAL: dict[str, list[Any]] = {
@@ -132,6 +182,7 @@ SPECIAL: dict[str, list[Any]] = {
         ["linear_attention"] * 2,
         "full_attention",
     ],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc", None],
     "rope_parameters": [
         None,
         *({"rope_theta": 5e3} | rope for rope in (ROPES | REFUSED_ROPES).values() if isinstance(rope, dict)),
@@ -170,12 +221,14 @@ def changes(name: str) -> dict[str, dict[str, Any]]:
             window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} | window
             found[f"a window: {window}"] = window
     found["another model's type"] = {"model_type": "mistral"}
-    found |= {f"no {key}": {key: ABSENT} for key in ("architectures", "model_type", *BASE)}
+    found |= {f"no {key}": {key: ABSENT} for key in ("architectures", "model_type", *BASES[name])}
     return found
 
 
 def accepted(name: str) -> list[str]:
     """Changes that must be read: all that titan's model computes."""
+    if name.startswith("deepseek"):
+        return _accepted_latent(name)
     must = [f"rope_scaling: {said}" for said in ROPES]
     must += [f"rope_scaling beside rope_parameters: {said}" for said in ROPES]
     must += [f"rope_parameters = { ({'rope_theta': 5e3} | rope)!r}" for rope in ROPES.values()]
@@ -203,10 +256,29 @@ def accepted(name: str) -> list[str]:
     return must
 
 
+def _accepted_latent(name: str) -> list[str]:
+    ropes = {
+        said: rope for said, rope in ROPES.items() if rope["rope_type" if said != "old key" else "type"] in COVERED
+    }
+    must = [f"rope_scaling: {said}" for said in ropes]
+    must += [f"rope_parameters = { ({'rope_theta': 5e3} | rope)!r}" for rope in ropes.values()]
+    must += ["rms_norm_eps = 0.25", "rope_theta = 5000.0", "tie_word_embeddings = True", "hidden_act = 'swish'"]
+    must += ["q_lora_rank = None", "q_lora_rank = 3", "kv_lora_rank = 6", "v_head_dim = 3", "qk_nope_head_dim = 16"]
+    must += ["qk_rope_head_dim = 2", "qk_rope_head_dim = 16", "n_shared_experts = 3", "moe_intermediate_size = 33"]
+    must += ["first_k_dense_replace = 2", "num_experts_per_tok = 1", "num_experts_per_tok = 6", "topk_group = 1"]
+    must += ["n_group = 2", "n_group = 6", "n_group = 3", "routed_scaling_factor = 0.25", "n_routed_experts = 16"]
+    must += ["num_hidden_layers = 3", "vocab_size = 33", "num_key_value_heads = None", "no num_key_value_heads"]
+    must += ["my_own_key = 'kept'", "no q_lora_rank", "no kv_lora_rank", "no architectures", "no model_type"]
+    must += ["moe_layer_freq = 1", "scoring_func = " + ("'softmax'" if name.endswith("v2") else "'sigmoid'")]
+    if name == "deepseek_v2":
+        return [*must, "topk_method = 'greedy'", "n_group = 4", "no topk_method", "norm_topk_prob = False"]
+    return [*must, "norm_topk_prob = False", "rope_interleave = True", "num_mtp_layers = 3", "pretraining_tp = 4"]
+
+
 def write(folder: Path, name: str, change: dict[str, Any]) -> None:
     """config.json with the change, and the weights of the model that transformers makes of it."""
     folder.mkdir()
-    content = {"architectures": [ARCHITECTURES[name]], "model_type": name} | BASE | change
+    content = {"architectures": [ARCHITECTURES[name]], "model_type": name} | BASES[name] | change
     content = {key: value for key, value in content.items() if value != ABSENT}
     (folder / "config.json").write_text(json.dumps(content))
     config_class = CLASSES[name] if content.get("model_type") is None else AutoConfig
@@ -218,6 +290,9 @@ def write(folder: Path, name: str, change: dict[str, Any]) -> None:
             for parameter in model.parameters():
                 is_norm = parameter.ndim == 1
                 parameter.copy_(torch.randn_like(parameter) * (0.2 if is_norm else 0.4) + is_norm)
+            for fqn, buffer in model.named_buffers():
+                if fqn.endswith("e_score_correction_bias"):
+                    buffer.copy_(torch.randn_like(buffer) * 0.1)
     tensors = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -228,7 +303,9 @@ def logits_of_transformers(folder: Path, name: str, tokens: torch.Tensor, dtype:
     auto = AutoModelForCausalLM
     if "model_type" not in json.loads((folder / "config.json").read_text()):
         auto = auto._model_mapping[CLASSES[name]]
-    model = auto.from_pretrained(folder, dtype=dtype).eval()
+    # of experts: grouped products need aligned sizes, and do not take float64
+    experts = {"experts_implementation": "eager"} if name.startswith("deepseek") else {}
+    model = auto.from_pretrained(folder, dtype=dtype, **experts).eval()
     with torch.no_grad():  # the last token as decoding computes it: some keys change the cache alone
         if tokens.shape[1] == 1:
             return model(tokens, return_dict=True).logits[0]
@@ -239,6 +316,9 @@ def logits_of_transformers(folder: Path, name: str, tokens: torch.Tensor, dtype:
 
 def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     with open_native(folder) as weights:
+        if weights.info.family == "deepseek_v3":  # its numbers and native weights in the papers' formulas
+            arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
+            return native_logits(arrays, tokens[0], weights.info.args).float()
         device = torch.device("cpu")
         model = load_model(weights.source, weights.info, dtype=torch.float32, device=device, fused=False, packed=False)
         with torch.no_grad():
@@ -248,7 +328,7 @@ def logits_of_titan(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def outcome(folder: Path, name: str, change: dict[str, Any]) -> str:
     """ "same", "refused", "not transformers" where it fails itself, or what is wrong."""
     vocab_size = change.get("vocab_size")
-    vocab_size = vocab_size if type(vocab_size) is int else BASE["vocab_size"]
+    vocab_size = vocab_size if type(vocab_size) is int else BASES[name]["vocab_size"]
     longest = change.get("max_position_embeddings")  # titan infer takes no more, and titan train none of type dynamic
     num_tokens = max(1, min(NUM_TOKENS, longest)) if type(longest) is int else NUM_TOKENS
     generator = torch.Generator().manual_seed(1)
@@ -283,11 +363,19 @@ def check(tmp_path: Path, name: str, chosen: dict[str, dict[str, Any]]) -> dict[
 
 @pytest.mark.parametrize(
     ("config_class", "listed"),
-    [(LlamaConfig, LLAMA_FIELDS), (Qwen3Config, QWEN3_FIELDS), (Qwen3MoeConfig, QWEN3_MOE_FIELDS)],
+    [
+        (LlamaConfig, LLAMA_FIELDS),
+        (Qwen3Config, QWEN3_FIELDS),
+        (Qwen3MoeConfig, QWEN3_MOE_FIELDS),
+        (DeepseekV3Config, DEEPSEEK_V3_FIELDS),
+        (DeepseekV2Config, DEEPSEEK_V2_FIELDS),
+    ],
 )
 def test_every_field_of_the_class_is_classified(config_class, listed):
-    """Qwen3MoeConfig reads two more, without listing them: its own name of num_experts in files, and head_dim."""
-    unlisted = {"num_local_experts", "head_dim"} if config_class is Qwen3MoeConfig else set()
+    """Two classes read more without listing them: Qwen3MoeConfig num_experts' name in files, and both head_dim."""
+    unlisted = {Qwen3MoeConfig: {"num_local_experts", "head_dim"}, DeepseekV3Config: {"head_dim"}}.get(
+        config_class, set()
+    )
     assert {f.name for f in fields(config_class)} == listed.keys() - unlisted
 
 
