@@ -122,6 +122,46 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
+# No line ends, system messages collected first, thoughts cut off, an answer that begins behind them: DeepSeek's way
+DEEPSEEK = """\
+{%- set thinking = thinking if thinking is defined else false -%}
+{%- set ns = namespace(system='', asked=false) -%}
+{%- for message in messages if message['role'] == 'system' -%}
+    {%- set ns.system = ns.system + ('' if loop.first else '\\n\\n') + message['content'] -%}
+{%- endfor -%}
+{{ bos_token }}{{ ns.system }}
+{%- for message in messages -%}
+    {%- if message['role'] == 'user' -%}
+        {%- set ns.asked = true -%}
+        {{ '<｜User｜>' + message['content'] }}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is not defined -%}
+        {%- set content = message['content'] -%}
+        {%- if '</think>' in content -%}
+            {%- set content = content.split('</think>', 1)[1] -%}
+        {%- endif -%}
+        {{ ('<｜Assistant｜></think>' if ns.asked else '') + content + '<｜end▁of▁sentence｜>' }}
+        {%- set ns.asked = false -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt and ns.asked -%}
+    {{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}
+{%- endif %}
+"""
+# A system message of its own where none is given, tools only where there are some: Kimi K2's way
+KIMI = """\
+{% if tools -%}
+    {{ '<|im_system|>tool_declare<|im_middle|>' -}}{{- tools | tojson -}}{{ '<|im_end|>' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if loop.first and messages[0]['role'] != 'system' -%}
+        {{ '<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>' }}
+    {%- endif -%}
+    {{ '<|im_' + message['role'] + '|>' + message['role'] + '<|im_middle|>' }}
+    {%- if message['content'] is string -%}{{ message['content'] }}{%- endif -%}
+    {{ '<|im_end|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_assistant|>assistant<|im_middle|>' }}{%- endif -%}
+"""
 # Odds and ends: loop controls, the generation block, JSON, dict, white space control
 ODD = """\
 {% macro say(m) -%}
@@ -137,10 +177,19 @@ ODD = """\
 {{ seen.user }}{{ unknown }}{{ pad_token }}
 
 """
-TEMPLATES = {"chatml": CHATML, "llama31": LLAMA31, "qwen3": QWEN3, "mistral": MISTRAL, "odd": ODD}
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama31": LLAMA31,
+    "qwen3": QWEN3,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+    "kimi": KIMI,
+    "odd": ODD,
+}
 SPECIAL = {
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-    "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]",
+    "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>",
 }  # fmt: skip
 
 
