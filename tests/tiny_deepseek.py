@@ -83,10 +83,15 @@ def native_arrays(model) -> dict[str, np.ndarray]:
             found[f"{layer}.moe.experts.w1"], found[f"{layer}.moe.experts.w3"] = values[:, :half], values[:, half:]
             found.setdefault(f"{layer}.moe.expert_bias", np.zeros(len(values), np.float32))
             continue
-        for theirs, ours in _NAMES.items():
-            name = name.replace(theirs, ours)
-        found[name] = values
+        found[native_name(name)] = values
     return found
+
+
+def native_name(name: str) -> str:
+    """For a weight that is no expert's."""
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 _NAMES = {

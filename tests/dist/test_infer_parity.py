@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from converters.convert import convert
 from tests.greedy_reference import CLOSE_CALL, MOST_EXCUSED, assert_same, full_forward, greedy, ragged_prompts
+from tests.tiny_deepseek import write_deepseek
 from tests.tiny_experts import add_biases, write_experts, write_native
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import NO_TEXT, complete, load
@@ -49,6 +50,8 @@ MODELS = {
         "experts",
         {"mlp_only_layers": [1], "moe_intermediate_size": 9, "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
+    "deepseek v3": ("v3", {"num_key_value_heads": 8, "moe_intermediate_size": 9}),
+    "deepseek v2, lite": ("v2_lite", {"num_key_value_heads": 8}),
 }
 BIASES = {0: torch.linspace(-0.3, 0.3, 12)[torch.tensor([5, 0, 11, 2, 8, 3, 10, 1, 9, 4, 7, 6])]}
 SEEDED = Sampling(0.9, top_k=60, top_p=0.98, seed=5)
@@ -104,6 +107,9 @@ class Known:
             self.model.set_experts_implementation("eager")  # torch's product knows no rows of odd length
             write_native(self.folder, self.model, BIASES)
             add_biases(self.model, BIASES)
+        elif called.startswith("deepseek"):
+            self.folder, self.model = folder, write_deepseek(folder, name, **NUMBERS | numbers)
+            self.model.set_experts_implementation("eager")
         else:
             self.folder, self.model = folder, write_tiny(folder, name, numbers=NUMBERS | numbers, std=std)
         self.called, self.num_new = called, num_new
@@ -179,6 +185,8 @@ QUICK = [
     ("llama", 2, "gloo"),
     ("experts", 2, "shared memory"),
     ("experts, sliced unevenly", 4, "shared memory"),
+    ("deepseek v3", 4, "shared memory"),
+    ("deepseek v2, lite", 2, "gloo"),
 ]
 SLOW = [
     *((called, tp, "shared memory") for called in MODELS for tp in (1, 2, 4, 8)),

@@ -58,6 +58,9 @@ def _pass_bytes(model: SlicedModel, args: ModelArgs, *, tp: int, room: int) -> i
         # For each of a token's experts: input, output, output in the token's order, and its product in fp32
         inside = max(inside, experts.top_k * (7 * args.dim + 4 * experts.hidden // tp))
     numbers = PREFILL_TOKENS["cuda"] * (8 * args.dim + inside)
+    if model.latent:  # keys and values of all heads, made of a whole row's latents, and the keys before they are joined
+        of_a_head = 2 * model.latent.plain_dim + model.latent.rotary_dim + model.latent.value_dim
+        numbers += room * of_a_head * model.latent.num_heads // tp
     if copies_heads(model.device.type, model.dtype):
         numbers += 2 * room * args.head_dim * args.num_heads // tp
     return numbers * model.dtype.itemsize

@@ -5,7 +5,7 @@ N query heads, K key/value heads, G = N/K query heads per key/value head, H head
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -17,8 +17,29 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_tools.infer.decoding.sampling import likeliest
+from titan_tools.infer.model.latent_attention import LatentAttention
 
 _MOST_PADDING = 128  # keys per row; with more, a CPU is faster with one call of attention for each row
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer. One tensor is both where the values are a part of the keys (latent attention)."""
+
+    keys_RKTH: Tensor
+    values_RKTH: Tensor
+    scale: float | None = None  # of the scores; None: H ** -0.5
+    # Keys and values [1, N, T, ·] of many new tokens' attention, from a row's cached keys [1, K, T, H]
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.keys_RKTH] if self.values_RKTH is self.keys_RKTH else [self.keys_RKTH, self.values_RKTH]
+
+    def write(self, index: Any, k: Tensor, v: Tensor) -> None:
+        """Store new tokens at an index of both tensors."""
+        for cached_RKTH, new in zip(self.tensors, (k, v), strict=False):
+            cached_RKTH[index] = new
 
 
 class CacheStep(Protocol):
@@ -26,7 +47,9 @@ class CacheStep(Protocol):
 
     positions: Tensor  # [L] or [B, L], of the new tokens
 
-    def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    expands: bool  # whether keys and values are those of `LayerCache.expand`
+
+    def attend(self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         """Store the new keys and values, and attend over all that a sequence may see: out_BLNH."""
 
 
@@ -42,6 +65,8 @@ class Span:
 class Prefill:
     """Spans of several rows in one pass, packed into one sequence: each attends to its own row only."""
 
+    expands = True
+
     def __init__(self, spans: Sequence[Span], *, device: torch.device, dtype: torch.dtype):
         self.spans = spans
         self.sizes = [span.end - span.start for span in spans]
@@ -49,18 +74,21 @@ class Prefill:
         self.masks = [_prefill_mask(span, device, dtype) for span in spans]
         self.copies_heads = copies_heads(device.type, dtype)
 
-    def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+    def attend(self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         packed = (torch.split(packed_1LXH, self.sizes, dim=1) for packed_1LXH in (q_BLNH, k_BLKH, v_BLKH))
         parts = []
         for span, mask, q_1LNH, k_1LKH, v_1LKH in zip(self.spans, self.masks, *packed, strict=True):
             row, start, end = span.row, span.start, span.end
-            keys_RKTH[row, :, start:end] = k_1LKH[0].transpose(0, 1)
-            values_RKTH[row, :, start:end] = v_1LKH[0].transpose(0, 1)
-            keys, values = keys_RKTH[row : row + 1, :, :end], values_RKTH[row : row + 1, :, :end]
-            parts.append(self._attend_one_row(q_1LNH.transpose(1, 2), keys, values, mask).transpose(1, 2))
+            layer.write((row, slice(None), slice(start, end)), k_1LKH[0].transpose(0, 1), v_1LKH[0].transpose(0, 1))
+            keys, values = (cached[row : row + 1, :, :end] for cached in (layer.keys_RKTH, layer.values_RKTH))
+            if layer.expand is not None:
+                keys, values = layer.expand(keys)
+            parts.append(self._attend_one_row(q_1LNH.transpose(1, 2), keys, values, mask, layer.scale).transpose(1, 2))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _attend_one_row(self, q_1NLH: Tensor, keys_1KTH: Tensor, values_1KTH: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_one_row(
+        self, q_1NLH: Tensor, keys_1KTH: Tensor, values_1KTH: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
         grouping = q_1NLH.shape[1] // keys_1KTH.shape[1]
         if grouping > 1 and self.copies_heads:
             keys_1KTH, values_1KTH = (cached.repeat_interleave(grouping, dim=1) for cached in (keys_1KTH, values_1KTH))
@@ -71,6 +99,7 @@ class Prefill:
             attn_mask=mask,
             is_causal=mask is None,
             enable_gqa=q_1NLH.shape[1] != keys_1KTH.shape[1],
+            scale=scale,
         )
 
 
@@ -101,6 +130,8 @@ class Decode:
     On a CPU, rows of very different lengths attend one after another, each over its own keys only.
     """
 
+    expands = False
+
     def __init__(self, lengths: Sequence[int], *, device: torch.device, dtype: torch.dtype):
         self.num, self.ends = len(lengths), [length + 1 for length in lengths]
         self.end = max(self.ends)
@@ -117,17 +148,15 @@ class Decode:
         if not self.is_one_by_one:
             self.bias_B11T = _bias(self.positions, torch.arange(self.end, device=device), dtype)[:, None, None]
 
-    def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        keys_RKTH[self.written] = k_BLKH[:, 0]
-        values_RKTH[self.written] = v_BLKH[:, 0]
+    def attend(self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        layer.write(self.written, k_BLKH[:, 0], v_BLKH[:, 0])
         if self.is_one_by_one:
             parts = []
             for row, end in enumerate(self.ends):
                 one = slice(row, row + 1)
-                parts.append(_attend_one(q_BLNH[one], keys_RKTH[one, :, :end], values_RKTH[one, :, :end], None))
+                parts.append(_attend_one(q_BLNH[one], layer, (one, slice(None), slice(end)), None))
             return torch.cat(parts)
-        keys, values = keys_RKTH[: self.num, :, : self.end], values_RKTH[: self.num, :, : self.end]
-        return _attend_one(q_BLNH, keys, values, self.bias_B11T)
+        return _attend_one(q_BLNH, layer, (slice(self.num), slice(None), slice(self.end)), self.bias_B11T)
 
 
 class KeyRange(Protocol):
@@ -142,7 +171,7 @@ class KeyRange(Protocol):
     def begin(self, positions_B1: Tensor) -> None:
         """Compute what all layers share; `positions_B1` of the new tokens, whose keys are in the cache by then."""
 
-    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache) -> Tensor:
         """Attention over a layer's whole cache: out_B1NH."""
 
 
@@ -152,6 +181,8 @@ class StaticDecode:
     What changes from step to step is in tensors at fixed addresses, so that a step can be recorded as a CUDA graph.
     After a run they hold the input of the step after it: the likeliest tokens, which have not left the device.
     """
+
+    expands = False
 
     def __init__(self, *, num: int, key_range: KeyRange, device: torch.device):
         self.num, self.key_range = num, key_range
@@ -176,10 +207,9 @@ class StaticDecode:
         self.inputs_2B[0] = self.found_2B[1]
         self.at_B += 1
 
-    def attend(self, keys_RKTH: Tensor, values_RKTH: Tensor, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
-        keys_RKTH[self.rows, :, self.at_B] = k_BLKH[:, 0]
-        values_RKTH[self.rows, :, self.at_B] = v_BLKH[:, 0]
-        return self.key_range.attend(q_BLNH, keys_RKTH, values_RKTH)
+    def attend(self, layer: LayerCache, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
+        layer.write((self.rows, slice(None), self.at_B), k_BLKH[:, 0], v_BLKH[:, 0])
+        return self.key_range.attend(q_BLNH, layer)
 
 
 class MaskedKeys:
@@ -198,17 +228,17 @@ class MaskedKeys:
         assert self.bias_B11T is not None  # after `begin`
         return self.bias_B11T, 3
 
-    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache) -> Tensor:
         assert self.bias_B11T is not None
         length = self.bias_B11T.shape[3]
-        keys, values = keys_RKTH[: self.num, :, :length], values_RKTH[: self.num, :, :length]
-        return _attend_one(q_B1NH, keys, values, self.bias_B11T)
+        return _attend_one(q_B1NH, layer, (slice(self.num), slice(None), slice(length)), self.bias_B11T)
 
 
-def _attend_one(q_B1NH: Tensor, keys_BKTH: Tensor, values_BKTH: Tensor, bias_B11T: Tensor | None) -> Tensor:
+def _attend_one(q_B1NH: Tensor, layer: LayerCache, index: tuple[slice, ...], bias_B11T: Tensor | None) -> Tensor:
+    keys_BKTH, values_BKTH = layer.keys_RKTH[index], layer.values_RKTH[index]
     # The G query heads of a KV head are passed as query positions: no key is copied G times
     q_BKGH = q_B1NH.reshape(*keys_BKTH.shape[:2], -1, q_B1NH.shape[-1])
-    out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys_BKTH, values_BKTH, attn_mask=bias_B11T)
+    out_BKGH = F.scaled_dot_product_attention(q_BKGH, keys_BKTH, values_BKTH, attn_mask=bias_B11T, scale=layer.scale)
     return out_BKGH.reshape(q_B1NH.shape)
 
 
@@ -235,25 +265,30 @@ class KVCache:
     def __init__(self, *, rows: int, room: int):
         self.rows, self.room = rows, room
         self.step: CacheStep | None = None
-        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.layers: list[LayerCache] = []
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
-        for cached_RKTH in (cached for layer in self.layers for cached in layer):
+        for cached_RKTH in (cached for layer in self.layers for cached in layer.tensors):
             cached_RKTH[target, :, :length] = cached_RKTH[source, :, :length]
 
 
 class CachedAttention(nn.Module):
     """Causal attention of the new tokens over all tokens so far, whose keys and values it keeps."""
 
-    def __init__(self, cache: KVCache, keys_RKTH: Tensor, values_RKTH: Tensor):
+    def __init__(self, cache: KVCache, layer: LayerCache):
         super().__init__()
-        self.cache = cache
-        self.keys_RKTH, self.values_RKTH = keys_RKTH, values_RKTH
+        self.cache, self.layer = cache, layer
+
+    @property
+    def expands(self) -> bool:
+        """Whether the current step attends to what `LayerCache.expand` makes of the cached keys."""
+        assert self.cache.step is not None
+        return self.cache.step.expands
 
     def forward(self, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor) -> Tensor:
         assert self.cache.step is not None
-        return self.cache.step.attend(self.keys_RKTH, self.values_RKTH, q_BLNH, k_BLKH, v_BLKH)
+        return self.cache.step.attend(self.layer, q_BLNH, k_BLKH, v_BLKH)
 
 
 def attach_cache(
@@ -264,9 +299,13 @@ def attach_cache(
     layers: Any = model.layers
     for layer in layers.values():
         attention = layer.attention
-        keys, values = (_zeros(rows, num_kv_heads, room, attention.head_dim, dtype, device) for _ in range(2))
-        attention.inner_attention = CachedAttention(cache, keys, values)
-        cache.layers.append((keys, values))
+        keys = _zeros(rows, num_kv_heads, room, attention.head_dim, dtype, device)
+        if isinstance(attention, LatentAttention):
+            made = LayerCache(keys, keys, attention.scale, attention.expand)
+        else:
+            made = LayerCache(keys, _zeros(rows, num_kv_heads, room, attention.head_dim, dtype, device))
+        attention.inner_attention = CachedAttention(cache, made)
+        cache.layers.append(made)
     return cache
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_tools.infer.decoding.cache import KVCache, MaskedKeys, StaticDecode
+from titan_tools.infer.decoding.cache import KVCache, LayerCache, MaskedKeys, StaticDecode
 
 _LEAST_CAPABILITY = (8, 0)  # of flash attention
 _MOST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
@@ -42,18 +42,19 @@ class SplitKeys:
     def as_long(self) -> tuple[Tensor, int]:
         return self.empty_T0, 0
 
-    def attend(self, q_B1NH: Tensor, keys_RKTH: Tensor, values_RKTH: Tensor) -> Tensor:
+    def attend(self, q_B1NH: Tensor, layer: LayerCache) -> Tensor:
         """The cache must be stored token by token, as `attach_cache` makes it on a GPU.
 
         The kernel splits keys only where several query heads share them; otherwise each query head is passed twice.
         """
-        q_BNH, is_alone = q_B1NH[:, 0], q_B1NH.shape[2] == keys_RKTH.shape[1]
+        q_BNH, is_alone = q_B1NH[:, 0], q_B1NH.shape[2] == layer.keys_RKTH.shape[1]
         if is_alone:
             q_BNH = q_BNH.repeat_interleave(2, dim=1)
-        keys, values = (cached[: self.num].transpose(1, 2).flatten(0, 1) for cached in (keys_RKTH, values_RKTH))
+        cached = layer.keys_RKTH, layer.values_RKTH
+        keys, values = (one_RKTH[: self.num].transpose(1, 2).flatten(0, 1) for one_RKTH in cached)
         out_BNH: Tensor = torch.ops.aten._flash_attention_forward(
             q_BNH, keys, values, self.first_query, self.first_key, 1, self.empty_T0.shape[0], 0.0, False, False,
-            seqused_k=self.num_keys_B,
+            scale=layer.scale, seqused_k=self.num_keys_B,
         )[0]  # fmt: skip
         return out_BNH[:, None, ::2] if is_alone else out_BNH[:, None]
 
@@ -84,7 +85,7 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, *, num_he
     positions_B1 = torch.tensor([[2], [500]], device=device)
     key_range = SplitKeys(num=2, length=512, room=640, device=device)
     key_range.begin(positions_B1)
-    found = key_range.attend(q_B1NH, keys, values).float()
+    found = key_range.attend(q_B1NH, LayerCache(keys, values)).float()
     mask_B11T = (torch.arange(640, device=device) <= positions_B1)[:, None, None]
     exact = F.scaled_dot_product_attention(
         q_B1NH.float().transpose(1, 2), keys.float(), values.float(), attn_mask=mask_B11T, enable_gqa=True

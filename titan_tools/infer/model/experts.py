@@ -211,6 +211,7 @@ class RoutedExperts(nn.Module):
         super().__init__()
         self.numbers = numbers
         self.router, self.experts = moe.router, SlicedExperts()
+        self.shared_experts = moe.shared_experts  # its output is a partial sum, too
         self.register_buffer("expert_bias", moe.expert_bias)
         self.sum_of_ranks: nn.Module = AllReduce(tp=tp) if tp > 1 else nn.Identity()
 
@@ -227,6 +228,8 @@ class RoutedExperts(nn.Module):
             out_RD = rows.of_tokens(self.experts.multiply(rows.of_experts(x_TD), rows))
         out_TKD = out_RD.view(*ids_TK.shape, -1)
         out_TD = (out_TKD.float() * weights_TK[..., None]).sum(dim=1).type_as(x_TD)
+        if self.shared_experts is not None:
+            out_TD = out_TD + self.shared_experts(x_TD)
         out_BLD: Tensor = self.sum_of_ranks(out_TD).view_as(x_BLD)
         return out_BLD
 

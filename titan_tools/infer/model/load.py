@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from converters.catalog import Box, TensorSource
-from converters.families.base import Block, Experts, Parameter, Role
+from converters.families.base import Block, Experts, Latent, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
 from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts
+from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.linear import (
     FusedLinear,
     PackedWeight,
@@ -57,17 +58,19 @@ class SlicedModel:
     head: nn.Module
     device: torch.device
     dtype: torch.dtype
-    num_kv_heads: int  # of this rank
+    num_kv_heads: int  # in this rank's cache
     head_dim: int
     bytes_per_token: int  # weights that a decode step of one sequence reads on this rank, without experts
     experts: tuple[RoutedExperts, ...] = ()  # the layers that have some
+    latent: Latent | None = None  # the attention, where one key is cached for all heads, and values are a part of it
     quantized: str | None = None
 
     @property
     def bytes_per_cached_token(self) -> int:
         """Keys and values of a token, in all layers on this rank."""
         num_layers = len(self.body.get_submodule("layers"))  # type: ignore[arg-type]  # a ModuleDict
-        return 2 * num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        per_head = self.head_dim if self.latent else 2 * self.head_dim
+        return num_layers * self.num_kv_heads * per_head * self.dtype.itemsize
 
     def expert_bytes(self, num: int) -> int:
         """Weights of the experts that a decode step of `num` sequences chooses on average if all are equally likely."""
@@ -98,9 +101,11 @@ def load_model(
         model: Any = get_trainer_family(info.family).build_model(args)
     check_parameters(model, parameters, family=info.family)
     slices = {p.fqn: slice_for_rank(p, args, tp=tp, rank=rank) for p in parameters}
+    blocks = family.blocks(args)
+    _replace_experts(model, blocks, tp=tp)
+    _replace_latent_attention(model, blocks)
     if tp > 1:
         _make_parallel(model, parameters, tp=tp, rank=rank)
-    _replace_experts(model, family.blocks(args), tp=tp)
     single = [p for p in parameters if p.expert_dim is None]
     # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
     most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
@@ -119,6 +124,8 @@ def load_model(
 
     places: dict[Joined, Callable[[Tensor], None]] = {}  # what is read, and what is called with its values
     roles = {p.fqn: p.role for p in parameters}
+    # Decode steps take a head's rows of these
+    read_by_head = {f"layers.{n}.attention.wkv_b.weight" for n, block in enumerate(blocks) if block.attention}
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
         module, name = _owner(model, fqns[0])
         boxes, role = tuple((fqn, slices[fqn]) for fqn in fqns), roles[fqns[0]]
@@ -131,7 +138,8 @@ def load_model(
             continue
         joined = Joined(boxes, torch.float32 if role in _IN_FP32 else dtype)
         is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
-        form = form_of(joined.shape) if is_linear and role not in _IN_FP32 else None
+        stays = role in _IN_FP32 or fqns[0] in read_by_head
+        form = form_of(joined.shape) if is_linear and not stays else None
         places[replace(joined, is_temporary=_is_converted(form))] = partial(_set, module, name, form)
     for joined, values in read_in_order([*places], source, device=device):
         places[joined](values)
@@ -141,15 +149,19 @@ def load_model(
         _convert(model.output, form)
     model.to(device)  # its buffers, such as rotary frequencies
     head, model.output = model.output, None
+    latent = blocks[0].attention
+    num_kv_heads = 1 if latent else slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim
+    head_dim = latent.kv_rank + latent.rotary_dim if latent else args.head_dim
     return SlicedModel(
         model.eval(),
         head,
         device,
         dtype,
-        num_kv_heads=slices["layers.0.attention.wk.weight"].sizes[0] // args.head_dim,
-        head_dim=args.head_dim,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         bytes_per_token=_bytes_per_token(model, head),
         experts=tuple(module for module in model.modules() if isinstance(module, RoutedExperts)),
+        latent=latent,
         quantized=quantize,
     )
 
@@ -174,6 +186,12 @@ def _replace_experts(model: Any, blocks: Sequence[Block], *, tp: int) -> None:
                 setattr(layer, name, RoutedExperts(module, numbers, tp=tp))
 
 
+def _replace_latent_attention(model: Any, blocks: Sequence[Block]) -> None:
+    for number, layer in model.layers.items():
+        if isinstance(latent := blocks[int(number)].attention, Latent):
+            layer.attention = LatentAttention(layer.attention, latent)
+
+
 def _expert_groups(parameters: list[Parameter]) -> dict[str, tuple[str, ...]]:
     """FQN → the FQNs of the stacked matrices that are multiplied in one product: gates, then what they multiply."""
     groups: dict[str, tuple[str, ...]] = {}
@@ -185,7 +203,10 @@ def _expert_groups(parameters: list[Parameter]) -> dict[str, tuple[str, ...]]:
 
 
 def _make_parallel(model: Any, parameters: list[Parameter], *, tp: int, rank: int) -> None:
+    mixtures = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, RoutedExperts))
     for name in summed_inputs(parameters):
+        if name.startswith(mixtures):
+            continue  # it sums the outputs of all its experts at once
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, SummedLinear(model.get_submodule(name), tp=tp))
     model.tok_embeddings = SlicedEmbedding(model.tok_embeddings, tp=tp, rank=rank)

@@ -50,7 +50,7 @@ def needed(model, args, rows):
 def test_the_caches_bytes_are_those_that_it_has(hf):
     model = load(hf, dtype=torch.bfloat16)
     engine = Engine(model, rows=3, room=ROOM)
-    num_bytes = sum(t.nbytes for layer in engine._cache.layers for t in layer)
+    num_bytes = sum(t.nbytes for layer in engine._cache.layers for t in layer.tensors)
     assert num_bytes == 3 * ROOM * model.bytes_per_cached_token
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint_forms import FORMS, write_byte_ranks, write_form
 from tests.greedy_reference import assert_same, compare, greedy, ragged_prompts
+from tests.tiny_deepseek import write_deepseek
 from tests.tiny_experts import write_experts
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
@@ -21,6 +22,14 @@ NUMBERS = {"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_laye
 # Llama 3's own numbers but for the first context, which prompts and new tokens go past
 SHORT = SCALING | {"original_max_position_embeddings": 64}
 FOUR = ("llama 3.1", "llama 3.2, tied", "qwen3", "qwen3, tied")
+YARN = {  # as published
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 MODELS = {
     "llama 3.1": ("llama3", {"rope_scaling": SHORT}),
     "llama 3.2, tied": ("llama3_tied", {"rope_scaling": SHORT | {"factor": 32.0}}),
@@ -28,6 +37,8 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "qwen3, tied": ("qwen3_tied", {}),
     "experts": ("experts", {"mlp_only_layers": [0]}),
+    "deepseek v3": ("v3", {}),
+    "deepseek v2, lite": ("v2_lite", {}),
 }
 LONG = {
     "llama 3.1 past 8192": ("llama3", {"rope_scaling": SCALING, "max_position_embeddings": 131072}),
@@ -35,6 +46,7 @@ LONG = {
         "llama3_tied",
         {"rope_scaling": SCALING | {"factor": 32.0}, "max_position_embeddings": 131072},
     ),
+    "deepseek v3 past 4096": ("v3", {"rope_parameters": YARN, "max_position_embeddings": 163840}),
 }
 PROMPTS = ragged_prompts(num=64, longest=150, vocab_size=VOCAB)
 LONG_PROMPT = ragged_prompts(num=2, longest=8300, vocab_size=VOCAB)[1]
@@ -53,6 +65,8 @@ class Known:
         name, numbers = (MODELS | LONG)[called]
         if name == "experts":
             self.model = write_experts(folder, **NUMBERS | numbers)
+        elif called.startswith("deepseek"):
+            self.model = write_deepseek(folder, name, **NUMBERS | numbers)
         else:
             self.model = write_tiny(folder, name, numbers=NUMBERS | numbers)
         write_byte_ranks(folder / "tokenizer.model")  # Meta's and torchtune's code open no other
@@ -100,7 +114,13 @@ def memory_full_of_nan():
 
 def in_forms(models, forms=tuple(FORMS)):
     """Each of `models` in those of `forms` that can hold it."""
-    return [(m, form) for m in models for form in forms if m.startswith("llama") or not FORMS[form].llama_only]
+
+    def can_hold(model, form):
+        if model.startswith("deepseek"):  # torchtitan has had no other names for it
+            return not FORMS[form].llama_only and form not in ("torchtitan, model. prefix", "torchtitan, qkv_linear")
+        return model.startswith("llama") or not FORMS[form].llama_only
+
+    return [(m, form) for m in models for form in forms if can_hold(m, form)]
 
 
 def one_by_one():
@@ -110,7 +130,7 @@ def one_by_one():
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 8], ids=["rows 1", "rows 8"])
-@pytest.mark.parametrize("known", ["llama 3.1", "qwen3", "experts"], indirect=True)
+@pytest.mark.parametrize("known", ["llama 3.1", "qwen3", "experts", "deepseek v3"], indirect=True)
 def test_64_prompts(known, rows, memory_full_of_nan, tell):
     known.assert_says(load(known.folder), rows=rows, num_new=FEW, tell=tell)
 
@@ -124,7 +144,11 @@ SOME_OF_EXPERTS = ("dcp for a mesh", "torchtitan, qkv_linear")
 
 @pytest.mark.parametrize(
     OF_MODELS,
-    [*in_forms(["llama 3.1", "qwen3"], SOME_FORMS), *in_forms(["experts"], SOME_OF_EXPERTS)],
+    [
+        *in_forms(["llama 3.1", "qwen3"], SOME_FORMS),
+        *in_forms(["experts"], SOME_OF_EXPERTS),
+        ("deepseek v3", "dcp for a mesh"),
+    ],
     indirect=["known"],
 )
 def test_64_prompts_from_some_forms(known, form, tmp_path, tell):
@@ -160,7 +184,7 @@ SAY_ROPE_EACH_THEIR_OWN_WAY = [
 
 @SLOW
 @pytest.mark.parametrize(OF_MODELS, in_forms(LONG, SAY_ROPE_EACH_THEIR_OWN_WAY), indirect=["known"])
-def test_beyond_the_8192_tokens_that_llama_3_began_with(known, form, tmp_path, tell):
+def test_beyond_the_tokens_that_a_model_began_with(known, form, tmp_path, tell):
     """Here Meta's and torchtune's formats say all numbers themselves, and only here does that show."""
     place, model_from = write_form(FORMS[form], known.folder, tmp_path)
     known.assert_says(load(place, model_from=model_from), rows=2, num_new=FEW, tell=tell, form=form)

@@ -39,7 +39,9 @@ def short_shapes(monkeypatch):
     monkeypatch.setattr(static_decode, "SHORTEST", 16)
 
 
-def flash_attention(q_BNH, keys, values, first_query, first_key, most_q, most_k, dropout, is_causal, _, *, seqused_k):
+def flash_attention(
+    q_BNH, keys, values, first_query, first_key, most_q, most_k, dropout, is_causal, _, *, scale, seqused_k
+):
     """What torch.ops.aten._flash_attention_forward is on a GPU for sequences packed behind each other."""
     assert first_query.tolist() == [*range(len(q_BNH) + 1)] and (most_q, dropout, is_causal) == (1, 0, False)
     assert {first_query.dtype, first_key.dtype, seqused_k.dtype} == {torch.int32}
@@ -47,7 +49,7 @@ def flash_attention(q_BNH, keys, values, first_query, first_key, most_q, most_k,
     for q_NH, start, num, end in zip(q_BNH, first_key, seqused_k, first_key[1:], strict=False):
         assert 0 < num <= min(most_k, end - start)
         seen = (kept[start : start + num].transpose(0, 1)[None] for kept in (keys, values))
-        out.append(F.scaled_dot_product_attention(q_NH[None, :, None], *seen, enable_gqa=True)[0, :, 0])
+        out.append(F.scaled_dot_product_attention(q_NH[None, :, None], *seen, enable_gqa=True, scale=scale)[0, :, 0])
     return torch.stack(out), None
 
 
@@ -149,8 +151,8 @@ def test_splitting_keys_is_tried_before_it_is_used(monkeypatch):
     """The operator is private to torch: one that sees a key too many, or too few, is not for us."""
     for off in (0, 1, -1):
 
-        def attend(*given, off=off, seqused_k):
-            return flash_attention(*given, seqused_k=seqused_k + off)
+        def attend(*given, off=off, seqused_k, **named):
+            return flash_attention(*given, seqused_k=seqused_k + off, **named)
 
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
         found = [static_decode._is_right(CPU, torch.bfloat16, 16, num_heads=num) for num in (2, 8)]
