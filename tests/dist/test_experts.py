@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from converters.families.qwen3 import QWEN3
+from converters.families.registry import get_family
 from converters.manifest import read_manifest
 from converters.weights import open_native
 from tests.dist import runs
@@ -45,6 +46,7 @@ from tests.dist.training import (
 from trainer.checkpoints.arrays import as_tensor
 from trainer.mesh import local_part
 from trainer.models.qwen3.model import build_model as build_plain_model
+from trainer.models.registry import get_trainer_family
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
@@ -431,6 +433,42 @@ def test_a_run_logs_loads_saves_biases_and_resumes_bit_by_bit(pools, data, tmp_p
         assert record["dead_experts"] == sum(record[f"dead_experts/layer_{n}"] for n in range(4))
         flops = flops_per_token(args, num_parameters=QWEN3.num_active_parameters(args), seq_len=runs.SEQ_LEN)
         assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
+
+
+def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, data, tmp_path):
+    """With its biases, for which V3 has a name; in another layout than the one it began in."""
+    from transformers import AutoModelForCausalLM
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    model = {"name": "deepseek_v3", "flavor": "debug_v3"}
+    saved = {"last_save_in_hf": True, "last_save_model_only": True, "export_dtype": "float32"}
+    first = runs.make_config(data, whole, model=model, parallelism={EP: 2}, training={"local_batch_size": 1})
+    assert pools[2].run(runs.run, first) == ["", ""]
+    runs.begin_from(resumed, whole, 2)
+    other = runs.make_config(data, resumed, model=model, parallelism={TP: 2}, checkpoint=saved)
+    assert pools[2].run(runs.run, other) == ["", ""]
+    losses, expected = runs.read_losses(resumed), runs.read_losses(whole)
+    assert losses == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-6)
+
+    family = get_family("deepseek_v3")
+    args = family.flavors["debug_v3"]
+    attention = 6 * 3 * 4 * (24 + 20) * runs.SEQ_LEN  # 3 layers of 4 heads; features of q and k, and of v
+    num_matmul = family.num_active_parameters(args) - args.vocab_size * args.dim
+    record = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    flops = 6 * num_matmul + attention
+    assert record["tflops_per_rank"] * 1e12 == pytest.approx(record["tokens_per_sec_per_rank"] * flops)
+
+    ours = get_trainer_family("deepseek_v3").build_model(args)
+    step = resumed / "checkpoint" / "step-4"
+    with open_native(step) as weights:
+        read = {fqn: as_tensor(weights.read(fqn), t.dtype) for fqn, t in read_manifest(step).tensors.items()}
+    assert all(read[f"layers.{n}.moe.expert_bias"].any() for n in (1, 2))
+    ours.load_state_dict(read)
+    theirs = AutoModelForCausalLM.from_pretrained(resumed / "export-hf", dtype=torch.float32).eval()
+    tokens = torch.arange(48)[None] * 7 % 290
+    with torch.no_grad():
+        logits, output = ours(tokens), theirs(tokens).logits
+    assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
 
 
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):

@@ -20,7 +20,6 @@ from trainer.config.renamed import GONE, RENAMED, RENAMED_VALUES
 from trainer.config.sections import SECTION, Config
 from trainer.config.toml_file import Setting, read_toml
 from trainer.config.types import fit
-from trainer.models.registry import trained_families
 
 DEFAULT = "default"
 
@@ -176,7 +175,7 @@ def _model_problems(config: Config) -> list[str]:
     """An unknown family or flavor; checked after custom_import."""
     families = all_families()
     model = config.model
-    if model.name in REFUSED_FAMILIES and model.name not in trained_families():
+    if model.name in REFUSED_FAMILIES and model.name not in families:
         where = config.origins.get("model.name", DEFAULT)
         return [f"{where}: model.name = {model.name!r}: {REFUSED_FAMILIES[model.name]}"]
     if model.name not in families:

@@ -92,7 +92,6 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 
 REFUSED_FAMILIES: dict[str, str] = {
     "llama4": _NO_EXPERTS,
-    "deepseek_v3": _NO_EXPERTS,
     "gpt_oss": _NO_EXPERTS,
     "flux": "it makes images; language models are covered",
     "llama3_ft": "TorchFT replica groups are not covered; the model is llama3",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.families.base import Experts, Family, ModelArgs, Role
 from converters.layout import MeshShape, expert_mesh_problems
+from converters.rules import Zeros
 from trainer.config.sections import Config
 
 if TYPE_CHECKING:
@@ -48,13 +49,20 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
         if rate is not None:
             problems.append(f"training.expert_balance_rate = {rate}, but the model has no experts; nearest: unset")
         return problems
-    if config.checkpoint.last_save_in_hf and any(balance_rate(config, m.balance_rate) for m in mixtures):
+    is_balanced = any(balance_rate(config, m.balance_rate) for m in mixtures)
+    if config.checkpoint.last_save_in_hf and is_balanced and not _hf_has_biases(family, args):
         problems.append(
             "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"
             " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false, and after the"
             " run titan convert dcp-to-hf --drop-expert-bias"
         )
     return problems
+
+
+def _hf_has_biases(family: Family, args: ModelArgs) -> bool:
+    """Whether Hugging Face's model has a name for `expert_bias`."""
+    naming = family.naming_for(family.namings["hf"], args)
+    return not any(isinstance(rule.op, Zeros) for rule in naming.rules)
 
 
 def apply_expert_settings(model: Transformer, config: Config) -> None:
