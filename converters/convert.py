@@ -19,10 +19,10 @@ from converters.formats.registry import get_format, usual_format
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
 from converters.plan import plan_conversion
-from converters.remarks import describe_dtypes
+from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
-from converters.weights import NativeWeights, native_weights
+from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class ConvertReport:
     num_files: int
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
+    dequantized: str  # how the source's weights are quantized; "" where they are not
     num_cast: int
     relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| of its cast, where it is not exact
     kept_float32: tuple[str, ...]  # native names of the tensors that --dtype left as they are
@@ -93,10 +94,16 @@ def convert(
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
     with _open_weights(
-        src, catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
+        src,
+        catalog,
+        model_from=model_from,
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+        dequantized=_dequantized(dtype),
     ) as weights:
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
-        vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
+        dequantized = weights.quantized.dtype if weights.quantized else ""
+        vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.tensors, to=to, dtype=dtype)
         carried = destination.carried_files(weights)
@@ -139,6 +146,7 @@ def convert(
         num_files=len(plan.target.file_bytes),
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
+        dequantized=describe_quantized(weights.quantized),
         num_cast=len(plan.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
@@ -174,6 +182,11 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
     most = None if shard_bytes is None else 1.1 * shard_bytes + MIB
     long = [name for name, size in file_bytes.items() if most and size > most]
     return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
+
+
+def _dequantized(dtype: str | None) -> str:
+    """The type of weights that are read from float8 codes: one that `--dtype` rounds at most once."""
+    return DEQUANTIZED if dtype in (None, "bf16", DEQUANTIZED) else "float32"
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

@@ -61,7 +61,7 @@ def plan_conversion(
         target=output.plan(contents, options),
         casts=casts,
         kept_float32=tuple(fqn for fqn in kept if fqn in written),
-        stored=stored,
+        stored={name: tuple(n for n in names if n not in ledger.scales) for name, names in stored.items()},
         halved=frozenset(
             held
             for name, names in stored.items()

@@ -26,6 +26,8 @@ def print_conversion(report: ConvertReport) -> None:
         _print_needs(report.needs)
     if report.resumed_bytes:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
+    if report.dequantized:
+        _line("fp8", report.dequantized)
     if report.num_cast:
         _line("cast", f"{count(report.num_cast, 'tensor')}{_describe_rounding(report.relative_error)}")
     if report.kept_float32:

@@ -235,7 +235,8 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
     for fqn, info in target.tensors.items():
         width = itemsize(info.dtype)
         unit_boxes: list[Box] = []
-        for boxes in whole_row_units(info.shape, width, _block_bytes(source, fqn, prod(info.shape[1:]) * width)):
+        row_bytes = (info.shape[-1] if len(info.shape) > 1 else 1) * width
+        for boxes in whole_row_units(info.shape, width, _block_bytes(source, fqn, row_bytes)):
             unit_boxes += boxes
             if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
                 yield _Unit(number, fqn, unit_boxes)
