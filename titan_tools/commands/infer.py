@@ -19,6 +19,7 @@ class _ComputeDType(StrEnum):
 class _Quantize(StrEnum):
     int8 = "int8"
     float8 = "float8"
+    stored = "stored"
 
 
 class _Truncate(StrEnum):
@@ -191,7 +192,9 @@ def infer(
     quantize: Annotated[
         _Quantize | None,
         typer.Option(
-            help="Round the weights of linear layers and experts to 8 bits. Default: off.", show_default=False
+            help="Round the weights of linear layers and experts to 8 bits; stored: keep a checkpoint's own float8 "
+            "weights. Default: off.",
+            show_default=False,
         ),
     ] = None,
     compile: Annotated[

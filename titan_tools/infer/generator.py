@@ -117,7 +117,7 @@ def load_for_inference(
     *,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     device: Literal["cpu", "cuda"] | None = None,
-    quantize: Literal["int8", "float8"] | None = None,
+    quantize: Literal["int8", "float8", "stored"] | None = None,
     compile: bool = False,
     context: int | None = None,
     model_from: str | PathLike[str] | None = None,
@@ -128,7 +128,7 @@ def load_for_inference(
         checkpoint: as for `titan infer`; of a training run's folder the newest complete step is loaded.
         dtype: of the computation (default: the checkpoint's own).
         device: default: the GPU if there is one, else the CPU.
-        quantize: round the weights of linear layers and experts to 8 bits.
+        quantize: round the weights of linear layers and experts to 8 bits; "stored": keep a checkpoint's float8.
         compile: compile the decode step.
         context: tokens of the longest sequence (default: the model's context, at most 8192).
         model_from: folder with the model's config and tokenizer, where the checkpoint lacks them.

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, ConfigError
 from converters.source_check import check_read_files
+from converters.stored_blocks import BlocksSource
 from converters.weights import NativeWeights
 from titan_tools.console import note
 from titan_tools.infer.decoding.sampling import check_logprobs, check_sampling
@@ -15,7 +16,7 @@ from titan_tools.infer.identity import origin_of
 from titan_tools.infer.memory import memory_for_weights
 from titan_tools.infer.model.compiling import check_compiler
 from titan_tools.infer.model.load import SlicedModel, load_model
-from titan_tools.infer.model.quantize import why_slow
+from titan_tools.infer.model.quantize import STORED, why_slow
 from titan_tools.infer.model.tensor_parallel import check_tp
 from titan_tools.infer.ranks import TPRanks, check_devices, tp_degree
 from titan_tools.infer.request import Request, check_options
@@ -39,6 +40,11 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
         config = read_generation_config(folder, weights.info)
         request = follow(config, request, folder=folder, vocab_size=args.vocab_size)
         check_options(request)
+    if request.quantize == STORED and not BlocksSource(weights.source).blocks:
+        raise ConfigError(
+            "--quantize stored keeps the float8 weights of a checkpoint, and this one has none",
+            tries=["--quantize int8"],
+        )
     check_sampling(request.sampling, vocab_size=args.vocab_size)
     check_logprobs(request.logprobs, vocab_size=args.vocab_size)
     vocabulary = read_vocabulary(folder, weights.info)
@@ -84,7 +90,7 @@ def load_weights(work: Work, weights: NativeWeights, ranks: TPRanks, *, rows: in
         note(reason)
     with memory_for_weights(work, weights.info):
         return load_model(
-            weights.source,
+            BlocksSource(weights.source) if quantize == STORED else weights.source,
             weights.info,
             dtype=dtype,
             device=ranks.device,

@@ -16,6 +16,7 @@ from converters.sizes import GIB
 from titan_tools.console import count, tally
 from titan_tools.infer.decoding.engine import Engine
 from titan_tools.infer.decoding.generate import Completion, Timings
+from titan_tools.infer.model.quantize import STORED
 from titan_tools.infer.ranks import TPRanks
 from titan_tools.infer.request import Request
 from titan_tools.infer.task import Work
@@ -48,7 +49,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
       it for each sequence. Of experts, as many as the rows choose on average if all are equally likely.
     - bandwidth_share: as a share of the GPU's peak in its data sheet; None on a CPU.
     - peak_memory_gib: the most that one rank held (2^30 bytes): allocated on its GPU, or resident on a CPU.
-    - dtype: of the weights, "int8" and "float8" with --quantize.
+    - dtype: of the weights; with --quantize "int8", or "float8" also where those of the checkpoint are kept.
 
     Every rank must call this, since they compare their memory.
     """
@@ -68,7 +69,7 @@ def stats_of(timings: Timings, engine: Engine | None, ranks: TPRanks, work: Work
         "bandwidth_share": gb_per_sec / peak if gb_per_sec and peak else None,
         "peak_memory_gib": _peak_bytes(ranks) / GIB,
         "tp": work.tp,
-        "dtype": work.request.quantize or work.dtype,
+        "dtype": "float8" if work.request.quantize == STORED else work.request.quantize or work.dtype,
         "seed": work.request.sampling.seed,
     }
 

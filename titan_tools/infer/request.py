@@ -42,7 +42,7 @@ class Request:
     # Hardware
     tp: int | None = None
     dtype: str | None = None
-    quantize: str | None = None  # "int8" or "float8"
+    quantize: str | None = None  # "int8", "float8" or "stored"
     compile: bool = False
     batch_size: int | None = None  # sequences that decode together
     model_from: Path | None = None  # folder with the model's config and tokenizer

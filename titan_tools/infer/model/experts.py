@@ -8,7 +8,7 @@ Shape letters: B sequences, L tokens of each, T = B * L, D model dim, E experts,
 I input and O output features of a product; S features inside of an expert on this rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from converters.catalog import Box
 from converters.families.base import Experts
 from titan_tools.infer.model.compiling import compile_all_shapes
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, block_values
 from titan_tools.infer.model.quantize import QuantizedWeight
 from titan_tools.infer.model.reading import Joined
 from titan_tools.infer.model.tensor_parallel import AllReduce
@@ -144,6 +145,38 @@ class StackedWeights(SeparateWeights):
         return _gathered_products(x_RI, self.data_EOI, self.scale_EO, ids_R)
 
 
+class StoredExperts(SeparateWeights):
+    """One matrix of every expert as float8 codes with scales of blocks: slices that follow each other along O."""
+
+    def __init__(self, slices: Sequence[Fp8Slice]):
+        super().__init__(0)
+        self.slices = nn.ModuleList(slices)
+
+    def _slices(self) -> list[Fp8Slice]:
+        return list(self.slices)  # type: ignore[arg-type]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes // len(each.codes) for each in self._slices())
+
+    def multiply(self, x_RI: Tensor, rows: SortedRows | RowsOfOneToken) -> Tensor:
+        self.weights = self.weights or [self._of_expert(e) for e in range(len(self._slices()[0].codes))]
+        return super().multiply(x_RI, rows)
+
+    def _of_expert(self, number: int) -> Fp8Weight:
+        found = []
+        for each in self._slices():
+            one = Fp8Slice(each.block, each.start)
+            one.codes, one.scales = each.codes[number], each.scales[number]
+            found.append(one)
+        return Fp8Weight(found)
+
+    def multiply_chosen(self, x_RI: Tensor, ids_R: Tensor) -> Tensor:
+        """As `StackedWeights.multiply_chosen`; copies of the chosen weights, a few rows at a time."""
+        parts = [_gathered_values(x_RI, each, ids_R) for each in self._slices()]
+        return torch.cat(parts, dim=-1)
+
+
 class SlicedExperts(nn.Module):
     """A rank's features of every expert; the weights are set while loading."""
 
@@ -156,7 +189,8 @@ class SlicedExperts(nn.Module):
 
     def multiply_chosen(self, x_RD: Tensor, ids_R: Tensor) -> Tensor:
         """The output of the expert `ids_R[r]` for each row."""
-        assert isinstance(self.gate_up, StackedWeights) and isinstance(self.down, StackedWeights)
+        assert isinstance(self.gate_up, StackedWeights | StoredExperts)
+        assert isinstance(self.down, StackedWeights | StoredExperts)
         return self.down.multiply_chosen(_swiglu(self.gate_up.multiply_chosen(x_RD, ids_R)), ids_R)
 
     @property
@@ -275,3 +309,14 @@ def _gathered_products(x_RI: Tensor, data_EOI: Tensor, scale_EO: Tensor | None, 
         parts.append(out_R1O[:, 0])
     out_RO = torch.cat(parts)
     return out_RO if scale_EO is None else (out_RO * scale_EO[ids_R]).to(x_RI.dtype)
+
+
+def _gathered_values(x_RI: Tensor, weight: Fp8Slice, ids_R: Tensor) -> Tensor:
+    """The product of each row with the expert of its id, whose values are made for it."""
+    step = max(1, _GATHERED_ELEMENTS // max(weight.codes[0].numel(), 1))
+    parts = []
+    for start in range(0, len(x_RI), step):
+        ids = ids_R[start : start + step]
+        values_EOI = block_values(weight.codes[ids], weight.scales[ids], weight.block, weight.start).to(x_RI.dtype)
+        parts.append(torch.bmm(x_RI[start : start + step, None], values_EOI.transpose(1, 2))[:, 0])
+    return torch.cat(parts)

@@ -17,7 +17,9 @@ from converters.catalog import Box, TensorSource
 from converters.families.base import Block, Experts, Latent, Parameter, Role
 from converters.families.registry import get_family
 from converters.model_info import ModelInfo
-from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts
+from converters.stored_blocks import BlocksSource
+from titan_tools.infer.model.experts import RoutedExperts, SlicedExperts, StoredExperts
+from titan_tools.infer.model.fp8_blocks import Fp8Slice, Fp8Weight, reads_of, slice_of
 from titan_tools.infer.model.latent_attention import LatentAttention
 from titan_tools.infer.model.linear import (
     FusedLinear,
@@ -28,7 +30,7 @@ from titan_tools.infer.model.linear import (
     fuse,
     has_fast_vector_products,
 )
-from titan_tools.infer.model.quantize import QuantizedWeight, quantize_weight
+from titan_tools.infer.model.quantize import STORED, QuantizedWeight, quantize_weight
 from titan_tools.infer.model.reading import Joined, read_in_order
 from titan_tools.infer.model.tensor_parallel import (
     GatheredOutput,
@@ -91,7 +93,8 @@ def load_model(
 ) -> SlicedModel:
     """Build and fill the model of `rank`, without communication; running it needs a process group of `tp` ranks.
 
-    `quantize`: "int8" or "float8", of all linear layers and experts. `fused`: layers with the same input are one
+    `quantize`: "int8" or "float8", of all linear layers and experts; or "stored", of a `BlocksSource`: its blocks of
+    float8 codes are kept, all other weights stay as they are. `fused`: layers with the same input are one
     product. `packed`: on a CPU weights are stored in the layout of its kernels, or multiplied in fp32 where it has none
     for the dtype; such a model cannot be compiled. Packed or quantized, a tied output has a weight of its own.
     """
@@ -109,14 +112,16 @@ def load_model(
     single = [p for p in parameters if p.expert_dim is None]
     # On a CPU packing needs memory for the whole fused weight: it may not exceed the largest slice
     most = max(_FEW, *(slices[p.fqn].num_elements for p in single)) if device.type == "cpu" else None
-    group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if fused else {})
+    blocks_source = source if isinstance(source, BlocksSource) and quantize == STORED else None
+    joins = fused and not blocks_source  # layers' blocks need not end where layers do
+    group_of = _expert_groups(parameters) | (_fuse(model, single, slices, most=most) if joins else {})
 
     # Dense models are packed all the same, so that their logits keep every bit
     is_faster_plain = len(single) < len(parameters) and has_fast_vector_products(dtype)
 
     def form_of(shape: tuple[int, ...]) -> Callable[[Tensor], Any] | None:
         """The function that packs or quantizes a linear layer's weight; None: it stays as it is."""
-        if quantize:
+        if quantize and quantize != STORED:
             return partial(quantize_weight, how=quantize)
         if packed and can_pack(shape, dtype, device) and not is_faster_plain:
             return PackedWeight
@@ -129,17 +134,24 @@ def load_model(
     for fqns in dict.fromkeys(group_of.get(p.fqn, (p.fqn,)) for p in parameters):
         module, name = _owner(model, fqns[0])
         boxes, role = tuple((fqn, slices[fqn]) for fqn in fqns), roles[fqns[0]]
+        is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
+        is_plain = role in _IN_FP32 or fqns[0] in read_by_head
+        if isinstance(module, SlicedExperts):
+            name = "down" if role is Role.EXPERT_ROW else "gate_up"
+        if blocks_source and not is_plain and blocks_source.blocks.keys() >= set(fqns):
+            kept = [(slice_of(fqn, box, blocks_source), fqn, box) for fqn, box in boxes]
+            _keep_blocks(module, name, [each for each, _, _ in kept])
+            for each, fqn, box in kept:
+                places |= reads_of(each, fqn, box, blocks_source)
+            continue
         if isinstance(module, SlicedExperts):
             whole = Joined(boxes, dtype, dim=1)
             form = form_of(whole.shape[1:])
-            name = "down" if role is Role.EXPERT_ROW else "gate_up"
             stacked = device.type != "cpu" or not packed
             places |= module.reads(name, whole, form, is_temporary=_is_converted(form), stacked=stacked)
             continue
         joined = Joined(boxes, torch.float32 if role in _IN_FP32 else dtype)
-        is_linear = name == "weight" and isinstance(module, nn.Linear | SummedLinear | GatheredOutput | FusedLinear)
-        stays = role in _IN_FP32 or fqns[0] in read_by_head
-        form = form_of(joined.shape) if is_linear and not stays else None
+        form = form_of(joined.shape) if is_linear and not is_plain else None
         places[replace(joined, is_temporary=_is_converted(form))] = partial(_set, module, name, form)
     for joined, values in read_in_order([*places], source, device=device):
         places[joined](values)
@@ -245,6 +257,15 @@ def _set(module: nn.Module, name: str, form: Callable[[Tensor], Any] | None, val
         _convert(module, form)
 
 
+def _keep_blocks(module: Any, name: str, slices: list[Fp8Slice]) -> None:
+    """Give a linear layer, or experts, a weight of blocks, which are read later."""
+    if isinstance(module, SlicedExperts):
+        setattr(module, name, StoredExperts(slices))
+        return
+    delattr(module, name)
+    setattr(module, name, Fp8Weight(slices))
+
+
 def _is_converted(form: Callable[[Tensor], Any] | None) -> bool:
     """Whether the values that were read are freed: a widened weight keeps them."""
     return form not in (None, WidenedWeight)
@@ -262,5 +283,5 @@ def _bytes_per_token(body: nn.Module, head: nn.Module) -> int:
     layers = [module for module in (*body.modules(), *head.modules()) if module is not body.tok_embeddings]
     plain = {id(p): p.nbytes for layer in layers for p in layer.parameters(recurse=False)}
     weights = [getattr(layer, "weight", None) for layer in layers]
-    converted = (PackedWeight, QuantizedWeight, WidenedWeight)
+    converted = (Fp8Weight, PackedWeight, QuantizedWeight, WidenedWeight)
     return sum(plain.values()) + sum(w.num_bytes for w in weights if isinstance(w, converted))

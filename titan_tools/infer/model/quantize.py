@@ -26,10 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_tools.infer.model.compiling import compile_all_shapes
+from titan_tools.infer.model.fp8_blocks import has_block_products
 from titan_tools.infer.model.linear import BLOCK_ELEMENTS
 from trainer.parallel.compile import why_inductor_cannot
 from trainer.parallel.cpu_products import multiplies
 
+STORED = "stored"  # --quantize: as the checkpoint has it (fp8_blocks.py)
 _GPU_BLOCK_ELEMENTS = 1 << 25  # few kernels, bounded memory
 _KERNEL_ROWS = 16  # up to which torch's int8 kernel is faster than a cast and a matrix product
 _KERNEL_MULTIPLE = 16  # the kernel reads so many input features at a time, beyond the end of other numbers
@@ -101,6 +103,10 @@ def why_slow(how: str, *, dtype: torch.dtype, device: torch.device, rows: int) -
 
     `rows`: sequences that decode together.
     """
+    if how == STORED:
+        if has_block_products(device):
+            return None
+        return "--quantize stored saves memory, but there is no kernel for it here: each product makes its values first"
     if device.type == "cuda":
         if rows > 1:
             return f"--quantize {how} saves memory, but with {rows} sequences every step casts each weight first"
