@@ -1,5 +1,8 @@
 """What a dry run says of a rank is what real ranks do: the same collectives, call by call and byte by byte."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from trainer.dry_run import CollectiveCount, _by_axis, _group_names, dry_run
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel import expert_exchange
 from trainer.step import TrainStep
 
 WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
@@ -58,9 +62,25 @@ def really(words):
     batch = Batch(tokens=tokens, targets=tokens)
     step.run(batch, optimizer, stop_requested=False)
     optimizer.zero_grad()
-    with Counting() as counting:
+    with Counting() as counting, bytes_given_to_torch() as exchanged:
         step.run(batch, optimizer, stop_requested=False)
-    return plain(_by_axis(counting.count, _group_names(meshes)))
+    found = plain(_by_axis(counting.count, _group_names(meshes)))
+    if dims.ep > 1:
+        assert found["ep", "all-to-all"] == (len(exchanged), sum(exchanged))
+    return found
+
+
+@contextmanager
+def bytes_given_to_torch():
+    """The bytes of the input of each all-to-all of experts."""
+    found, exchange = [], expert_exchange.dist.all_to_all_single
+
+    def counted(output, rows, *args, **keys):
+        found.append(rows.nbytes)
+        return exchange(output, rows, *args, **keys)
+
+    with patch.object(expert_exchange.dist, "all_to_all_single", counted):
+        yield found
 
 
 def plain(traffic):
