@@ -6,8 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from converters.errors import UnsupportedError
 from converters.families.registry import get_family
 from trainer.build import build
 from trainer.config.load import load_config
@@ -164,3 +166,11 @@ def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, polic
     found = dry_run(resolve_job(config, 4), rank=0)
     (gathered,) = [traffic.calls for (axis, kind), traffic in found.collectives.items() if kind == "all-gather"]
     assert gathered == calls
+
+
+def test_a_split_backward_is_refused_where_torch_cannot_trace_it(monkeypatch):
+    schedule = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+    config, _ = config_of([*degrees(pp=2), schedule, *MICROBATCHES])
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(UnsupportedError, match="schedule ZBVZeroBubble needs torch 2.13"):
+        dry_run(resolve_job(config, 2), rank=0)
