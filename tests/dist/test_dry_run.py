@@ -168,6 +168,22 @@ def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, polic
     assert gathered == calls
 
 
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        # each of four layers: rows there and back, in forward and in backward; and once the counts
+        ("none", 4 * (4 + 1)),
+        ("selective", 4 * (4 + 1)),
+        ("full", 4 * (6 + 2)),
+    ],
+)
+def test_experts_exchange_rows_again_only_where_whole_layers_are_recomputed(mode, calls):
+    modes = [f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.selective_ac_option=op"]
+    config, _ = config_of([*degrees(fsdp=2), "--parallelism.expert_parallel_degree=2", *BALANCED_EXPERTS, *modes])
+    found = dry_run(resolve_job(config, 2), rank=0)
+    assert found.collectives["ep", "all-to-all"].calls == calls
+
+
 def test_a_split_backward_is_refused_where_torch_cannot_trace_it(monkeypatch):
     schedule = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
     config, _ = config_of([*degrees(pp=2), schedule, *MICROBATCHES])
