@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
 from converters.families.qwen3 import QWEN3
@@ -39,6 +39,7 @@ from tests.dist.training import (
     build_model,
     differences_from_seed,
     make_step,
+    on_a_fresh_compiler,
     own_batch,
     train,
 )
@@ -328,17 +329,6 @@ def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, 
     assert_trains_as_one_rank(one, ranks, flavor)
 
 
-def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, int, int]:
-    """Case: training with compiled blocks; how many graphs were compiled, and breaks of them."""
-    torch._dynamo.reset()
-    counters.clear()
-    try:
-        found = train_and_look(layout, flavor, steps, sees_routes=False)
-        return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    finally:
-        torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("layout", "flavor", "num_graphs"),
     [
@@ -353,7 +343,8 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
     (one,) = trained(ONE_RANK, flavor)
-    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, layout, flavor, 3):
+    train_unseen = partial(train_and_look, sees_routes=False)
+    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, train_unseen, layout, flavor, 3):
         assert (graphs, breaks) == (2 * num_graphs, 0)
         for step in range(3):
             assert found["steps"][step]["loss"] == pytest.approx(one["steps"][step]["loss"], rel=1e-6)
