@@ -5,7 +5,7 @@ stage split of torchtitan: a job of that mesh reads a checkpoint cut here chunk 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import islice, product
 from math import ceil, gcd, prod
@@ -25,6 +25,7 @@ DISTCP_FILE = "__{rank}_0.distcp"
 MAX_RANKS = 131_072  # a limit for loops over ranks; no job has been larger
 MAX_CHUNKS = 4_000_000  # of a model's weights; 405B on 512 ranks has 470,000
 _MANY_CHUNKS, _FEW_ELEMENTS = 500_000, 16_384  # chunks that small cost more to list than to store
+_NUM_NEAREST = 12  # degrees that an error lists
 _READER_BYTES_PER_CHUNK = 1900  # in stock DCP's list
 
 Files = dict[str, list[tuple[str, Box]]]  # file name → the boxes in it, in order
@@ -186,30 +187,54 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
         named = [degree for degree in ("ep", "etp") if getattr(mesh, degree) > 1]
         return [(degree, "is of experts, and this model has none; possible: 1") for degree in named]
     problems = []
-    if mesh.etp not in (1, mesh.tp):
-        problems.append(("etp", f"is neither 1 nor tp ({mesh.tp}); possible: {', '.join(map(str, {1, mesh.tp}))}"))
     num, hidden = gcd(*(m.num for m in mixtures)), gcd(*(m.hidden for m in mixtures))
     sliced = "tp" if mesh.ep == 1 else "etp"
+    # What comes after a wrong etp is checked as with etp 1, so that no problem follows from another
+    if mesh.etp not in (1, mesh.tp):
+        problems.append(
+            ("etp", f"is neither 1 nor tp ({mesh.tp}); possible: {', '.join(map(str, sorted({1, mesh.tp})))}")
+        )
+        mesh = replace(mesh, etp=1)
     if hidden % mesh.expert_tp:
         choices = "1" if sliced == "etp" else _divisors(hidden)
         problems.append((sliced, f"does not divide the {hidden:,} columns of an expert; possible: {choices}"))
-    slices_experts = mesh.tp > 1 and mesh.etp == mesh.tp
-    ranks = mesh.fsdp if slices_experts else mesh.fsdp * mesh.tp
-    if num % mesh.ep or ranks % mesh.ep:
-        sharing = f"the {ranks:,} ranks of dp_shard × cp" + ("" if slices_experts else " × tp")
-        uneven = [what for count, what in ((num, f"{num:,} experts"), (ranks, sharing)) if count % mesh.ep]
-        common = gcd(num, ranks) if ranks % mesh.ep else num
-        problems.append(("ep", f"does not divide {' and '.join(uneven)}; possible: {_divisors(common)}"))
-    elif cuts_within_experts(num, mesh):
-        for what, width in (("columns", hidden // mesh.expert_tp), ("outputs", args.dim)):
-            if width % mesh.efsdp:
-                text = f"leaves {mesh.efsdp:,} ranks for {num // mesh.ep} experts, and {width:,} {what} of each do not"
-                problems.append(("ep", f"{text} divide by them; nearest: a larger ep, or dp_replicate"))
+        mesh = replace(mesh, etp=1)
+    if misfit := _misfit_of_ep(mesh, num, hidden, args.dim):
+        problems.append(("ep", f"{misfit}; possible: {_fitting_ep(mesh, num, hidden, args.dim)}"))
     return problems
 
 
+def _misfit_of_ep(mesh: MeshShape, num: int, hidden: int, dim: int) -> str:
+    """Why `ep` does not fit `num` experts of `hidden` columns and `dim` outputs; "" if it does. `etp` is 1 or tp."""
+    ranks, sharing = (mesh.fsdp * mesh.tp, " × tp") if mesh.etp == 1 else (mesh.fsdp, "")
+    counts = ((num, f"{num:,} experts"), (ranks, f"the {ranks:,} ranks of dp_shard × cp{sharing}"))
+    if uneven := [what for count, what in counts if count % mesh.ep]:
+        return f"does not divide {' and '.join(uneven)}"
+    widths = ((hidden // mesh.expert_tp, "columns"), (dim, "outputs")) if cuts_within_experts(num, mesh) else ()
+    if uneven := [f"{width:,} {what}" for width, what in widths if width % mesh.efsdp]:
+        shared = f"leaves {mesh.efsdp:,} ranks for {num // mesh.ep:,} experts"
+        return f"{shared}, and {' and '.join(uneven)} of each do not divide by them"
+    return ""
+
+
+def _fitting_ep(mesh: MeshShape, num: int, hidden: int, dim: int) -> str:
+    """The degrees nearest to `ep` that fit, and the least replication with which `ep` itself does, if any."""
+    # With ep 1, tp slices experts
+    whole = [ep for ep in range(1, num + 1) if num % ep == 0 and (ep > 1 or hidden % mesh.tp == 0)]
+    fitting = [ep for ep in whole if not _misfit_of_ep(replace(mesh, ep=ep), num, hidden, dim)]
+    nearest = sorted(sorted(fitting, key=lambda ep: abs(ep - mesh.ep))[:_NUM_NEAREST])
+    found = [", ".join(map(str, nearest))] if nearest else []
+    for times in range(2, mesh.dp_shard + 1):
+        dp_shard, rest = divmod(mesh.dp_shard, times)
+        other = replace(mesh, dp_shard=dp_shard, dp_replicate=mesh.dp_replicate * times)
+        if not rest and not _misfit_of_ep(other, num, hidden, dim):
+            found.append(f"dp_replicate={other.dp_replicate} with dp_shard={dp_shard}")
+            break
+    return ", or ".join(found) or "none with the other degrees"
+
+
 def _divisors(number: int) -> str:
-    return ", ".join([str(n) for n in range(1, min(number, MAX_RANKS) + 1) if number % n == 0][:12])
+    return ", ".join([str(n) for n in range(1, min(number, MAX_RANKS) + 1) if number % n == 0][:_NUM_NEAREST])
 
 
 def cuts_within_experts(num_experts: int, mesh: MeshShape) -> bool:

@@ -50,7 +50,6 @@ def as_record(config: Config, found: "DryRun") -> dict[str, Any]:
 
 def _print(job: Job, found: "DryRun") -> None:
     dims, at, uses_experts = found.dims, found.coordinates, has_experts(job.family, job.args)
-    has_masks = job.documents.mask != "none"
     active = f" ({job.num_active_parameters:,} active)" if uses_experts else ""
     model = f"{job.config.model.name} {job.config.model.flavor}, {found.model_parameters:,} parameters{active}"
     print(f"{model}, on {count(dims.world_size, 'rank')}")
@@ -68,7 +67,7 @@ def _print(job: Job, found: "DryRun") -> None:
     microbatches = f"; {found.num_microbatches} microbatches each" if found.num_microbatches > 1 else ""
     print(f"step          {samples}{accumulated}{microbatches}")
     print(f"steps         {found.steps:,}, {found.steps * found.tokens_per_step:,} tokens")
-    if has_masks:
+    if job.documents.mask != "none":
         print(f"documents     attention within each; mask: {job.documents.mask}, packing: {job.documents.packing}")
     print()
     total = found.parameter_bytes + found.gradient_bytes + found.optimizer_bytes
@@ -92,7 +91,9 @@ def _print(job: Job, found: "DryRun") -> None:
             for (axis, kind), traffic in found.collectives.items()
         ],
     )
+    note("sizes of collectives: the larger side, which is gathered output or scattered input")
+    if dims.ep > 1:
+        note("sizes of all-to-all: what this rank sends, to itself too, where tokens are spread evenly over experts")
     for line in found.left_out:
         note(f"left out: {line}")
-    is_estimated = not (uses_experts or has_masks)
-    note("activations are not counted" + (": titan estimate-memory estimates the peak" if is_estimated else ""))
+    note("activations are not counted: titan estimate-memory estimates the peak")

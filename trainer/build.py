@@ -78,7 +78,7 @@ def build(
 ) -> TrainModel:
     """The model as this rank trains it, in uninitialized memory on `device`.
 
-    A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's features do not matter.
+    A dry run and an estimate allocate under `memory`, a fake tensor mode; then this machine's devices do not matter.
     `collectives_of`: the device type whose collectives tensor parallelism uses, by default the meshes'. `imbalance`:
     rows that fake experts receive, over the mean of all ranks.
     Raises UnsupportedError with everything that this machine cannot run.
@@ -86,6 +86,8 @@ def build(
     config, dims, split = job.config, job.dims, job.split
     if memory is None:
         check_hardware(config, device)
+    elif problems := schedule_machine_problems(config.parallelism):  # a trace runs torch's schedule, too
+        raise UnsupportedError("this torch cannot trace the config:" + list_offenders(problems))
     pp_rank = meshes["pp"].get_local_rank()
     set_memory_budget(config.activation_checkpoint, Path(config.job.dump_folder))
     if config.parallelism.enable_async_tensor_parallel and memory is None:

@@ -24,6 +24,7 @@ from trainer.data.batch import Batch
 from trainer.job import Job
 from trainer.mesh import ALL_RANKS, Meshes, communicators, local_part, make_meshes
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel.expert_exchange import EXCHANGES, bytes_sent
 from trainer.parallel.float8 import is_float8
 from trainer.parallel.tied import has_group_of_ends
 from trainer.process_group import fake_ranks
@@ -54,7 +55,10 @@ _KINDS = {  # by the beginning of an operation's name, in trainer/parallel/exper
 
 @dataclass(slots=True)
 class Traffic:
-    """Calls of one kind over one group, and the bytes of their larger side: gathered output or scattered input."""
+    """Calls of one kind over one group, and the bytes of their larger side: gathered output or scattered input.
+
+    Of an exchange of experts, the bytes that this rank sends: what it receives depends on all ranks' routers.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -86,7 +90,7 @@ class CollectiveCount:
             return  # a wait, a barrier, or a computation
         found = self.traffic[kind, _group_of(args)]
         found.calls += self.times
-        found.bytes += self.times * _payload_bytes(args)
+        found.bytes += self.times * (bytes_sent(func, args) if func in EXCHANGES else _payload_bytes(args))
 
 
 def _group_of(args: tuple[Any, ...]) -> str:

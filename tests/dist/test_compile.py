@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.dist.layouts import (
@@ -21,7 +20,15 @@ from tests.dist.layouts import (
     TIED,
     TP,
 )
-from tests.dist.training import Layout, build_model, first_gradients, own_batch, train, validation_loss
+from tests.dist.training import (
+    Layout,
+    build_model,
+    first_gradients,
+    on_a_fresh_compiler,
+    own_batch,
+    train,
+    validation_loss,
+)
 
 STEPS = 3
 MODEL_ONLY = AOT_EAGER | {"components": ("model",)}
@@ -54,17 +61,6 @@ SLOW_CASES = [
     (Layout("fsdp 2 tp 2, loss too", 4, {TP: 2}, sections={"compile": AOT_EAGER}), TIED),
     (Layout("inductor, fsdp 2", 2, sections={"compile": {"enable": True, "components": ("model",)}}), GQA),
 ]
-
-
-def on_a_fresh_compiler(case, layout: Layout, flavor: str, *args) -> tuple[object, dict[str, int], int]:
-    """Case: another one, and what it compiled: the compiler remembers groups of ranks that are gone afterwards."""
-    torch._dynamo.reset()
-    counters.clear()
-    try:
-        text = case(layout, flavor, *args)
-        return text, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    finally:
-        torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,15 @@
 """What a dry run says of a rank is what real ranks do: the same collectives, call by call and byte by byte."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from converters.errors import UnsupportedError
 from converters.families.registry import get_family
 from trainer.build import build
 from trainer.config.load import load_config
@@ -13,6 +18,7 @@ from trainer.dry_run import CollectiveCount, _by_axis, _group_names, dry_run
 from trainer.job import resolve_job
 from trainer.mesh import make_meshes
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel import expert_exchange
 from trainer.step import TrainStep
 
 WORDS = ["--training.seq_len=32", "--training.local_batch_size=4", "--validation.no_enable"]
@@ -58,9 +64,25 @@ def really(words):
     batch = Batch(tokens=tokens, targets=tokens)
     step.run(batch, optimizer, stop_requested=False)
     optimizer.zero_grad()
-    with Counting() as counting:
+    with Counting() as counting, bytes_given_to_torch() as exchanged:
         step.run(batch, optimizer, stop_requested=False)
-    return plain(_by_axis(counting.count, _group_names(meshes)))
+    found = plain(_by_axis(counting.count, _group_names(meshes)))
+    if dims.ep > 1:
+        assert found["ep", "all-to-all"] == (len(exchanged), sum(exchanged))
+    return found
+
+
+@contextmanager
+def bytes_given_to_torch():
+    """The bytes of the input of each all-to-all of experts."""
+    found, exchange = [], expert_exchange.dist.all_to_all_single
+
+    def counted(output, rows, *args, **keys):
+        found.append(rows.nbytes)
+        return exchange(output, rows, *args, **keys)
+
+    with patch.object(expert_exchange.dist, "all_to_all_single", counted):
+        yield found
 
 
 def plain(traffic):
@@ -144,3 +166,27 @@ def test_parameters_are_gathered_again_where_the_policy_frees_them(layout, polic
     found = dry_run(resolve_job(config, 4), rank=0)
     (gathered,) = [traffic.calls for (axis, kind), traffic in found.collectives.items() if kind == "all-gather"]
     assert gathered == calls
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls"),
+    [
+        # each of four layers: rows there and back, in forward and in backward; and once the counts
+        ("none", 4 * (4 + 1)),
+        ("selective", 4 * (4 + 1)),
+        ("full", 4 * (6 + 2)),
+    ],
+)
+def test_experts_exchange_rows_again_only_where_whole_layers_are_recomputed(mode, calls):
+    modes = [f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.selective_ac_option=op"]
+    config, _ = config_of([*degrees(fsdp=2), "--parallelism.expert_parallel_degree=2", *BALANCED_EXPERTS, *modes])
+    found = dry_run(resolve_job(config, 2), rank=0)
+    assert found.collectives["ep", "all-to-all"].calls == calls
+
+
+def test_a_split_backward_is_refused_where_torch_cannot_trace_it(monkeypatch):
+    schedule = "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"
+    config, _ = config_of([*degrees(pp=2), schedule, *MICROBATCHES])
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(UnsupportedError, match="schedule ZBVZeroBubble needs torch 2.13"):
+        dry_run(resolve_job(config, 2), rank=0)

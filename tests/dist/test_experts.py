@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 
 from converters.families.qwen3 import QWEN3
 from converters.families.registry import get_family
@@ -40,23 +41,26 @@ from tests.dist.training import (
     build_model,
     differences_from_seed,
     make_step,
+    on_a_fresh_compiler,
     own_batch,
     train,
 )
 from trainer.checkpoints.arrays import as_tensor
 from trainer.mesh import local_part
+from trainer.models.moe import GroupedExperts
 from trainer.models.qwen3.model import build_model as build_plain_model
 from trainer.models.registry import get_trainer_family
 from trainer.observability.throughput import flops_per_token
 from trainer.optim.lr_schedule import Curve, LRSchedule
 from trainer.optim.optimizer import build_optimizer
+from trainer.parallel import expert_shards
 from trainer.parallel.context import head_tail_positions
-from trainer.parallel.expert_shards import SHARDS_WITH_LAYER
 
 STEPS, FEW_STEPS = 20, 5
 V3, V2_LITE = f"{LATENTS}/debug_v3", f"{LATENTS}/debug_v2_lite"
 MIXED, EVERY, OF_TWO = f"{EXPERTS}/debug_moe_mixed", f"{EXPERTS}/debug_moe", f"{EXPERTS}/two_experts"
 TWICE = {"local_batch_size": 2}  # accumulation, on two ranks that share samples
+EP2_EFSDP2 = Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP})
 
 CASES = [
     (
@@ -72,7 +76,7 @@ CASES = [
         Layout("tp 2 ep 2 etp 2", 4, {TP: 2, EP: 2, ETP: 2}, sections={"activation_checkpoint": FULL}),
         MIXED,
     ),
-    (Layout("ep 2 efsdp 2", 4, {EP: 2}, sections={"activation_checkpoint": OP}), OF_TWO),
+    (EP2_EFSDP2, OF_TWO),
     (Layout("tp 4 ep 2", 4, {TP: 4, EP: 2}), MIXED),  # experts are sharded, the rest is not
     # latent attention: latents of token shards, whose weights are whole on every rank; gathered over context ranks
     (Layout("tp 2, full recomputation", 2, {TP: 2}, sections={"activation_checkpoint": FULL}), V3),
@@ -111,7 +115,9 @@ FSDP2_COMPILED = Layout("fsdp 2", 2, sections={"compile": MODEL_ONLY, "activatio
 BUDGET_COMPILED = Layout("budget", 2, sections=BUDGET | {"compile": BUDGET["compile"] | {"components": ("model",)}})
 EP2_COMPILED = Layout("ep 2", 2, {EP: 2}, sections={"compile": MODEL_ONLY, "activation_checkpoint": OP})
 TP2_EP2_COMPILED = Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}, sections={"compile": MODEL_ONLY})
-NEEDS_TORCH_2_13 = pytest.mark.skipif(not SHARDS_WITH_LAYER, reason="this torch nests FSDP modules in a layer")
+NEEDS_TORCH_2_13 = pytest.mark.skipif(
+    not expert_shards.SHARDS_WITH_LAYER, reason="this torch nests FSDP modules in a layer"
+)
 PP2_COMPILED = Layout("pp 2", 2, {PP: 2, MICROBATCH: 2}, sections={"compile": MODEL_ONLY})
 
 
@@ -173,7 +179,9 @@ class Routed:
 def train_and_look(layout: Layout, flavor: str, steps: int, *, sees_routes: bool = True) -> dict:
     """Case: first gradients, then of every step loss, norm, biases and routes of this rank's tokens and layers."""
     config, model = layout.config(flavor), build_model(layout, flavor)
-    output = {"not as seeded": differences_from_seed(model, flavor)}
+    modules = [module for part in model.parts for module in part.modules()]
+    own = [module for module in modules if isinstance(module, GroupedExperts) and isinstance(module, FSDPModule)]
+    output = {"not as seeded": differences_from_seed(model, flavor), "experts in FSDP modules": len(own)}
     gradients = {fqn: g.numpy() for fqn, g in _gradients_of_a_step(model, config).items()}
     meshes, dims = model.meshes, model.meshes.dims
     samples = np.arange(GLOBAL_BATCH).reshape(dims.batch, -1)[meshes["batch"].get_local_rank()]
@@ -326,15 +334,21 @@ def test_a_rerun_is_bit_equal_in_any_layout(pools, case):
     assert first == again
 
 
-def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, int, int]:
-    """Case: training with compiled blocks; how many graphs were compiled, and breaks of them."""
-    torch._dynamo.reset()
-    counters.clear()
+def train_with_nested_experts(layout: Layout, flavor: str) -> dict:
+    """Case: training as before torch 2.13, where experts are FSDP modules of their own."""
+    kept, expert_shards.SHARDS_WITH_LAYER = expert_shards.SHARDS_WITH_LAYER, False
     try:
-        found = train_and_look(layout, flavor, steps, sees_routes=False)
-        return found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        return train_and_look(layout, flavor, 2)
     finally:
-        torch._dynamo.reset()
+        expert_shards.SHARDS_WITH_LAYER = kept
+
+
+@pytest.mark.parametrize("flavor", [MIXED, OF_TWO])
+def test_experts_in_fsdp_modules_of_their_own_train_as_one_rank(pools, trained, flavor):
+    one, ranks = trained(ONE_RANK, flavor)[0], pools[4].run(train_with_nested_experts, EP2_EFSDP2, flavor)
+    assert all(rank["experts in FSDP modules"] > 0 for rank in ranks)
+    assert_gradients_are_those_of_one_rank(one, ranks)
+    assert_trains_as_one_rank(one, ranks, flavor)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +365,8 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
     (one,) = trained(ONE_RANK, flavor)
-    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, layout, flavor, 3):
+    train_unseen = partial(train_and_look, sees_routes=False)
+    for found, graphs, breaks in pools[2].run(on_a_fresh_compiler, train_unseen, layout, flavor, 3):
         assert (graphs, breaks) == (2 * num_graphs, 0)
         for step in range(3):
             assert found["steps"][step]["loss"] == pytest.approx(one["steps"][step]["loss"], rel=1e-6)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,28 @@ def test_a_seed_checkpoint_is_made_once(titan, config, tmp_path):
     assert (report["num_files"], report["mesh"], report["num_parameters"]) == (2, "dp_shard=2", 1_311_872)
     code, _, err = titan("seed", config, tmp_path / "seed")
     assert code == 2 and "exists already" in err
+
+
+@pytest.mark.slow
+def test_torchtitans_file_for_experts_trains_with_them_on_one_rank_or_two(tmp_path, monkeypatch):
+    """Two steps of the 316 million parameters, with short sequences: as the file is, and with expert parallelism."""
+    write_first_run(tmp_path)  # for tokenizer and text
+    shutil.copy(ROOT / "tests/unit/trainer/config/configs/qwen3_moe_debug.toml", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    ep2 = "--parallelism.expert_parallel_degree=2"
+    code, out, err = _run("config", "check", "qwen3_moe_debug.toml")
+    assert code == 0 and "fine on 1 rank" in out, err
+    code, out, err = _run("train", "qwen3_moe_debug.toml", "--dry-run", "--world-size=8", ep2)
+    assert code == 0 and "efsdp 4 × ep 2 × etp 1" in out, err
+    losses = {}
+    for name, words in {"one": (), "two": ("--nproc=2",), "ep 2": ("--nproc=2", ep2)}.items():
+        cut = ("--training.seq_len=64", "--training.local_batch_size=2", "--training.steps=2", "--metrics.log_freq=1")
+        code, out, err = _run("train", "qwen3_moe_debug.toml", *cut, *words, f"--job.dump_folder={name}")
+        assert code == 0, err
+        losses[name] = read_losses(tmp_path / name)
+        assert set(losses[name]) == {1, 2}
+    # The same samples and experts, wherever these are: equal up to bf16
+    assert losses["ep 2"] == pytest.approx(losses["two"], rel=1e-3)
 
 
 @pytest.mark.slow

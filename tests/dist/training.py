@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -235,6 +236,22 @@ def validation_loss(model: TrainModel) -> float:
     mine = slice(mesh.get_local_rank(), None, mesh.size())
     loss = whole_loss(model, model.forward_loss(Batch(batch.tokens[mine], batch.targets[mine])))
     return loss / batch.num_valid_tokens
+
+
+def on_a_fresh_compiler(case, layout: Layout, flavor: str, *args) -> tuple[Any, int, int]:
+    """Case: another one; how many graphs it compiled, and breaks of them.
+
+    The compiler remembers groups of ranks that are gone afterwards.
+    """
+    from torch._dynamo.utils import counters  # pools forget what was compiled after each case, if this was imported
+
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        text = case(layout, flavor, *args)
+        return text, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    finally:
+        torch._dynamo.reset()
 
 
 class _CountCollectives(TorchDispatchMode):

@@ -21,8 +21,8 @@ from tests.dist.processes import ranks
 
 FSDP2 = runs.FSDP2  # accumulates twice
 STEP, VICTIM = 3, 1  # saved are the steps 2 and 4
-PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1}
-SLOW = ("init", "data", "forward", "optim")
+PER_STEP = {"init": 0, "data": 1, "forward": 2, "backward": 2, "optim": 1, "exchange": 2}
+SLOW = ("init", "data", "forward", "optim", "exchange")
 
 
 def _fault(phase, what, rank):
@@ -43,6 +43,7 @@ def _fault(phase, what, rank):
     from trainer.models.llama3.model import TransformerBlock
     from trainer.observability.report import Report
     from trainer.optim.adam import LocalAdam
+    from trainer.parallel import expert_parallel
 
     def before(owner, name, happen):
         original = getattr(owner, name)
@@ -74,6 +75,8 @@ def _fault(phase, what, rank):
             before(Tensor, "backward", lambda loss, *_: loss.register_hook(lambda _: count()))
         case "optim":
             before(LocalAdam, "step", lambda *_: count())
+        case "exchange":
+            before(expert_parallel, "send_to_experts", lambda *_: count())
 
 
 def _kill_oneself():
@@ -139,6 +142,30 @@ def test_a_rank_that_hangs_is_named_with_the_collective_and_the_step(data, whole
         last = read.stderr.splitlines()[-1]
         assert read.returncode == 0 and last.startswith(entries[-1]["profiling_name"].removeprefix("gloo:")), read
     _assert_whole_after_another_start(runs.make_config(data, tmp_path, **FSDP2), tmp_path, whole)
+
+
+def test_a_rank_that_sends_no_rows_to_experts_is_named_with_the_exchange_and_its_axis(data, tmp_path):
+    config = runs.make_config(
+        data,
+        tmp_path,
+        model={"name": "qwen3", "flavor": "debug_moe_mixed"},
+        parallelism={"expert_parallel_degree": 2},
+        training={"local_batch_size": 1},
+        comm={"train_timeout_seconds": 4},
+    )
+    with ranks(config, 2, tmp_path, partial(_fault, "exchange", _stop_oneself)) as running:
+        ended = running.wait(0)[0]
+    assert ended.exit_code == 3 and ended.output["traceback"] == ""
+    record = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
+    last = record["entries"][-1]
+    # The axis of experts has a group of its own: all ranks are also those of FSDP, and of the default group
+    assert ended.output["message"].startswith(
+        f"rank 0, step {STEP}: gloo:all_to_all of Float {last['input_sizes'][0]} in mesh_ep, number"
+    )
+    assert "timed out" in ended.output["message"] and "rank 1 did not time out: stopped" in ended.output["hint"]
+    (group,) = (group for group in record["pg_config"].values() if group["desc"] == "mesh_ep")
+    assert group["name"] == last["process_group"][0] and group["ranks"] == "[0, 1]"
+    assert "send_to_experts" in [frame["name"] for frame in last["frames"]]
 
 
 def test_an_exception_on_one_rank_is_the_only_traceback(data, tmp_path):

@@ -79,14 +79,14 @@ class TokenLoader:
         """The position in the data, after the batches returned so far; equal on all ranks."""
         return {
             "version": STATE_VERSION,
-            "fingerprint": self._samples.fingerprint,
+            "fingerprint": self._samples.fingerprint_of(self._samples.cut),
             "seed": self._seed,
             "consumed_samples": self._consumed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a loader of any dp degree and batch size stood. Raises DataError for other data or seed."""
-        refuse_other_position(state, self.state_dict())
+        refuse_other_position(state, self.state_dict(), self._samples)
         consumed = state["consumed_samples"]
         if type(consumed) is not int or consumed < 0:
             raise DataError(f"the checkpoint's data position is damaged: consumed_samples is {consumed!r}")

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 IGNORED = -100  # a target without loss
+Packing = Literal["concatenated", "best_fit"]
 
 
 class Sample(NamedTuple):
@@ -21,7 +22,7 @@ class DocumentRules:
     """How samples treat documents; the words are those of training.document_mask and training.packing."""
 
     mask: Literal["none", "offsets", "eos"] = "none"
-    packing: Literal["concatenated", "best_fit"] = "concatenated"
+    packing: Packing = "concatenated"
     end_id: int | None = None  # the token that ends a document, for the mask `eos`
 
     @property

@@ -18,7 +18,7 @@ import xxhash
 from converters.errors import DataError
 from trainer.data.index import HELD_OUT
 from trainer.data.packing import BestFit, refuse_wrong_offsets
-from trainer.data.position import BEST_FIT
+from trainer.data.position import Cut
 from trainer.data.sample import NO_DOCUMENTS, DocumentRules, Sample, packed_sample, window_sample
 
 
@@ -89,17 +89,21 @@ class SourceSamples:
         self._tokens = source.tokens(split)
         refuse_no_held_out(source, split)
         self._vocab_size, self._split, self._seq_len = source.vocab_size, split, seq_len
+        self._source_fingerprint, self.cut = source.fingerprint, Cut(documents.packing, seq_len)
         self._documents = documents
         self._offsets = document_offsets(source, split) if documents.needs_offsets else None
         self._packs: BestFit | None = None
-        self.fingerprint = f"{source.fingerprint}/{split}/{seq_len}"
         self.num_samples = max(0, (len(self._tokens) - 1) // seq_len)
         if documents.packing == "best_fit":
             assert self._offsets is not None
             self._packs = BestFit(self._offsets, seq_len)
-            self.fingerprint = f"{source.fingerprint}/{split}/{BEST_FIT}/{seq_len}"
             self.num_samples = len(self._packs)
         self._order = _shuffled(self.num_samples, seed, number) if self.num_samples else ()
+
+    def fingerprint_of(self, cut: Cut) -> str:
+        """The fingerprint of this source's samples, if they are cut so."""
+        packed = "" if cut.packing == "concatenated" else f"/{cut.packing}"
+        return f"{self._source_fingerprint}/{self._split}{packed}/{cut.seq_len}"
 
     def __str__(self) -> str:
         size = f"{len(self._tokens)} tokens, which is {self.num_samples} samples of {self._seq_len}"
@@ -153,9 +157,14 @@ class MixedSamples:
         if empty:
             raise DataError("; ".join(empty), hint="each source of a mixture needs at least one whole sample")
         self._parts, self._shares = parts, whole_shares([part.weight for part in mixture])
-        named = [f"{share} {part.fingerprint}" for share, part in zip(self._shares, parts, strict=True)]
-        self.fingerprint = f"{xxhash.xxh3_128_hexdigest(chr(10).join(named).encode())}/{split}/{seq_len}"
+        self._split, self.cut = split, Cut(documents.packing, seq_len)
         self.num_samples = sum(part.num_samples for part in parts)
+
+    def fingerprint_of(self, cut: Cut) -> str:
+        """The fingerprint of the mixture, if the samples of each source are cut so."""
+        pairs = zip(self._shares, self._parts, strict=True)
+        named = "\n".join(f"{share} {part.fingerprint_of(cut)}" for share, part in pairs)
+        return f"{xxhash.xxh3_128_hexdigest(named.encode())}/{self._split}/{cut.seq_len}"
 
     def __str__(self) -> str:
         return f"the sources have {self.num_samples} samples"

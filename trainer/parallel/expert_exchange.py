@@ -129,3 +129,9 @@ EXCHANGES = tuple(
     getattr(torch.ops.titan, name).default for name in ("exchange_counts", "send_to_experts", "return_from_experts")
 )
 """The operations as torch dispatches them."""
+
+
+def bytes_sent(exchange: Any, args: tuple[Any, ...]) -> int:
+    """What this rank sends in a call of one of EXCHANGES, to itself too: rows; or one int64 for each expert."""
+    rows: Tensor = args[0]
+    return rows.numel() * (torch.int64.itemsize if exchange is EXCHANGES[0] else rows.itemsize)

@@ -50,7 +50,7 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
             problems.append(f"training.expert_balance_rate = {rate}, but the model has no experts; nearest: unset")
         return problems
     is_balanced = any(balance_rate(config, m.balance_rate) for m in mixtures)
-    if config.checkpoint.last_save_in_hf and is_balanced and not _hf_has_biases(family, args):
+    if config.checkpoint.last_save_in_hf and is_balanced and not _has_biases_in_hf(family, args):
         problems.append(
             "checkpoint.last_save_in_hf: Hugging Face's models have no place for moe.expert_bias, which balances the"
             " experts of this run; nearest: training.expert_balance_rate = 0, or last_save_in_hf = false, and after the"
@@ -59,10 +59,12 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
     return problems
 
 
-def _hf_has_biases(family: Family, args: ModelArgs) -> bool:
-    """Whether Hugging Face's model has a name for `expert_bias`."""
-    naming = family.naming_for(family.namings["hf"], args)
-    return not any(isinstance(rule.op, Zeros) for rule in naming.rules)
+def _has_biases_in_hf(family: Family, args: ModelArgs) -> bool:
+    """Whether Hugging Face's models have a place for the biases that balance the experts."""
+    rules = family.naming_for(family.namings["hf"], args).rules if "hf" in family.namings else ()
+    nameless = {rule.native for rule in rules if isinstance(rule.op, Zeros)}
+    biases = [p for p in family.parameters(args) if p.role is Role.ROUTER_BIAS]
+    return nameless.isdisjoint(p.fqn.replace(f"layers.{p.layer}.", "layers.{n}.", 1) for p in biases)
 
 
 def apply_expert_settings(model: Transformer, config: Config) -> None:

@@ -57,7 +57,7 @@ class _Stage(PipelineStage):
             # FSDP casts gradients when backward reaches a module's inputs; at a schedule's end, gradients of several
             # microbatches would be summed in the compute dtype before that.
             for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
-                for group in state._fsdp_param_groups:
+                for group in state._fsdp_param_groups:  # torch 2.13's name; older ones are refused (stages.py)
                     group.post_backward()
 
 

@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import re
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from converters.containers.dcp_write import plan_dcp
 from converters.errors import ConfigError
 from converters.families.base import Parameter, Role
 from converters.families.llama3 import FLAVORS, LLAMA3
+from converters.families.qwen3 import QWEN3
 from converters.layout import (
     MeshShape,
     boxes_for_any_mesh,
@@ -25,6 +29,7 @@ from converters.layout import (
     boxes_for_num_files,
     check_mesh,
     chunk_bounds,
+    expert_mesh_problems,
     local_box,
     ranks_of_stages,
     row_blocks,
@@ -279,3 +284,46 @@ def test_a_mesh_that_no_trainer_can_run_is_reported_in_full():
     assert "possible: 1, 2, 4\n" in error.value.message
     assert "4 layers cannot be split into 9 pipeline stages; " in error.value.message
     check_mesh(MeshShape(pp=2, dp_shard=7, cp=3, tp=4), LLAMA3, args)
+
+
+def expert_problems(num=12, **degrees) -> list[tuple[str, str]]:
+    args = replace(QWEN3.flavors["debug_moe"], num_experts=num)  # of 96 columns and 128 outputs
+    return expert_mesh_problems(MeshShape(**degrees), QWEN3, args)
+
+
+@pytest.mark.parametrize("num", [2, 12])
+def test_degrees_that_an_error_names_for_experts_fit_and_others_do_not(num):
+    seen = Counter()
+    for dp_shard, tp, ep in itertools.product((1, 3, 4, 5, 28, 80), (1, 2, 4, 5), range(1, 14)):
+        for etp in {1, tp}:
+            degrees = {"dp_shard": dp_shard, "tp": tp, "etp": etp}
+            for named, text in expert_problems(num, **degrees, ep=ep):
+                if named != "ep":
+                    assert named == ("tp" if ep == 1 else "etp") and tp == 5
+                    degrees["etp"] = 1
+                    continue
+                choices = text.partition("; possible: ")[2]
+                replicated = re.search(r"dp_replicate=(\d+) with dp_shard=(\d+)$", choices)
+                listed = re.findall(r"\d+", choices[: replicated.start()] if replicated else choices)
+                fitting = {n for n in range(1, num + 1) if not expert_problems(num, **degrees, ep=n)}
+                assert fitting == set(map(int, listed)), (degrees, ep)
+                if replicated:
+                    replicas, shards = map(int, replicated.groups())
+                    assert replicas * shards == dp_shard
+                    assert not expert_problems(num, **degrees | {"dp_shard": shards}, ep=ep, dp_replicate=replicas)
+                seen[text.partition(" ")[0], bool(fitting), bool(replicated)] += 1
+    assert seen["leaves", True, True] and seen["does", True, False], seen
+
+
+def test_problems_of_experts_are_reported_together_without_those_that_follow_from_another():
+    # 5 divides no columns; and where each rank has whole experts instead, too many ranks share them
+    (etp, columns), (ep, cut) = expert_problems(dp_shard=20, tp=5, ep=2, etp=5)
+    assert (etp, columns) == ("etp", "does not divide the 96 columns of an expert; possible: 1")
+    assert (ep, cut) == (
+        "ep",
+        "leaves 50 ranks for 6 experts, and 96 columns and 128 outputs of each do not divide by them;"
+        " possible: dp_replicate=10 with dp_shard=2",
+    )
+    # 128 ranks / (ep 4 × etp 3) are no whole ranks, of which nothing follows
+    assert expert_problems(dp_shard=16, tp=8, ep=4, etp=3) == [("etp", "is neither 1 nor tp (8); possible: 1, 8")]
+    assert [named for named, _ in expert_problems(dp_shard=4, tp=8, ep=5, etp=3)] == ["etp", "ep"]

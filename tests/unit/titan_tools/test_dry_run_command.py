@@ -53,6 +53,15 @@ def test_what_is_printed_for_people_also_of_what_only_a_gpu_can_run(train):
     assert done.stderr.count("left out:") == 3
 
 
+def test_the_page_says_what_is_counted_of_experts_and_documents(train):
+    words = ("--model.name=qwen3", "--model.flavor=debug_moe", "--training.document_mask=offsets")
+    done = train("debug", "--dry-run", *words, "--parallelism.expert_parallel_degree=2")
+    assert done.returncode == 0, done.stderr
+    assert any(line.split()[:2] == ["ep", "all-to-all"] for line in done.stdout.splitlines()), done.stdout
+    assert "sizes of all-to-all: what this rank sends" in done.stderr
+    assert "activations are not counted: titan estimate-memory" in done.stderr  # which describes both
+
+
 def test_every_error_is_reported_at_once_and_without_torch(train):
     words = ("--training.seq_len=255", "--parallelism.pipeline_parallel_microbatch_size=3", "--world-size=6")
     done = train("debug", "--dry-run", *words)

@@ -7,7 +7,9 @@ import pytest
 from converters.errors import ConfigError
 from converters.families.base import DynamicRope
 from converters.families.llama3 import FLAVORS
+from converters.families.registry import get_family
 from converters.layout import MeshShape
+from converters.rules import Rule
 from trainer.config.sections import Checkpoint, Config, Debug, Model, Parallelism, Training, Validation
 from trainer.job import (
     layout_problems,
@@ -16,7 +18,7 @@ from trainer.job import (
     resolve_job,
     sequence_divisor,
 )
-from trainer.parallel.experts import balance_rate
+from trainer.parallel.experts import balance_rate, expert_problems
 
 GQA = FLAVORS["debug_gqa"]  # 4 layers, 8 heads, 4 kv heads, ffn 384, vocab 2048
 
@@ -176,6 +178,19 @@ def test_the_bias_of_experts_is_not_exported():
         resolve_job(config, 4)
     assert "last_save_in_hf: Hugging Face's models have no place for moe.expert_bias" in raised.value.message
     resolve_job(replace(config, training=Training(expert_balance_rate=0)), 4)
+
+
+def test_the_bias_of_experts_is_exported_where_hugging_faces_models_have_it():
+    """As DeepSeek V3's, whose name for it is here."""
+    qwen, config = get_family("qwen3"), Config(model=MOE, checkpoint=Checkpoint(enable=True, last_save_in_hf=True))
+    hf = qwen.namings["hf"]
+    named = Rule("layers.{n}.moe.expert_bias", "model.layers.{n}.mlp.gate.e_score_correction_bias")
+    rules = tuple(named if rule.native == named.native else rule for rule in hf.rules)
+    other = replace(qwen, namings=qwen.namings | {"hf": replace(hf, rules=rules)})
+    args = qwen.flavors["debug_moe"]
+    assert expert_problems(config, other, args, MeshShape()) == []
+    (problem,) = expert_problems(config, qwen, args, MeshShape())
+    assert problem.startswith("checkpoint.last_save_in_hf")
 
 
 def test_degrees_that_do_not_divide_experts_are_reported_at_once_with_those_that_do():

@@ -1,7 +1,7 @@
 """Samples of several documents: where each begins, what has no target, and whole documents packed by best fit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -251,19 +251,43 @@ def test_packs_are_resumed_at_any_degree(degree):
     assert read(6, degree=degree, state=state) == read(9, degree=1)[3:]
 
 
+MIXTURE = [Weighted("a", Documents(), 1.0), Weighted("b", Documents((30, 7, 50), "beef"), 1.0)]
+
+
+@pytest.mark.parametrize("source", [Documents(), MIXTURE], ids=["one source", "mixture"])
 @pytest.mark.parametrize(("then", "now"), [(PACKED, OFFSETS), (OFFSETS, PACKED)])
-def test_a_resume_with_another_packing_is_refused(then, now):
-    with pytest.raises(DataError, match=f"begun with training.packing = {then.packing}"):
-        loader(rules=now).load_state_dict(loader(rules=then).state_dict())
+def test_a_resume_with_another_packing_is_refused(source, then, now):
+    state = loader(rules=then, source=source).state_dict()
+    for seq_len, command in ((16, ""), (8, " --training.seq_len 16")):
+        with pytest.raises(DataError, match=f"begun with training.packing = {then.packing}") as error:
+            loader(rules=now, source=source, seq_len=seq_len).load_state_dict(state)
+        mask = " --training.document_mask offsets" if then is PACKED else ""
+        assert error.value.tries[0] == f"--training.packing {then.packing}{mask}{command}"
+    with pytest.raises(DataError, match="begun with seq_len 16, and is to be resumed with 8"):
+        loader(rules=then, source=source, seq_len=8).load_state_dict(state)
+    others = [replace(MIXTURE[0], source=Documents((30, 7, 50), "cafe")), MIXTURE[1]]
+    with pytest.raises(DataError, match="is not that of the checkpoint"):
+        loader(rules=now, source=others if source is MIXTURE else others[0].source).load_state_dict(state)
 
 
 def test_a_mixture_packs_each_source():
-    parts = [Weighted("a", Documents(), 1.0), Weighted("b", Documents((30, 7, 50), "beef"), 1.0)]
-    data = TokenLoader(
-        parts, "train", seq_len=16, global_batch_size=2, dp_rank=0, dp_degree=1, seed=0, documents=PACKED
-    )
-    batch = next(iter(data))
-    assert batch.documents is not None and data.state_dict()["fingerprint"].endswith("/train/16")
+    data = loader(source=MIXTURE, rules=PACKED)
+    assert next(iter(data)).documents is not None
+
+
+@pytest.mark.parametrize(
+    ("rules", "fingerprint"),
+    [
+        (OFFSETS, "3c941e9c7c8a7f5d4ad6271a3a763b3b/train/16"),
+        (PACKED, "f283325ab9c82a365e80dc35d9f78eca/train/16"),
+    ],
+)
+def test_a_position_in_a_mixture_is_named_as_ever(rules, fingerprint):
+    """Of checkpoints written before fingerprints could be computed for other packings."""
+    state = {"version": 1, "fingerprint": fingerprint, "seed": 7, "consumed_samples": 4}
+    resumed = loader(source=MIXTURE, rules=rules)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
 
 
 def test_defaults_read_as_before():

@@ -13,6 +13,7 @@ from titan_tools.memory.trace.capture import capture
 from titan_tools.memory.trace.kernels import Kernels
 from trainer.config.load import load_config
 from trainer.job import Job, resolve
+from trainer.parallel.stages import schedule_machine_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +49,8 @@ def make_job(schedule: str, words: list[str], *, pp: int = 2, layers: int = 4, b
             *more,
         ],
     )
+    if refused := schedule_machine_problems(config.parallelism):
+        pytest.skip(refused[0])
     world_size = pp
     for word in words:
         world_size *= degrees.get(word, 1)
