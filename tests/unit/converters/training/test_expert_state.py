@@ -160,5 +160,5 @@ def test_every_wrong_state_of_an_expert_is_named(tmp_path):
 
 def test_a_mesh_that_training_does_not_support_is_refused(tmp_path):
     src = save(tmp_path / "src", native_state())
-    with pytest.raises(ConfigError, match=r"ep=5 does not divide 12 experts; possible: 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ConfigError, match=r"ep=5 does not divide 12 experts; possible: 1$"):
         reshard(src, tmp_path / "out", mesh=MeshShape(dp_shard=5, ep=5))
