@@ -5,14 +5,14 @@ tensor of their own, whose name is the weight's with `_scale_inv`.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property
 from typing import Any
 
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.families.base import Family, ModelArgs, Parameter, Role
+from converters.families.base import Parameter, Role
 
 KEY = "quantization_config"
 SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
@@ -123,8 +123,3 @@ def is_quantized(parameter: Parameter) -> bool:
     Norms, embedding, output, routers and biases are not.
     """
     return parameter.role not in _NOT_QUANTIZED and not parameter.is_bias and len(parameter.shape) > 1
-
-
-def quantized_parameters(family: Family, args: ModelArgs) -> Collection[str]:
-    """Native names of the parameters that are quantized."""
-    return {p.fqn for p in family.parameters(args) if is_quantized(p)}

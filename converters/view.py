@@ -340,8 +340,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    namings = [native_naming(family), *family.namings.values()]
-    return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
+    known = [_any_name(naming) for naming in (native_naming(family), *family.namings.values())]
+    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in known)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:
