@@ -12,13 +12,20 @@ from converters.containers.safetensors import index_remarks, is_of_series
 from converters.destination import destination_of
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
-from converters.needs import Needs, estimate_needs
+from converters.needs import (
+    COPY_BYTES_PER_SEC,
+    DEQUANTIZE_BYTES_PER_SEC,
+    QUANTIZE_BYTES_PER_SEC,
+    Needs,
+    estimate_needs,
+)
 from converters.open import open_checkpoint, require_exists
-from converters.plan import plan_conversion
+from converters.plan import ConversionPlan, plan_conversion
+from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
@@ -39,6 +46,10 @@ class ConvertReport:
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
     dequantized: str  # how the source's weights are quantized; "" where they are not
+    quantized: str  # how the output's weights are; "" where they are not
+    num_scales: int  # in the output
+    moved_scales: int | None  # of them, those that differ from `scales_of`'s; None where nothing was compared
+    scales_of: str  # the folder of the quantized weights whose scales are compared: --scales-from, or the source
     num_cast: int
     relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| of its cast, where it is not exact
     kept_float32: tuple[str, ...]  # native names of the tensors that --dtype left as they are
@@ -86,6 +97,8 @@ def convert(
     written. Without `digests` the manifest has none. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
+    if options.quantize and allow_nonfinite:
+        raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
@@ -93,19 +106,23 @@ def convert(
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
-    with _open_weights(
-        src,
-        catalog,
-        model_from=model_from,
-        allow_missing=allow_missing,
-        allow_extra=allow_extra,
-        dequantized=_dequantized(dtype),
-    ) as weights:
-        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
+    with (
+        _open_weights(
+            src,
+            catalog,
+            model_from=model_from,
+            allow_missing=allow_missing,
+            allow_extra=allow_extra,
+            dequantized=_dequantized(dtype),
+        ) as weights,
+        opened_scales(options.scales_from if "scales_from" in output.takes else None, weights) as scales_from,
+    ):
+        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
+        quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*destination.remarks(src, weights), *weights.info.notes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.tensors, to=to, dtype=dtype)
+        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.unquantized, to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
@@ -115,6 +132,7 @@ def convert(
                 num_read=len(catalog.tensors),
                 workers=workers,
                 carried=carried,
+                worker_bytes_per_sec=_worker_rate(weights, plan),
             )
         else:
             done = destination.write(
@@ -129,7 +147,14 @@ def convert(
                 progress=progress,
                 workers=workers,
                 digests=digests,
-                fingerprint=plan_fingerprint(catalog, plan.target, plan.casts, digests=digests),
+                fingerprint=plan_fingerprint(
+                    catalog,
+                    plan.target,
+                    plan.casts,
+                    digests=digests,
+                    quantization=quantization.fingerprint if quantization else "",
+                ),
+                encoders=quantization.encoders if quantization else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )
@@ -147,6 +172,10 @@ def convert(
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
         dequantized=describe_quantized(weights.quantized),
+        quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
+        num_scales=quantization.num_scales if quantization else 0,
+        moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,
+        scales_of=str(quantization.known.catalog.root) if quantization and quantization.known else "",
         num_cast=len(plan.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
@@ -187,6 +216,13 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
 def _dequantized(dtype: str | None) -> str:
     """The type of weights that are read from float8 codes: one that `--dtype` rounds at most once."""
     return DEQUANTIZED if dtype in (None, "bf16", DEQUANTIZED) else "float32"
+
+
+def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
+    """Bytes that a thread writes per second."""
+    if plan.quantization:
+        return QUANTIZE_BYTES_PER_SEC
+    return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

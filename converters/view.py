@@ -206,7 +206,7 @@ def native_view(
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
         if quantized:
-            if not is_quantized(parameter):
+            if not is_quantized(parameter, family):
                 problems += [f"quantized   {n}  {_STAYS}" for n in present if n in quantized.expressions]
             present = {name: quantized.native_info(name, info) for name, info in present.items()}
         problems += _part_problems(present, foreign.shape)
@@ -341,8 +341,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    namings = [native_naming(family), *family.namings.values()]
-    return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
+    known = [_any_name(naming) for naming in (native_naming(family), *family.namings.values())]
+    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in known)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:

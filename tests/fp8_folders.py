@@ -63,14 +63,15 @@ def write_fp8(folder: Path, source: Path, *, ue8m0=False, block=(128, 128), scal
         if is_quantized(name):
             codes, scales = quantize(tensor.bfloat16(), ue8m0=ue8m0, block=block)
             tensors[name], tensors[f"{name}_scale_inv"] = codes, scales.to(scale_dtype)
-    return save(folder, tensors, source, CONFIG | {"weight_block_size": list(block)}, files=files)
+    scale_fmt = {"scale_fmt": "ue8m0"} if ue8m0 else {}
+    return save(folder, tensors, source, CONFIG | scale_fmt | {"weight_block_size": list(block)}, files=files)
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], source: Path, quantization, *, files=1) -> Path:
     """Write the tensors with the small files of `source`."""
     folder.mkdir()
     for path in source.iterdir():
-        if path.suffix not in (".safetensors",) and "index" not in path.name:
+        if path.suffix != ".safetensors" and "index" not in path.name and path.name != "titan_manifest.json":
             (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((source / "config.json").read_text())
     if quantization is not None:
