@@ -307,6 +307,7 @@ def boxes_for_mesh(
     if stage_ranks is None:
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
     pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
+    pp_rank_of["mtp_layers"] = stage_ranks[-1]  # which predict from what the last stage computes
     ranks_per_stage = mesh.world_size // mesh.pp
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000

@@ -205,5 +205,5 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
     return written | {
         "topk_method": _WITHOUT_LOSS,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.num_mtp_layers,
     }
