@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog, count_dtypes
+from converters.catalog import Catalog, TensorInfo, count_dtypes
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
 from converters.destination import destination_of
@@ -19,10 +19,11 @@ from converters.formats.registry import get_format, usual_format
 from converters.mtp import check_repeats, describe_mtp
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
-from converters.plan import plan_conversion
+from converters.plan import ConversionPlan, plan_conversion
 from converters.remarks import describe_dtypes
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
+from converters.view import is_named
 from converters.weights import NativeWeights, native_weights
 
 
@@ -108,7 +109,7 @@ def convert(
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
         remarks = [*destination.remarks(src, weights), *weights.info.notes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.tensors, to=to, dtype=dtype)
+        remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
@@ -179,6 +180,17 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
+    """The tensors of an output without those that every reader keeps in float32."""
+    contents, keep = plan.contents, plan.contents.family.keep_float32
+    natives = contents.view.ledger.used
+    return {
+        name: info
+        for name, info in contents.tensors.items()
+        if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
+    }
 
 
 def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> str:

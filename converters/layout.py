@@ -193,6 +193,11 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
     if hidden % mesh.expert_tp:
         choices = "1" if sliced == "etp" else _divisors(hidden)
         problems.append((sliced, f"does not divide the {hidden:,} columns of an expert; possible: {choices}"))
+    shared = gcd(*(m.shared_hidden for m in mixtures))
+    if shared % mesh.tp:
+        problems.append(
+            ("tp", f"does not divide the {shared:,} columns of the shared expert; possible: {_divisors(shared)}")
+        )
     slices_experts = mesh.tp > 1 and mesh.etp == mesh.tp
     ranks = mesh.fsdp if slices_experts else mesh.fsdp * mesh.tp
     if num % mesh.ep or ranks % mesh.ep:

@@ -179,7 +179,7 @@ def native_view(
         foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
         found.add(tied_copy)
         tied_copy = None
-    not_saved = _not_saved(parameters, foreign_of, found)
+    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, found)
     tensors, expressions = {}, {}
     for parameter in parameters:
         fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
@@ -324,8 +324,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    namings = [native_naming(family), *family.namings.values()]
-    return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
+    patterns = map(_any_name, (native_naming(family), *family.namings.values()))
+    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in patterns)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:

@@ -256,6 +256,7 @@ class Naming:
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...] = ()
     repeats_tied: bool = False  # a tied model has its output weight, too
+    has_buffers: bool = False  # each checkpoint has what is saved and not trained; else such a tensor may be missing
     repeats: tuple[Rule, ...] = ()  # further names of tensors, whole names: copies that need not be there
 
 

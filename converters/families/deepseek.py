@@ -45,8 +45,8 @@ def _without_bias(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if rule.native != _EXPERT_BIAS)
 
 
-_HF = Naming("hf", (*_HF_COMMON, *_without_bias(HF_EXPERTS)), _DROPS)
-_FUSED = Naming("hf_fused", (*_HF_COMMON, *_without_bias(HF_FUSED_EXPERTS)), _DROPS)
+_HF = Naming("hf", (*_HF_COMMON, *_without_bias(HF_EXPERTS)), _DROPS, has_buffers=True)
+_FUSED = Naming("hf_fused", (*_HF_COMMON, *_without_bias(HF_FUSED_EXPERTS)), _DROPS, has_buffers=True)
 _DENSE_NATIVE = tuple(rule.native for rule in _without_bias(_HF_COMMON))
 _NEWEST = Naming(  # torchtitan's newest layout
     "titan_qkv_linear",
@@ -73,6 +73,7 @@ _OWN = Naming(
         Rule(_EXPERT_BIAS, _L + "ffn.gate.bias"),
         *(Rule(f"{_L}moe.experts.{w}", f"{_L}ffn.experts.{{e}}.{w}.weight", Stacked()) for w in ("w1", "w2", "w3")),
     ),
+    has_buffers=True,
 )
 _BY_LOSS = tuple(naming.name for naming in (_HF, _FUSED, _OWN))  # where V2, balanced by a loss, has no offset
 
