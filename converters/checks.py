@@ -1,6 +1,7 @@
 """The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from converters.expressions import RowNumbers
 from converters.families.registry import get_family
 from converters.model_from import find_model_info
 from converters.model_info import describes_model
+from converters.mtp import num_mtp_layers, with_mtp
 from converters.names import MANIFEST
 from converters.verify_report import Check
 from converters.view import native_row_numbers
@@ -98,7 +100,10 @@ def _native_rows(catalog: Catalog, model_from: Path | str | None) -> RowNumbers 
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
             return None
-        return native_row_numbers(info, naming_of(catalog, get_family(info.family)))
+        family = get_family(info.family)
+        naming = naming_of(catalog, family)
+        found = num_mtp_layers(catalog.tensors, family, naming, info.args)
+        return native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming)
     except TitanError:
         return None
 

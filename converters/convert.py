@@ -6,22 +6,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog, count_dtypes
+from converters.catalog import Catalog, TensorInfo, count_dtypes
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
 from converters.destination import destination_of
 from converters.engine.copy import DEFAULT_WORKERS
 from converters.engine.journal import plan_fingerprint
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
+from converters.mtp import check_repeats, describe_mtp
 from converters.needs import Needs, estimate_needs
 from converters.open import open_checkpoint, require_exists
-from converters.plan import plan_conversion
+from converters.plan import ConversionPlan, plan_conversion
 from converters.remarks import describe_dtypes
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
+from converters.view import is_named
 from converters.weights import NativeWeights, native_weights
 
 
@@ -72,6 +74,7 @@ def convert(
     allow_missing: bool = False,
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
+    mtp: str = "drop",
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -82,7 +85,8 @@ def convert(
     `source`: the format that `src` is expected to have; another one is an error that names the right command.
     `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
-    written. Without `digests` the manifest has none. Raises TitanError, and then nothing was written.
+    written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction. Raises
+    TitanError, and then nothing was written.
     """
     output = get_format(to)
     src, dst, started = Path(src), Path(dst), time.monotonic()
@@ -93,12 +97,19 @@ def convert(
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
     with _open_weights(
-        src, catalog, model_from=model_from, allow_missing=allow_missing, allow_extra=allow_extra
+        src,
+        catalog,
+        model_from=model_from,
+        allow_missing=allow_missing,
+        allow_extra=allow_extra,
+        keep_mtp=mtp == "keep",
     ) as weights:
+        if mtp == "keep" and not weights.num_mtp_layers:
+            raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
         remarks = [*destination.remarks(src, weights), *weights.info.notes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.tensors, to=to, dtype=dtype)
+        remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
@@ -110,6 +121,7 @@ def convert(
                 carried=carried,
             )
         else:
+            remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -153,6 +165,7 @@ def convert(
                 None,
                 [
                     _describe_long_files(plan.target.file_bytes, options.shard_bytes),
+                    describe_mtp(weights.num_mtp_layers, plan.dropped),
                     unchecked_remark(catalog, vouched),
                     *remarks,
                     *catalog.notes,
@@ -167,6 +180,17 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
+    """The tensors of an output without those that every reader keeps in float32."""
+    contents, keep = plan.contents, plan.contents.family.keep_float32
+    natives = contents.view.ledger.used
+    return {
+        name: info
+        for name, info in contents.tensors.items()
+        if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
+    }
 
 
 def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> str:

@@ -55,6 +55,7 @@ def plan_conversion(
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
+    native_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_halves(expression)}
     stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
@@ -65,7 +66,7 @@ def plan_conversion(
         halved=frozenset(
             held
             for name, names in stored.items()
-            if any(map(has_halves, (view.expressions[name], *(weights.source.expressions[n] for n in native_of[name]))))
+            if has_halves(view.expressions[name]) or not native_halves.isdisjoint(native_of[name])
             for held in names
         ),
         native_rows=None if naming is None else view.native_rows,

@@ -37,6 +37,7 @@ from converters.model_info import ModelInfo
 from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
+REPEATED_REASON = "a copy of "  # + the name of the first
 NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
 
@@ -49,6 +50,7 @@ class Ledger:
     missing: list[str] = field(default_factory=list)  # if that is allowed: under the source's naming
     extra: list[str] = field(default_factory=list)  # unknown, if that is allowed
     made: dict[str, str] = field(default_factory=dict)  # target that is zeros, without a source → reason
+    repeated: dict[str, str] = field(default_factory=dict)  # dropped source name → the target that it is a copy of
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +161,15 @@ def native_view(
     tied_names = {name for p in outputs for name in foreign_of[p.fqn].names}
     known = {name for foreign in foreign_of.values() for name in foreign.names}
     ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
+    repeats = {rule.foreign: rule.native for rule in naming.repeats}
     for name in source.tensors:
         if name in tied_names:
             tied_copy = name
         elif name in known:
             found.add(name)
+        elif name in repeats:
+            ledger.repeated[name] = repeats[name]
+            ledger.dropped[name] = REPEATED_REASON + repeats[name]
         elif reason := _drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
@@ -173,7 +179,7 @@ def native_view(
         foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
         found.add(tied_copy)
         tied_copy = None
-    not_saved = _not_saved(parameters, foreign_of, found)
+    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, found)
     tensors, expressions = {}, {}
     for parameter in parameters:
         fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
@@ -239,6 +245,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     """
     family, args = get_family(info.family), info.args
     naming = family.naming_for(naming, args)
+    second = {rule.foreign: rule.native for rule in naming.repeats}
     held = {p.fqn: p for p in family.parameters(args)}
     if args.tied and naming.repeats_tied:
         held[OUTPUT] = held[EMBEDDING]
@@ -248,7 +255,9 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
         op = by_native[_with_placeholder(fqn)].op
         if isinstance(op, rules.Zeros) and parameter.fqn in native.tensors:
             ledger.dropped[fqn] = op.reason
-    for name, (expression, shape) in _foreign_expressions(held, naming, args).items():
+    made = _foreign_expressions(held, naming, args)
+    made |= {name: (Source(held[fqn].fqn), held[fqn].shape) for name, fqn in second.items()}
+    for name, (expression, shape) in made.items():
         present = [part for part in expression.sources if part in native.tensors]
         if not present:
             continue
@@ -315,8 +324,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    namings = [native_naming(family), *family.namings.values()]
-    return max(sum(n for name, n in names.items() if _any_name(naming).fullmatch(name)) for naming in namings)
+    patterns = map(_any_name, (native_naming(family), *family.namings.values()))
+    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in patterns)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:
@@ -392,15 +401,19 @@ def _with_number(pattern: str, fqn: str) -> str:
     return pattern.replace("{n}", found.group()) if found else pattern
 
 
-def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
-    """Raise CheckpointError unless two tensors hold the same bits. Reads them in blocks."""
+def first_difference(source: TensorSource, one: str, other: str) -> str:
+    """Where two tensors do not hold the same bits; "" where they do. Reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
-    problem = ""
-    if a != b:
-        problem = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-    elif block := first_differing_block(source, one, source, other):
-        problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
-    if problem:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    if block := first_differing_block(source, one, source, other):
+        return f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
+    return ""
+
+
+def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
+    """Raise CheckpointError unless two tensors hold the same bits."""
+    if problem := first_difference(source, one, other):
         raise CheckpointError(
             f"{_prefix(where)}the model is tied, but {other} differs from {one}: {problem}",
             hint="dropping it would change the model; an untied model has tie_word_embeddings: false in config.json",

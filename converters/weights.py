@@ -19,6 +19,7 @@ from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo
+from converters.mtp import num_mtp_layers, with_mtp, without_mtp
 from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.view import View, detect_naming, native_view
@@ -34,6 +35,7 @@ class NativeWeights:
     naming: str  # of the checkpoint
     left_out: Mapping[str, int]  # entries that are not weights: section or key → number
     reader: CatalogReader
+    num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -57,7 +59,8 @@ def open_native(
     """Open a checkpoint of any format. Reads headers, and tensors that are stored twice: a tied output, Meta's norms.
 
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
-    do not (torchtitan's); `otherwise`: the model, if the caller knows it. Raises CheckpointError with
+    do not (torchtitan's); `otherwise`: the model, if the caller knows it. Layers for multi-token prediction are left
+    out. Raises CheckpointError with
     everything that does not match the model, and ConfigError where `model_from` contradicts the checkpoint.
     """
     return native_weights(open_checkpoint(path), model_from=model_from, otherwise=otherwise)
@@ -70,8 +73,12 @@ def native_weights(
     otherwise: ModelInfo | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
+    keep_mtp: bool = False,
 ) -> NativeWeights:
-    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`."""
+    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
+
+    `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
+    """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
     if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
@@ -79,14 +86,18 @@ def native_weights(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
             f"of the model in {model_from or catalog.root}"
         )
-    naming = naming_of(catalog, get_family(info.family))
+    family, naming = get_family(info.family), naming_of(catalog, get_family(info.family))
+    found = num_mtp_layers(weights.tensors, family, naming, info.args)
+    if found and not keep_mtp:
+        naming = without_mtp(family, naming, info.args, found)
+    info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
         require_equal_copies(reader)
         view = native_view(
             reader, info, naming, allow_missing=allow_missing, allow_extra=allow_extra, where=str(catalog.place)
         )
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, found)
     except BaseException:
         reader.__exit__(None, None, None)
         raise

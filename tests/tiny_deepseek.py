@@ -220,3 +220,38 @@ def _rope(args, length):
         if scaling.mscale_all_dim:
             scale *= magnitude(scaling.mscale_all_dim) ** 2
     return torch.outer(torch.arange(length, dtype=torch.float64), frequencies), amplitude, scale
+
+
+def write_mtp(folder: Path, *, count: int = 1, **numbers):
+    """Write a V3 with layers for multi-token prediction as DeepSeek publishes them; return model and tensors."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    layers = NUMBERS["v3"]["num_hidden_layers"]
+    write_deepseek(folder, num_hidden_layers=layers + count, **numbers)  # whose last layers are taken
+    extra = {n: t for n, t in load_file(folder / "model.safetensors").items() if _layer_of(n) >= layers}
+    model = write_deepseek(folder, num_mtp_layers=count, **numbers)
+    tensors = load_file(folder / "model.safetensors") | extra
+    generator = torch.Generator().manual_seed(3)
+    for k in range(count):
+        at, dim = f"model.layers.{layers + k}.", model.config.hidden_size
+        for name, shape in {
+            "enorm": (dim,),
+            "hnorm": (dim,),
+            "shared_head.norm": (dim,),
+            "eh_proj": (dim, 2 * dim),
+        }.items():
+            tensors[f"{at}{name}.weight"] = torch.randn(shape, generator=generator)
+        tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == count
+    return model, tensors
+
+
+def _layer_of(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else -1

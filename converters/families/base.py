@@ -139,6 +139,7 @@ class Role(Enum):
     EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
     LATENT = "linear layer whose output all heads share, [latent, in]"
     LATENT_NORM = "scale of a norm over such a latent, [latent]"
+    MTP = "projection of a layer for multi-token prediction, which is stored and not computed, [dim, 2 * dim]"
 
 
 _LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.LATENT, Role.OUTPUT))
@@ -255,6 +256,8 @@ class Naming:
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...] = ()
     repeats_tied: bool = False  # a tied model has its output weight, too
+    has_buffers: bool = False  # each checkpoint has what is saved and not trained; else such a tensor may be missing
+    repeats: tuple[Rule, ...] = ()  # further names of tensors, whole names: copies that need not be there
 
 
 def _any(args: ModelArgs) -> bool:

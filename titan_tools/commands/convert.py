@@ -18,7 +18,9 @@ from titan_tools.commands.convert_options import (
     DryRun,
     DType,
     Json,
+    Layers,
     ModelFrom,
+    Mtp,
     NoDigest,
     Overwrite,
     Resume,
@@ -64,6 +66,7 @@ def _common_options(
     allow_missing: AllowMissing = False,
     allow_extra: AllowExtra = False,
     allow_nonfinite: AllowNonfinite = False,
+    mtp: Mtp = Layers.drop,
     no_digest: NoDigest = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -91,7 +94,7 @@ def _register(
         parameters.append(argument(OPTIONS[field].parameter, Annotated[OPTIONS[field].kind | None, option], None))
     parameters += [argument(p.name, p.annotation, p.default) for p in signature(_common_options).parameters.values()]
 
-    def command(*, src: Path, dst: Path, no_digest: bool, as_json: bool, **values: Any) -> None:
+    def command(*, src: Path, dst: Path, no_digest: bool, as_json: bool, mtp: Layers, **values: Any) -> None:
         from converters.convert import convert
         from converters.formats.base import OutputOptions
         from titan_tools.console import print_json, progress
@@ -106,6 +109,7 @@ def _register(
             source=source,
             options=OutputOptions(**options),
             digests=not no_digest,
+            mtp=mtp.value,
             progress=progress,
             **values,
         )

@@ -1,5 +1,6 @@
 """The options that `titan convert` and other commands share: their types and help."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +57,19 @@ AllowNonfinite = Annotated[
 NoDigest = Annotated[
     bool,
     typer.Option("--no-digest", help="Leave tensor digests out of the manifest: faster; every file's CRC32 stays."),
+]
+
+
+class Layers(StrEnum):
+    """What becomes of layers for multi-token prediction."""
+
+    drop = "drop"
+    keep = "keep"
+
+
+Mtp = Annotated[
+    Layers,
+    typer.Option(help="Layers for multi-token prediction, which the model computes without: drop or keep them."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
 DryRun = Annotated[
