@@ -373,8 +373,9 @@ def on_a_fresh_compiler(layout: Layout, flavor: str, steps: int) -> tuple[dict, 
         pytest.param(TP2_EP2_COMPILED, EVERY, 1, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
         pytest.param(TP2_EP2_COMPILED, V3, 2, marks=[pytest.mark.slow, NEEDS_TORCH_2_13]),
         pytest.param(CP2_COMPILED, V2_LITE, 2, marks=pytest.mark.slow),
+        pytest.param(BUDGET_COMPILED, V3, 2, marks=pytest.mark.slow),
     ],
-    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2", "tp 2 ep 2 of DeepSeek", "cp 2 of DeepSeek"],
+    ids=["fsdp 2", "ep 2", "pp 2", "budget", "tp 2 ep 2", "DeepSeek, tp 2 ep 2", "DeepSeek, cp 2", "DeepSeek, budget"],
 )
 def test_compiled_blocks_are_compiled_once_whatever_the_routes_are(pools, trained, layout, flavor, num_graphs):
     """One graph for all layers of a kind; in validation, which has no gradients, another."""
@@ -497,6 +498,8 @@ def test_a_run_of_deepseek_logs_resumes_and_is_exported_for_transformers(pools, 
     with torch.no_grad():
         logits, output = ours(tokens), theirs(tokens).logits
     assert (logits - output).abs().max() <= 1e-5 * output.abs().max()
+    for losses in pools[2].run(runs.first_losses, first, {"dcp": step, "hf": resumed / "export-hf"}):
+        assert losses["dcp"] == losses["hf"]  # a run can start from either
 
 
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pools, data, tmp_path):
