@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
 from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
+from converters.families.deepseek_torchtitan import as_torchtitan_trained
 from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, MTP_NORMS, SOFTMAX, DeepSeekArgs, block, parameters
 from converters.families.experts import (
     HF_EXPERTS,
@@ -118,6 +119,7 @@ DEEPSEEK_V3 = Family(
     namings={naming.name: naming for naming in (_HF, _FUSED, _NEWEST, _OWN)},
     naming_for=_naming_for,
     problems=problems_of,
+    as_torchtitan_trained=as_torchtitan_trained,
     args_from_hf_config=args_of,
     hf_config=config_of,
     hf_architectures=(V3.architecture, V2.architecture),
