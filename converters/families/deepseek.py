@@ -30,9 +30,10 @@ _HF_COMMON = (
     Rule(_L + "feed_forward.w1.weight", _HF_L + "mlp.gate_proj.weight"),
     Rule(_L + "feed_forward.w2.weight", _HF_L + "mlp.down_proj.weight"),
     Rule(_L + "feed_forward.w3.weight", _HF_L + "mlp.up_proj.weight"),
-    Rule(_L + "moe.shared_experts.w1.weight", _HF_L + "mlp.shared_experts.gate_proj.weight"),
-    Rule(_L + "moe.shared_experts.w2.weight", _HF_L + "mlp.shared_experts.down_proj.weight"),
-    Rule(_L + "moe.shared_experts.w3.weight", _HF_L + "mlp.shared_experts.up_proj.weight"),
+    *(
+        Rule(f"{_L}moe.shared_experts.{ours}.weight", f"{_HF_L}mlp.shared_experts.{theirs}_proj.weight")
+        for ours, theirs in {"w1": "gate", "w2": "down", "w3": "up"}.items()
+    ),
     Rule(_L + "attention_norm.weight", _HF_L + "input_layernorm.weight"),
     Rule(_L + "ffn_norm.weight", _HF_L + "post_attention_layernorm.weight"),
     Rule("norm.weight", "model.norm.weight"),
