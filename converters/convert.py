@@ -23,6 +23,7 @@ from converters.plan import ConversionPlan, plan_conversion
 from converters.remarks import describe_dtypes
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
+from converters.trained_by import apply_trained_by
 from converters.view import is_named
 from converters.weights import NativeWeights, native_weights
 
@@ -75,6 +76,7 @@ def convert(
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
     mtp: str = "drop",
+    trained_by: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -85,8 +87,8 @@ def convert(
     `source`: the format that `src` is expected to have; another one is an error that names the right command.
     `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
-    written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction. Raises
-    TitanError, and then nothing was written.
+    written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
+    `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
     src, dst, started = Path(src), Path(dst), time.monotonic()
@@ -103,12 +105,13 @@ def convert(
         allow_missing=allow_missing,
         allow_extra=allow_extra,
         keep_mtp=mtp == "keep",
-    ) as weights:
+    ) as opened:
+        weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
-        remarks = [*destination.remarks(src, weights), *weights.info.notes]
+        remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None

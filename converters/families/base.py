@@ -294,6 +294,9 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
+    # (numbers, beyond_original) → those that say most nearly what torchtitan v0.2.2's model computes, and what they do
+    # not say; None: it computes the published model
+    as_torchtitan_trained: Callable[..., tuple[ModelArgs, list[str]]] | None = None
     problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
 from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
+from converters.families.deepseek_torchtitan import as_torchtitan_trained
 from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, MTP_NORMS, SOFTMAX, DeepSeekArgs, block, parameters
 from converters.families.experts import (
     HF_EXPERTS,
@@ -29,9 +30,10 @@ _HF_COMMON = (
     Rule(_L + "feed_forward.w1.weight", _HF_L + "mlp.gate_proj.weight"),
     Rule(_L + "feed_forward.w2.weight", _HF_L + "mlp.down_proj.weight"),
     Rule(_L + "feed_forward.w3.weight", _HF_L + "mlp.up_proj.weight"),
-    Rule(_L + "moe.shared_experts.w1.weight", _HF_L + "mlp.shared_experts.gate_proj.weight"),
-    Rule(_L + "moe.shared_experts.w2.weight", _HF_L + "mlp.shared_experts.down_proj.weight"),
-    Rule(_L + "moe.shared_experts.w3.weight", _HF_L + "mlp.shared_experts.up_proj.weight"),
+    *(
+        Rule(f"{_L}moe.shared_experts.{ours}.weight", f"{_HF_L}mlp.shared_experts.{theirs}_proj.weight")
+        for ours, theirs in {"w1": "gate", "w2": "down", "w3": "up"}.items()
+    ),
     Rule(_L + "attention_norm.weight", _HF_L + "input_layernorm.weight"),
     Rule(_L + "ffn_norm.weight", _HF_L + "post_attention_layernorm.weight"),
     Rule("norm.weight", "model.norm.weight"),
@@ -118,6 +120,7 @@ DEEPSEEK_V3 = Family(
     namings={naming.name: naming for naming in (_HF, _FUSED, _NEWEST, _OWN)},
     naming_for=_naming_for,
     problems=problems_of,
+    as_torchtitan_trained=as_torchtitan_trained,
     args_from_hf_config=args_of,
     hf_config=config_of,
     hf_architectures=(V3.architecture, V2.architecture),
