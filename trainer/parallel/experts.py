@@ -60,9 +60,9 @@ def expert_problems(config: Config, family: Family, args: ModelArgs, dims: MeshS
 
 
 def _hf_has_biases(family: Family, args: ModelArgs) -> bool:
-    """Whether Hugging Face's model has a name for `expert_bias`."""
-    naming = family.naming_for(family.namings["hf"], args)
-    return not any(isinstance(rule.op, Zeros) for rule in naming.rules)
+    """Whether Hugging Face's model has a name for `expert_bias`; a family without its names is refused elsewhere."""
+    naming = family.namings.get("hf")
+    return naming is None or not any(isinstance(rule.op, Zeros) for rule in family.naming_for(naming, args).rules)
 
 
 def apply_expert_settings(model: Transformer, config: Config) -> None:
