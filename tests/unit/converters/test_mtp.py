@@ -97,6 +97,7 @@ def test_other_commands(source, tmp_path):
         root / "hf", tmp_path / "mesh", to="dcp", options=OutputOptions(mesh=MeshShape(pp=2, dp_shard=3)), mtp="keep"
     )
     assert diff(tmp_path / "mesh", root / "kept").equal
+    assert verify(root / "hf").ok
     convert(root / "kept", tmp_path / "without", to="dcp")
     found = diff(root / "hf", tmp_path / "without").differences
     assert len(found) == count * 21 and {one.kind for one in found} == {"only in A"}
