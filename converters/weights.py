@@ -38,6 +38,12 @@ class NativeWeights:
     num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
 
     @property
+    def notes(self) -> list[str]:
+        """On files and tensors that are not read."""
+        mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
+        return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else [])]
+
+    @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every weight by native name, in model order."""
         return self.source.tensors

@@ -4,6 +4,16 @@ from pathlib import Path
 
 import numpy as np
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 _BOTH = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -23,16 +33,7 @@ _BOTH = {
     "n_group": 4,
     "topk_group": 2,
     "max_position_embeddings": 64,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 8.0,
-        "beta_slow": 1.0,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
+    "rope_parameters": _YARN,
     "attn_implementation": "eager",
 }
 NUMBERS = {  # model → numbers of its config
@@ -43,6 +44,9 @@ NUMBERS = {  # model → numbers of its config
     "moonlight": _BOTH
     | {"n_shared_experts": 2, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "num_mtp_layers": 0, "rms_norm_eps": 1e-5},
+    "kimi": _BOTH
+    | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_mtp_layers": 0}
+    | {"rope_parameters": _YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 
 

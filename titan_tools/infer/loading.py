@@ -63,7 +63,7 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
             note(f"skipped {skipped}")
         if found.is_step:
             note(f"reading {found.folder}")
-        for text in weights.catalog.notes:
+        for text in weights.notes:
             note(f"{found.folder}: {text}")
         for text in weights.info.notes:
             note(text)

@@ -117,7 +117,7 @@ def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool,
     with open_native(path, otherwise=info) as weights:
         if only_hf:
             refuse_other_names(weights, path)
-        for text in weights.catalog.notes:
+        for text in weights.notes:
             note(f"{path}: {text}")
         manifest = _manifest_of(weights.catalog.root, group)
         _refuse_damaged_items(weights.catalog, manifest, group)

@@ -89,6 +89,7 @@ def test_other_commands(source, tmp_path):
     with open_native(root / "kept") as weights:  # what training and inference read
         assert not any("mtp" in fqn for fqn in weights.tensors) and weights.info.args.num_mtp_layers == 0
         assert set(weights.source.ledger.dropped.values()) == {MTP_REASON}
+        assert weights.notes == [f"layers for multi-token prediction are not read: {count}"]  # logged by both
     reshard(root / "kept", tmp_path / "cut", mesh=MeshShape(pp=2, dp_shard=3))
     assert diff(tmp_path / "cut", root / "kept").equal
     assert verify(tmp_path / "cut").verdict == "all checks passed"
@@ -96,6 +97,7 @@ def test_other_commands(source, tmp_path):
         root / "hf", tmp_path / "mesh", to="dcp", options=OutputOptions(mesh=MeshShape(pp=2, dp_shard=3)), mtp="keep"
     )
     assert diff(tmp_path / "mesh", root / "kept").equal
+    assert verify(root / "hf").ok
     convert(root / "kept", tmp_path / "without", to="dcp")
     found = diff(root / "hf", tmp_path / "without").differences
     assert len(found) == count * 21 and {one.kind for one in found} == {"only in A"}
@@ -164,3 +166,29 @@ def test_nothing_to_keep(tmp_path):
     convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
     convert(tmp_path / "dcp", tmp_path / "back", to="hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_torchtitans_newest_names(source, tmp_path):
+    count, root, _ = source
+    convert(root / "kept", tmp_path / "native", to="torch", mtp="keep")
+    found = {}
+    for name, weight in torch.load(tmp_path / "native" / "model.pt").items():
+        for w in ("w1_EFD", "w2_EDF", "w3_EFD"):
+            name = name.replace(f"moe.experts.{w[:2]}", f"moe.routed_experts.inner_experts.{w}")
+        name = name.replace("expert_bias", "expert_bias_E")
+        found["lm_head.weight" if name == "output.weight" else name] = weight
+    torch.save(found, tmp_path / "theirs.pt")
+    options = {"to": "dcp", "model_from": root / "hf", "trained_by": "titan"}
+    convert(tmp_path / "theirs.pt", tmp_path / "out", mtp="keep", **options)
+    assert diff(tmp_path / "out", root / "kept").equal
+    assert MTP_REASON in convert(tmp_path / "theirs.pt", tmp_path / "without", **options).dropped.values()
+
+
+def test_a_folder_with_a_manifest_is_checked_in_both_ways(source, tmp_path):
+    """Digests of experts are those of their stack, also in a layer that is dropped or kept."""
+    _, root, _ = source
+    convert(root / "kept", tmp_path / "hf", to="hf", mtp="keep")
+    for mtp in ("keep", "drop"):
+        report = convert(tmp_path / "hf", tmp_path / mtp, to="dcp", mtp=mtp)
+        assert not any("manifest" in remark for remark in report.remarks)
+    assert diff(tmp_path / "keep", root / "kept").equal
