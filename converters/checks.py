@@ -1,7 +1,7 @@
 """The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from converters.families.registry import get_family
 from converters.manifest import TensorSum
 from converters.model_from import find_model_info
 from converters.model_info import describes_model
+from converters.mtp import num_mtp_layers, with_mtp
 from converters.names import HF_CONFIG, MANIFEST
 from converters.quantized_tensors import DequantizedSource, QuantizedTensors
 from converters.verify_report import Check
@@ -126,7 +127,11 @@ def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRule
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
             return DigestRules()
         quantized = quantized_tensors(catalog, info)
-        return DigestRules(native_row_numbers(info, naming_of(catalog, get_family(info.family))), quantized)
+        family = get_family(info.family)
+        naming = naming_of(catalog, family)
+        found = num_mtp_layers(catalog.tensors, family, naming, info.args)
+        rows = native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming)
+        return DigestRules(rows, quantized)
     except TitanError:
         return DigestRules()
 

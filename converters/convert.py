@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog, count_dtypes
+from converters.catalog import Catalog, TensorInfo, count_dtypes
 from converters.containers.registry import CONTAINERS
 from converters.containers.safetensors import index_remarks, is_of_series
 from converters.destination import destination_of
@@ -16,6 +16,7 @@ from converters.errors import CheckpointError, ConfigError
 from converters.execute import Execution, Progress, no_progress
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
+from converters.mtp import check_repeats, describe_mtp
 from converters.needs import (
     COPY_BYTES_PER_SEC,
     DEQUANTIZE_BYTES_PER_SEC,
@@ -29,6 +30,8 @@ from converters.quantize import opened_scales
 from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
+from converters.trained_by import apply_trained_by
+from converters.view import is_named
 from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
@@ -84,6 +87,8 @@ def convert(
     allow_missing: bool = False,
     allow_extra: bool = False,
     allow_nonfinite: bool = False,
+    mtp: str = "drop",
+    trained_by: str | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -94,7 +99,8 @@ def convert(
     `source`: the format that `src` is expected to have; another one is an error that names the right command.
     `options`: what the format lets one choose. `dtype` casts the floating tensors (plan.find_casts). A `dry_run` stops
     when everything is planned and checked. `resume` continues from what an interrupted run of the same plan has
-    written. Without `digests` the manifest has none. Raises TitanError, and then nothing was written.
+    written. Without `digests` the manifest has none. `mtp`: "keep" or "drop" layers for multi-token prediction.
+    `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
     if options.quantize and allow_nonfinite:
@@ -114,14 +120,18 @@ def convert(
             allow_missing=allow_missing,
             allow_extra=allow_extra,
             dequantized=_dequantized(dtype),
-        ) as weights,
-        opened_scales(options.scales_from if "scales_from" in output.takes else None, weights) as scales_from,
+            keep_mtp=mtp == "keep",
+        ) as opened,
+        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
     ):
+        weights, trained = apply_trained_by(opened, trained_by)
+        if mtp == "keep" and not weights.num_mtp_layers:
+            raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
         plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
         quantization = plan.quantization
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
-        remarks = [*destination.remarks(src, weights), *weights.info.notes]
+        remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.unquantized, to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
@@ -135,6 +145,7 @@ def convert(
                 worker_bytes_per_sec=_worker_rate(weights, plan),
             )
         else:
+            remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
             done = destination.write(
                 source=plan.contents.view,
                 target=plan.target,
@@ -190,6 +201,7 @@ def convert(
                 None,
                 [
                     _describe_long_files(plan.target.file_bytes, options.shard_bytes),
+                    describe_mtp(weights.num_mtp_layers, plan.dropped),
                     unchecked_remark(catalog, vouched),
                     *remarks,
                     *catalog.notes,
@@ -204,6 +216,17 @@ def convert(
         secs=time.monotonic() - started,
         dry_run=dry_run,
     )
+
+
+def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
+    """The tensors of an output without those that every reader keeps in float32."""
+    contents, keep = plan.contents, plan.contents.family.keep_float32
+    natives = contents.view.ledger.used
+    return {
+        name: info
+        for name, info in contents.tensors.items()
+        if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
+    }
 
 
 def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None) -> str:

@@ -122,7 +122,9 @@ def _open_both(a: Path, b: Path, model_from: Path | str | None, stack: ExitStack
         if model_from or any(says):
             # an incomplete output of titan (`convert --allow-missing`) is compared as far as it goes
             partial = manifest_of(catalog) is not None
-            opened = stack.enter_context(native_weights(catalog, model_from=place, allow_missing=partial))
+            opened = stack.enter_context(
+                native_weights(catalog, model_from=place, allow_missing=partial, keep_mtp=True)
+            )
             weights: TensorSource = opened.source
             info: ModelInfo | None = opened.info
         else:

@@ -30,6 +30,7 @@ _NOT_CARRIED = {
     "num_mtp_layers",  # and of num_nextn_predict_layers
 }
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")  # written in the spellings of both transformers 4 and 5
+_COUNTED = ("num_nextn_predict_layers",)  # of tensors: a config may state layers that are not there (see mtp.py)
 _MOST_BYTES = 1 << 20  # of all such fields: config files are a few KB
 # GenerationConfig's fields but the token ids. Where there is no generation_config.json, transformers takes them from
 # config.json; where there is one, it does not.
@@ -125,7 +126,7 @@ def describe_rewritten(
     changed = [
         f"{key} {config[key]!r:.200}, now {written[key]!r:.200}"
         for key in config
-        if key in written and key not in (*COSMETIC, *_ROPE)
+        if key in written and key not in (*COSMETIC, *_ROPE, *_COUNTED)
         if config[key] is not None and config[key] != written[key]
     ]
     remarks = [f"config.json: changed: {', '.join(changed)}"] if changed else []

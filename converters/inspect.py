@@ -12,12 +12,13 @@ from converters.catalog import Box, Catalog, TensorInfo, count_dtypes
 from converters.containers.dcp_item import read_blob_item
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import Experts, Role, args_to_json
+from converters.families.base import Experts, Naming, Role, args_to_json
 from converters.families.registry import all_families, get_family
 from converters.fold import TensorLine, fold_lines
 from converters.manifest import manifest_of
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, describes_model
+from converters.mtp import num_mtp_layers
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors
@@ -72,8 +73,8 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
-        parts = _parts(info)
-        naming = naming_of(catalog, get_family(info.family)).name
+        found = naming_of(catalog, get_family(info.family))
+        parts, naming = _parts(info, weights, found), found.name
         quantized = quantized_tensors(catalog, info)
     except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
         problem = error.message if model_from or describes_model(catalog.root) else ""
@@ -120,21 +121,31 @@ def _quantization(catalog: Catalog, quantized: QuantizedTensors | None) -> dict[
     }
 
 
-def _parts(info: ModelInfo) -> tuple[str, ...]:
+def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]:
     blocks = get_family(info.family).blocks(info.args)
     sparse = Counter(block.feed_forward for block in blocks if isinstance(block.feed_forward, Experts))
     experts = [
-        f"{of.num} experts of {of.hidden} ({of.top_k} per token) in "
+        f"{of.num} experts of {of.hidden} ({of.top_k} per token)"
+        + (f", {of.top_groups} of {of.num_groups} groups" if of.num_groups > 1 else "")
+        + (f", a shared one of {of.shared_hidden}" if of.shared_hidden else "")
+        + " in "
         + ("all layers" if number == len(blocks) else f"{number} of {len(blocks)} layers")
         for of, number in sparse.items()
     ]
+    latent = [
+        f"latent attention ({of.kv_rank} + {of.rotary_dim} values per token)"
+        for of in dict.fromkeys(block.attention for block in blocks)
+        if of is not None
+    ]
+    if mtp := num_mtp_layers(weights.tensors, get_family(info.family), naming, info.args):
+        latent.append(f"{mtp} layer{'s' if mtp > 1 else ''} for multi-token prediction")
     has_head_norms = get_family(info.family).has_role(Role.HEAD_NORM, info.args)
     found = {
         "q/k norms": has_head_norms,
         "attention biases": info.args.attention_bias,
         "mlp biases": info.args.mlp_bias,
     }
-    return (*experts, *(part for part, is_there in found.items() if is_there))
+    return (*experts, *latent, *(part for part, is_there in found.items() if is_there))
 
 
 def _naming_by_names(catalog: Catalog) -> str:

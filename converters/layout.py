@@ -199,6 +199,11 @@ def expert_mesh_problems(mesh: MeshShape, family: Family, args: ModelArgs) -> li
         choices = "1" if sliced == "etp" else _divisors(hidden)
         problems.append((sliced, f"does not divide the {hidden:,} columns of an expert; possible: {choices}"))
         mesh = replace(mesh, etp=1)
+    shared = gcd(*(m.shared_hidden for m in mixtures))
+    if shared % mesh.tp:
+        problems.append(
+            ("tp", f"does not divide the {shared:,} columns of the shared expert; possible: {_divisors(shared)}")
+        )
     if misfit := _misfit_of_ep(mesh, num, hidden, args.dim):
         problems.append(("ep", f"{misfit}; possible: {_fitting_ep(mesh, num, hidden, args.dim)}"))
     return problems
@@ -332,6 +337,7 @@ def boxes_for_mesh(
     if stage_ranks is None:
         stage_ranks = ranks_of_stages(len(stages), mesh.pp)
     pp_rank_of = {module: rank for rank, modules in zip(stage_ranks, stages, strict=True) for module in modules}
+    pp_rank_of["mtp_layers"] = stage_ranks[-1]  # which predict from what the last stage computes
     ranks_per_stage = mesh.world_size // mesh.pp
     _reject_tiny_chunks(parameters, mesh)
     # Layers are alike: boxes of one shape are made once and shared. 405B on 512 ranks has 470,000, of which 3,000

@@ -1,5 +1,6 @@
 """The model of the weights in a folder: family and numbers, from titan_model.json, config.json or params.json."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -156,9 +157,9 @@ def _stated(args: ModelArgs, name: str) -> dict[str, Any]:
 
 def _check_parameters(family: Family, args: ModelArgs, *, what: str) -> None:
     """Raise CheckpointError where the numbers need parameters that the family does not have."""
-    naming = next(iter(family.namings.values()))
+    naming = family.naming_for(next(iter(family.namings.values())), args)
     named = {rule.native for rule in naming.rules}
-    asked = (p.fqn.replace("layers.0.", "layers.{n}.") for p in family.parameters(replace(args, num_layers=1)))
+    asked = (re.sub(r"^layers\.0\.", "layers.{n}.", p.fqn) for p in family.parameters(replace(args, num_layers=1)))
     if strange := [fqn for fqn in asked if fqn not in named]:
         raise CheckpointError(
             f"{what}: a {family.name} model has no such parameters:" + list_offenders(strange),

@@ -43,6 +43,7 @@ _LIMITS: dict[tuple[str, ...], tuple[type, float, float]] = {
     ("num_shared_experts", "n_shared_experts", "n_routed_experts"): (int, 1, 65_536),
     ("num_groups", "top_groups", "n_group", "topk_group"): (int, 1, 65_536),
     ("route_scale", "routed_scaling_factor"): (float, 1e-6, 1e9),
+    ("num_mtp_layers", "num_nextn_predict_layers"): (int, 0, 100),
     ("rope_interleave",): (bool, False, True),
 }
 _LAYER_LISTS = ("dense_layers", "mlp_only_layers")

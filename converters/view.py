@@ -40,6 +40,7 @@ from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
 _STAYS = "is float8: norms, embedding, output, routers and biases are not quantized in such checkpoints"
+REPEATED_REASON = "a copy of "  # + the name of the first
 NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
 
@@ -53,6 +54,7 @@ class Ledger:
     extra: list[str] = field(default_factory=list)  # unknown, if that is allowed
     made: dict[str, str] = field(default_factory=dict)  # target that is zeros, without a source → reason
     scales: set[str] = field(default_factory=set)  # of the names in `used`: those of scales, not of values
+    repeated: dict[str, str] = field(default_factory=dict)  # dropped source name → the target that it is a copy of
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ def native_view(
     known = {name for foreign in foreign_of.values() for name in foreign.names}
     ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
     scales = quantized.scales if quantized else {}
+    repeats = {rule.foreign: rule.native for rule in naming.repeats}
     for name in source.tensors:
         if name in scales:
             continue
@@ -174,6 +177,9 @@ def native_view(
             tied_copy = name
         elif name in known:
             found.add(name)
+        elif name in repeats:
+            ledger.repeated[name] = repeats[name]
+            ledger.dropped[name] = REPEATED_REASON + repeats[name]
         elif reason := _drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
@@ -189,7 +195,7 @@ def native_view(
         foreign_of[EMBEDDING] = replace(foreign_of[EMBEDDING], names=(tied_copy,))
         found.add(tied_copy)
         tied_copy = None
-    not_saved = _not_saved(parameters, foreign_of, found)
+    not_saved = set() if naming.has_buffers else _not_saved(parameters, foreign_of, found)
     tensors, expressions = {}, {}
     for parameter in parameters:
         fqn, op, foreign = parameter.fqn, rule_of[parameter.fqn].op, foreign_of[parameter.fqn]
@@ -265,6 +271,7 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
     """
     family, args = get_family(info.family), info.args
     naming = family.naming_for(naming, args)
+    second = {rule.foreign: rule.native for rule in naming.repeats}
     held = {p.fqn: p for p in family.parameters(args)}
     if args.tied and naming.repeats_tied:
         held[OUTPUT] = held[EMBEDDING]
@@ -274,7 +281,9 @@ def foreign_view(native: TensorSource, info: ModelInfo, naming: Naming) -> View:
         op = by_native[_with_placeholder(fqn)].op
         if isinstance(op, rules.Zeros) and parameter.fqn in native.tensors:
             ledger.dropped[fqn] = op.reason
-    for name, (expression, shape) in _foreign_expressions(held, naming, args).items():
+    made = _foreign_expressions(held, naming, args)
+    made |= {name: (Source(held[fqn].fqn), held[fqn].shape) for name, fqn in second.items()}
+    for name, (expression, shape) in made.items():
         present = [part for part in expression.sources if part in native.tensors]
         if not present:
             continue
@@ -418,15 +427,19 @@ def _with_number(pattern: str, fqn: str) -> str:
     return pattern.replace("{n}", found.group()) if found else pattern
 
 
-def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
-    """Raise CheckpointError unless two tensors hold the same bits. Reads them in blocks."""
+def first_difference(source: TensorSource, one: str, other: str) -> str:
+    """Where two tensors do not hold the same bits; "" where they do. Reads them in blocks."""
     a, b = source.tensors[one], source.tensors[other]
-    problem = ""
-    if a != b:
-        problem = f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
-    elif block := first_differing_block(source, one, source, other):
-        problem = f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
-    if problem:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    if block := first_differing_block(source, one, source, other):
+        return f"they differ in rows {block.offsets[0]} to {block.offsets[0] + block.sizes[0] - 1}"
+    return ""
+
+
+def _require_equal(source: TensorSource, one: str, other: str, *, where: str) -> None:
+    """Raise CheckpointError unless two tensors hold the same bits."""
+    if problem := first_difference(source, one, other):
         raise CheckpointError(
             f"{_prefix(where)}the model is tied, but {other} differs from {one}: {problem}",
             hint="dropping it would change the model; an untied model has tie_word_embeddings: false in config.json",

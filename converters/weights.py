@@ -19,6 +19,7 @@ from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
 from converters.model_info import ModelInfo, find_model_file
+from converters.mtp import num_mtp_layers, with_mtp, without_mtp
 from converters.names import section_of
 from converters.open import open_checkpoint
 from converters.quantized_tensors import QuantizedTensors, find_quantized
@@ -38,6 +39,13 @@ class NativeWeights:
     left_out: Mapping[str, int]  # entries that are not weights: section or key → number
     reader: CatalogReader
     quantized: QuantizedTensors | None = None  # where weights are stored as codes with scales
+    num_mtp_layers: int = 0  # of the checkpoint, also where they are not among the weights
+
+    @property
+    def notes(self) -> list[str]:
+        """On files and tensors that are not read."""
+        mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
+        return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else [])]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -66,8 +74,9 @@ def open_native(
 
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
     do not (torchtitan's); `otherwise`: the model, if the caller knows it. `dequantized`: bfloat16 or float32, the type
-    of weights that are stored as float8 codes with scales. Raises CheckpointError with everything that does not match
-    the model, and ConfigError where `model_from` contradicts the checkpoint.
+    of weights that are stored as float8 codes with scales. Layers for multi-token prediction are left out. Raises
+    CheckpointError with everything that does not match the model, and ConfigError where `model_from` contradicts the
+    checkpoint.
     """
     catalog = open_checkpoint(path)
     return native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
@@ -81,8 +90,12 @@ def native_weights(
     allow_missing: bool = False,
     allow_extra: bool = False,
     dequantized: str = DEQUANTIZED,
+    keep_mtp: bool = False,
 ) -> NativeWeights:
-    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`."""
+    """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
+
+    `keep_mtp`: with layers for multi-token prediction, if there are any; else the ledger has dropped them.
+    """
     weights = model_part(catalog)
     info = find_model_info(catalog, weights, model_from=model_from, otherwise=otherwise)
     if info.args.num_layers > len(weights.tensors):  # checked before names are made for billions of layers
@@ -90,7 +103,11 @@ def native_weights(
             f"{catalog.place}: {len(weights.tensors):,} tensors are too few for the {info.args.num_layers:,} layers "
             f"of the model in {model_from or catalog.root}"
         )
-    naming = naming_of(catalog, get_family(info.family))
+    family, naming = get_family(info.family), naming_of(catalog, get_family(info.family))
+    found = num_mtp_layers(weights.tensors, family, naming, info.args)
+    if found and not keep_mtp:
+        naming = without_mtp(family, naming, info.args, found)
+    info = replace(info, args=with_mtp(info.args, found if keep_mtp else 0))
     reader = CatalogReader(weights)
     try:
         require_equal_copies(reader)
@@ -104,7 +121,7 @@ def native_weights(
             quantized=quantized,
             where=str(catalog.place),
         )
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, quantized, found)
     except BaseException:
         reader.__exit__(None, None, None)
         raise

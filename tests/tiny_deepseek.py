@@ -4,6 +4,16 @@ from pathlib import Path
 
 import numpy as np
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 _BOTH = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -23,16 +33,7 @@ _BOTH = {
     "n_group": 4,
     "topk_group": 2,
     "max_position_embeddings": 64,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 8.0,
-        "beta_slow": 1.0,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
+    "rope_parameters": _YARN,
     "attn_implementation": "eager",
 }
 NUMBERS = {  # model → numbers of its config
@@ -43,6 +44,9 @@ NUMBERS = {  # model → numbers of its config
     "moonlight": _BOTH
     | {"n_shared_experts": 2, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "num_mtp_layers": 0, "rms_norm_eps": 1e-5},
+    "kimi": _BOTH
+    | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_mtp_layers": 0}
+    | {"rope_parameters": _YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
 }
 
 
@@ -225,3 +229,38 @@ def _rope(args, length):
         if scaling.mscale_all_dim:
             scale *= magnitude(scaling.mscale_all_dim) ** 2
     return torch.outer(torch.arange(length, dtype=torch.float64), frequencies), amplitude, scale
+
+
+def write_mtp(folder: Path, *, count: int = 1, **numbers):
+    """Write a V3 with layers for multi-token prediction as DeepSeek publishes them; return model and tensors."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    layers = NUMBERS["v3"]["num_hidden_layers"]
+    write_deepseek(folder, num_hidden_layers=layers + count, **numbers)  # whose last layers are taken
+    extra = {n: t for n, t in load_file(folder / "model.safetensors").items() if _layer_of(n) >= layers}
+    model = write_deepseek(folder, num_mtp_layers=count, **numbers)
+    tensors = load_file(folder / "model.safetensors") | extra
+    generator = torch.Generator().manual_seed(3)
+    for k in range(count):
+        at, dim = f"model.layers.{layers + k}.", model.config.hidden_size
+        for name, shape in {
+            "enorm": (dim,),
+            "hnorm": (dim,),
+            "shared_head.norm": (dim,),
+            "eh_proj": (dim, 2 * dim),
+        }.items():
+            tensors[f"{at}{name}.weight"] = torch.randn(shape, generator=generator)
+        tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == count
+    return model, tensors
+
+
+def _layer_of(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else -1

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from converters.convert import ConvertReport
 from converters.fold import fold_texts
+from converters.mtp import MTP_REASON
 from converters.needs import Needs
 from converters.reshard import ReshardReport
 from converters.sizes import format_bytes
@@ -40,7 +41,8 @@ def print_conversion(report: ConvertReport) -> None:
         )
     if report.other_files:
         _line("with", ", ".join(report.other_files))
-    _print_reasons("dropped", report.dropped)
+    # a note counts those of layers for multi-token prediction, which are many
+    _print_reasons("dropped", {name: reason for name, reason in report.dropped.items() if reason != MTP_REASON})
     _print_reasons("zeros", report.made)
     if report.left_out:
         sections, entries = ", ".join(report.left_out), count(sum(report.left_out.values()), "entry")

@@ -2,7 +2,7 @@
 
 import re
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -42,6 +42,7 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
     names = [entry] if entry else sorted(p.name for p in path.glob("*.safetensors"))
     if not entry and names == _sharded_files(path):
         return Catalog(path, "safetensors", _join_shards(path, names))
+    _refuse_ranks(path, names)
     if len(names) != 1:
         raise CheckpointError(
             f"{path}: {len(names)} safetensors files and no {HF_INDEX}",
@@ -49,6 +50,16 @@ def read_catalog(path: Path, entry: str = "") -> Catalog:
             tries=[] if any(map(is_of_series, names)) else [str(path / name) for name in names[:2]],
         )
     return Catalog(path, "safetensors", read_file(path, names[0]), file=names[0])
+
+
+def _refuse_ranks(folder: Path, names: Sequence[str]) -> None:
+    """Raise UnsupportedError for files that DeepSeek's convert.py wrote for several ranks: parts under one name."""
+    ranks = {int(found[1]) for name in names if (found := re.fullmatch(r"model\d+-mp(\d+)\.safetensors", name))}
+    if ranks - {1}:
+        raise UnsupportedError(
+            f"{folder}: shards of {max(ranks)} ranks, as DeepSeek's inference code reads them, are not joined",
+            hint="convert the checkpoint that they were made of, or run its convert.py with --model-parallel 1",
+        )
 
 
 def _sharded_files(folder: Path) -> list[str]:

@@ -139,6 +139,7 @@ class Role(Enum):
     EXPERT_ROW = "ROW of every expert, stacked, [experts, out, in]"
     LATENT = "linear layer whose output all heads share, [latent, in]"
     LATENT_NORM = "scale of a norm over such a latent, [latent]"
+    MTP = "projection of a layer for multi-token prediction, which is stored and not computed, [dim, 2 * dim]"
 
 
 _LINEAR = frozenset((Role.COLUMN, Role.KV_COLUMN, Role.UP_COLUMN, Role.ROW, Role.LATENT, Role.OUTPUT))
@@ -255,6 +256,8 @@ class Naming:
     rules: tuple[Rule, ...]
     drops: tuple[Drop, ...] = ()
     repeats_tied: bool = False  # a tied model has its output weight, too
+    has_buffers: bool = False  # each checkpoint has what is saved and not trained; else such a tensor may be missing
+    repeats: tuple[Rule, ...] = ()  # further names of tensors, whole names: copies that need not be there
 
 
 def _any(args: ModelArgs) -> bool:
@@ -292,6 +295,9 @@ class Family:
     hf_model_types: tuple[str, ...] = ()  # config.json's `model_type`s of hf_architectures
     block: Callable[[ModelArgs, int], Block] = dense_block  # what the layer of that number computes
     attention_of: Mapping[str, FlavorAttention] = field(default_factory=dict)  # flavors with another than the default
+    # (numbers, beyond_original) → those that say most nearly what torchtitan v0.2.2's model computes, and what they do
+    # not say; None: it computes the published model
+    as_torchtitan_trained: Callable[..., tuple[ModelArgs, list[str]]] | None = None
     problems: Callable[[ModelArgs], list[str]] = _no_problems  # what makes numbers impossible together
     # One of `namings` as models of these numbers have it, where a foreign format has several classes of one family
     naming_for: Callable[[Naming, ModelArgs], Naming] = _same_naming

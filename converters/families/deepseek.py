@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from converters.families.base import Family, ModelArgs, Naming
+from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Naming
 from converters.families.deepseek_config import MODEL_TYPES, V2, V3, args_of, config_of, problems_of
-from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, SOFTMAX, DeepSeekArgs, block, parameters
+from converters.families.deepseek_torchtitan import as_torchtitan_trained
+from converters.families.deepseek_v3 import ATTENTION_OF, FLAVORS, MTP_NORMS, SOFTMAX, DeepSeekArgs, block, parameters
 from converters.families.experts import (
     HF_EXPERTS,
     HF_FUSED_EXPERTS,
@@ -29,9 +30,10 @@ _HF_COMMON = (
     Rule(_L + "feed_forward.w1.weight", _HF_L + "mlp.gate_proj.weight"),
     Rule(_L + "feed_forward.w2.weight", _HF_L + "mlp.down_proj.weight"),
     Rule(_L + "feed_forward.w3.weight", _HF_L + "mlp.up_proj.weight"),
-    Rule(_L + "moe.shared_experts.w1.weight", _HF_L + "mlp.shared_experts.gate_proj.weight"),
-    Rule(_L + "moe.shared_experts.w2.weight", _HF_L + "mlp.shared_experts.down_proj.weight"),
-    Rule(_L + "moe.shared_experts.w3.weight", _HF_L + "mlp.shared_experts.up_proj.weight"),
+    *(
+        Rule(f"{_L}moe.shared_experts.{ours}.weight", f"{_HF_L}mlp.shared_experts.{theirs}_proj.weight")
+        for ours, theirs in {"w1": "gate", "w2": "down", "w3": "up"}.items()
+    ),
     Rule(_L + "attention_norm.weight", _HF_L + "input_layernorm.weight"),
     Rule(_L + "ffn_norm.weight", _HF_L + "post_attention_layernorm.weight"),
     Rule("norm.weight", "model.norm.weight"),
@@ -45,8 +47,8 @@ def _without_bias(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     return tuple(rule for rule in rules if rule.native != _EXPERT_BIAS)
 
 
-_HF = Naming("hf", (*_HF_COMMON, *_without_bias(HF_EXPERTS)), _DROPS)
-_FUSED = Naming("hf_fused", (*_HF_COMMON, *_without_bias(HF_FUSED_EXPERTS)), _DROPS)
+_HF = Naming("hf", (*_HF_COMMON, *_without_bias(HF_EXPERTS)), _DROPS, has_buffers=True)
+_FUSED = Naming("hf_fused", (*_HF_COMMON, *_without_bias(HF_FUSED_EXPERTS)), _DROPS, has_buffers=True)
 _DENSE_NATIVE = tuple(rule.native for rule in _without_bias(_HF_COMMON))
 _NEWEST = Naming(  # torchtitan's newest layout
     "titan_qkv_linear",
@@ -73,16 +75,42 @@ _OWN = Naming(
         Rule(_EXPERT_BIAS, _L + "ffn.gate.bias"),
         *(Rule(f"{_L}moe.experts.{w}", f"{_L}ffn.experts.{{e}}.{w}.weight", Stacked()) for w in ("w1", "w2", "w3")),
     ),
+    has_buffers=True,
 )
 _BY_LOSS = tuple(naming.name for naming in (_HF, _FUSED, _OWN))  # where V2, balanced by a loss, has no offset
 
 
 def _naming_for(naming: Naming, args: ModelArgs) -> Naming:
-    """V2 has no name for the experts' offsets in the formats of its own code and transformers."""
+    """V2 has no name for the experts' offsets in the formats of its own code and transformers.
+
+    Transformers numbers layers for multi-token prediction after the others; DeepSeek's own form leaves them out.
+    """
     assert isinstance(args, DeepSeekArgs)
-    if args.score != SOFTMAX or naming.name not in _BY_LOSS:
+    if args.score == SOFTMAX and naming.name in _BY_LOSS:
+        naming = replace(naming, rules=(*_without_bias(naming.rules), Rule(_EXPERT_BIAS, "", Zeros(NO_EXPERT_BIAS))))
+    if not args.num_mtp_layers or naming.name == _OWN.name:
         return naming
-    return replace(naming, rules=(*_without_bias(naming.rules), Rule(_EXPERT_BIAS, "", Zeros(NO_EXPERT_BIAS))))
+    is_hf = naming.name in (_HF.name, _FUSED.name)
+    prefix = next(rule.foreign for rule in naming.rules if rule.native.startswith(_L)).partition(_L)[0]
+    rules, repeats = list(naming.rules), []
+    for k in range(args.num_mtp_layers):
+        theirs = f"layers.{args.num_layers + k}." if is_hf else f"mtp_layers.{k}."
+        for rule in naming.rules:
+            if rule.native.startswith(_L):
+                rules.append(
+                    replace(rule, native=f"mtp_{_in(rule.native, k)}", foreign=rule.foreign.replace(_L, theirs))
+                )
+        for name in (*MTP_NORMS, "eh_proj"):
+            called = "shared_head.norm" if is_hf and name == "mtp_norm" else name
+            rules.append(Rule(f"mtp_layers.{k}.{name}.weight", f"{prefix}{theirs}{called}.weight"))
+        if is_hf:
+            repeats.append(Rule(EMBEDDING, f"{prefix}{theirs}embed_tokens.weight"))
+            repeats.append(Rule(OUTPUT if not args.tied else EMBEDDING, f"{prefix}{theirs}shared_head.head.weight"))
+    return replace(naming, rules=tuple(rules), repeats=tuple(repeats))
+
+
+def _in(fqn: str, layer: int) -> str:
+    return fqn.replace("{n}", str(layer))
 
 
 DEEPSEEK_V3 = Family(
@@ -92,12 +120,13 @@ DEEPSEEK_V3 = Family(
     namings={naming.name: naming for naming in (_HF, _FUSED, _NEWEST, _OWN)},
     naming_for=_naming_for,
     problems=problems_of,
+    as_torchtitan_trained=as_torchtitan_trained,
     args_from_hf_config=args_of,
     hf_config=config_of,
     hf_architectures=(V3.architecture, V2.architecture),
     hf_model_types=MODEL_TYPES,
     args_type=DeepSeekArgs,
-    keep_float32=(_EXPERT_BIAS,),
+    keep_float32=(_EXPERT_BIAS, "mtp_" + _EXPERT_BIAS),
     block=block,
     attention_of=ATTENTION_OF,
 )

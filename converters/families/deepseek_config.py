@@ -123,6 +123,8 @@ def problems_of(args: ModelArgs) -> list[str]:
     problems = []
     if args.num_dense_layers > args.num_layers:
         problems.append(f"{args.num_dense_layers} dense layers, but there are only {args.num_layers} layers")
+    if args.num_kv_heads != args.num_heads:
+        problems.append(f"{args.num_kv_heads} key/value heads: latent attention has as many as heads, {args.num_heads}")
     if args.score == SOFTMAX and args.normalize_weights:
         problems.append("softmax scores whose weights are normalized: DeepSeek V2 does not normalize them")
     return problems
@@ -205,5 +207,5 @@ def config_of(args: ModelArgs) -> dict[str, Any]:
     return written | {
         "topk_method": _WITHOUT_LOSS,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.num_mtp_layers,
     }

@@ -18,6 +18,7 @@ from converters.families.base import (
 from converters.families.experts import expert_parameters
 from converters.families.llama import column, feed_forward_parameters, list_parameters, norm_parameters
 
+MTP_NORMS = ("enorm", "hnorm", "mtp_norm")  # of the next token's embedding, the last features, the result
 SIGMOID, SOFTMAX = "sigmoid", "softmax"  # V3's score of an expert, and V2's
 
 
@@ -43,6 +44,8 @@ class DeepSeekArgs(ModelArgs):
     num_groups: int = 1
     top_groups: int = 1
     balance_rate: float = field(default=1e-3, metadata=ONLY_FOR_TRAINING)  # see Experts
+    # Layers behind the others that a checkpoint keeps, and the model does not compute (see converters.mtp)
+    num_mtp_layers: int = field(default=0, metadata=ONLY_FOR_TRAINING)
 
 
 def block(args: ModelArgs, layer: int) -> Block:
@@ -72,12 +75,22 @@ def block(args: ModelArgs, layer: int) -> Block:
 
 
 def parameters(args: ModelArgs) -> list[Parameter]:
-    """Those of latent attention, and of a SwiGLU or experts, in each layer, in torchtitan's names."""
-    return list_parameters(args, _layer_parameters)
+    """Those of latent attention, and of a SwiGLU or experts, in each layer, in torchtitan's names.
+
+    Layers for multi-token prediction are like the one after the last, with norms of what they get, and a projection.
+    """
+    assert isinstance(args, DeepSeekArgs)
+    listed = list_parameters(args, lambda layer, args: _layer_parameters(layer, args, int(layer.partition(".")[2])))
+    for k in range(args.num_mtp_layers):
+        layer = f"mtp_layers.{k}"
+        listed += _layer_parameters(layer, args, args.num_layers + k)
+        listed += [Parameter(f"{layer}.{name}.weight", (args.dim,), Role.NORM) for name in MTP_NORMS]
+        listed.append(Parameter(f"{layer}.eh_proj.weight", (args.dim, 2 * args.dim), Role.MTP))
+    return listed
 
 
-def _layer_parameters(layer: str, args: ModelArgs) -> list[Parameter]:
-    found = block(args, int(layer.removeprefix("layers.")))
+def _layer_parameters(layer: str, args: ModelArgs, number: int) -> list[Parameter]:
+    found = block(args, number)
     assert found.attention is not None
     return [
         *_attention_parameters(f"{layer}.attention", args.dim, found.attention),

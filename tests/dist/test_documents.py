@@ -27,14 +27,14 @@ from tests.dist.layouts import (
 )
 from tests.dist.runs import begin_from, make_config, run
 from tests.dist.training import EXPERTS as EXPERTS_FAMILY
-from tests.dist.training import GLOBAL_BATCH, SEQ_LEN, Layout, build_model, make_step, whole_loss
+from tests.dist.training import GLOBAL_BATCH, LATENTS, SEQ_LEN, Layout, build_model, make_step, whole_loss
 from trainer.config.sections import Config
 from trainer.data.batch import Batch, batch_of
 from trainer.data.prepare import prepare
 from trainer.data.sample import DocumentRules, window_sample
 
 VOCABULARY, END = 2048, 7
-EXPERTS = f"{EXPERTS_FAMILY}/debug_moe_mixed"
+EXPERTS, V3, V2_LITE = f"{EXPERTS_FAMILY}/debug_moe_mixed", f"{LATENTS}/debug_v3", f"{LATENTS}/debug_v2_lite"
 # Documents of each sample: of one token, of the whole sample, cut at and between the chunks of context parallelism
 LENGTHS = ((65,), (1, 64), (30, 1, 4, 30), (16, 16, 16, 17), (5, 33, 27), (63, 2), (20, 20, 25), (9, 8, 7, 6, 35))
 assert len(LENGTHS) == GLOBAL_BATCH and all(sum(lengths) == SEQ_LEN + 1 for lengths in LENGTHS)
@@ -92,9 +92,9 @@ class DenseAttention(nn.Module):
         numbers_BL = F.pad(ends[:, :-1], (1, 0))
         self.sees_B1LL = (numbers_BL[:, :, None] == numbers_BL[:, None]).tril()[:, None]
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, scale=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.sees_B1LL, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.sees_B1LL, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
 
 
@@ -238,6 +238,9 @@ SLOW_CASES = [
     (Layout("compiled, interleaved", 2, INTERLEAVED, sections={"compile": AOT_EAGER}), GQA, "offsets"),
     (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), EXPERTS, "offsets"),
     (Layout("ep 2 cp 2, operations kept", 4, {EP: 2, CP: 2}, sections={"activation_checkpoint": OP}), EXPERTS, "eos"),
+    (Layout("tp 2 ep 2", 2, {TP: 2, EP: 2}), V3, "offsets"),
+    (Layout("tp 2 cp 2, full recomputation", 4, {TP: 2, CP: 2}, sections={"activation_checkpoint": FULL}), V3, "eos"),
+    (Layout("cp 2 pp 2", 4, {CP: 2, PP: 2, MICROBATCH: 2}), V2_LITE, "offsets"),
     (Layout("fsdp 2 tp 2 pp 2 cp 2", 16, {TP: 2, PP: 2, CP: 2, MICROBATCH: 2}), GQA, "offsets"),
 ]
 

@@ -10,7 +10,17 @@ import torch.distributed as dist
 from converters.families.registry import get_family
 from converters.open import open_checkpoint
 from tests.dist import runs
-from tests.dist.training import Layout, args_of, build_model, global_batch, make_step, own_batch, train
+from tests.dist.training import (
+    LATENTS,
+    Layout,
+    args_of,
+    build_model,
+    first_gradients,
+    global_batch,
+    make_step,
+    own_batch,
+    train,
+)
 from trainer.config.sections import Config
 from trainer.optim.optimizer import build_optimizer
 
@@ -161,6 +171,25 @@ def test_a_checkpoint_has_plain_weights_and_resumes_with_or_without_float8(pools
     assert pools[2].run(runs.run, run_config(data, tmp_path / "without")) == ["", ""]
     expected, output = runs.read_losses(dump), runs.read_losses(tmp_path / "without")
     assert [output[step] for step in (3, 4)] == pytest.approx([expected[step] for step in (3, 4)], abs=0.02, rel=0)
+
+
+@pytest.mark.slow
+def test_latents_are_converted_and_their_weights_gradients_summed(pools):
+    """Of token shards under tensor parallelism; rounding to float8 alone changes gradients by a tenth."""
+    flavor, tp = f"{LATENTS}/float8", Layout("", 2, {"tensor_parallel_degree": 2}, BF16, float8())
+    ((wanted, _),) = pools[1].run(gradients_and_converted, Layout("", 1, {}, BF16, float8()), flavor)
+    for found, converted in pools[2].run(gradients_and_converted, tp, flavor):
+        attention = ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo")
+        assert {f"layers.1.attention.{name}" for name in attention} <= converted
+        assert {f"layers.1.moe.shared_experts.{name}" for name in ("w1", "w2", "w3")} <= converted
+        assert {n for n, g in found.items() if not (g - wanted[n]).norm() <= 0.15 * wanted[n].norm()} == set()
+
+
+def gradients_and_converted(layout: Layout, flavor: str) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Case: the first step's gradients, and the layers that compute in float8."""
+    parts = build_model(layout, flavor).parts
+    names = {name for part in parts for name, m in part.named_modules() if type(m).__name__ == "Float8Linear"}
+    return first_gradients(layout, flavor), names
 
 
 def test_weights_of_any_wrapping_are_saved_as_safetensors(pools):

@@ -65,7 +65,8 @@ def _register_biased(name: str) -> None:
 def _register_experts(name: str) -> None:
     """A family with routers whose scores do not nearly tie, and with biases that are not 0 at first.
 
-    `two_experts` of Qwen 3 has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first.
+    `two_experts` of Qwen 3 has fewer than most layouts have ranks. DeepSeek's norms of latents are not 1 at first;
+    `eight_layers` of it are for several stages of a rank.
     """
     base = name.removesuffix("_experts")
     trained, family = get_trainer_family(base), get_family(base)
@@ -73,6 +74,10 @@ def _register_experts(name: str) -> None:
     if name == EXPERTS:
         of_two = {"num_experts": 2, "experts_per_token": 1, "normalize_weights": False}
         flavors["two_experts"] = replace(flavors["debug_moe_mixed"], **of_two)
+    else:
+        widths = {"head_dim": 32, "rotary_dim": 16, "value_dim": 32}
+        flavors["float8"] = replace(flavors["debug_v3"], **widths)  # multiples of 16 on two tensor ranks
+        flavors["eight_layers"] = replace(flavors["debug_v2"], num_layers=8, num_dense_layers=3)
 
     def initial_distribution(parameter, args):
         drawn = {Role.ROUTER: Normal(1.0), Role.ROUTER_BIAS: Normal(0.1), Role.LATENT_NORM: Normal(1.0)}

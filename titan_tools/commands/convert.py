@@ -18,11 +18,15 @@ from titan_tools.commands.convert_options import (
     DryRun,
     DType,
     Json,
+    Layers,
     ModelFrom,
+    Mtp,
     NoDigest,
     Overwrite,
     Resume,
     Source,
+    TrainedBy,
+    Trainer,
     Workers,
     format_option,
 )
@@ -64,6 +68,8 @@ def _common_options(
     allow_missing: AllowMissing = False,
     allow_extra: AllowExtra = False,
     allow_nonfinite: AllowNonfinite = False,
+    mtp: Mtp = Layers.drop,
+    trained_by: TrainedBy = None,
     no_digest: NoDigest = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -91,7 +97,16 @@ def _register(
         parameters.append(argument(OPTIONS[field].parameter, Annotated[OPTIONS[field].kind | None, option], None))
     parameters += [argument(p.name, p.annotation, p.default) for p in signature(_common_options).parameters.values()]
 
-    def command(*, src: Path, dst: Path, no_digest: bool, as_json: bool, **values: Any) -> None:
+    def command(
+        *,
+        src: Path,
+        dst: Path,
+        no_digest: bool,
+        as_json: bool,
+        mtp: Layers,
+        trained_by: Trainer | None,
+        **values: Any,
+    ) -> None:
         from converters.convert import convert
         from converters.formats.base import OutputOptions
         from titan_tools.console import print_json, progress
@@ -106,6 +121,8 @@ def _register(
             source=source,
             options=OutputOptions(**options),
             digests=not no_digest,
+            mtp=mtp.value,
+            trained_by=None if trained_by is None else trained_by.value,
             progress=progress,
             **values,
         )

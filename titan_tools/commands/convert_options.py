@@ -1,5 +1,6 @@
 """The options that `titan convert` and other commands share: their types and help."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +57,37 @@ AllowNonfinite = Annotated[
 NoDigest = Annotated[
     bool,
     typer.Option("--no-digest", help="Leave tensor digests out of the manifest: faster; every file's CRC32 stays."),
+]
+
+
+class Layers(StrEnum):
+    """What becomes of layers for multi-token prediction."""
+
+    drop = "drop"
+    keep = "keep"
+
+
+Mtp = Annotated[
+    Layers,
+    typer.Option(help="Layers for multi-token prediction, which the model computes without: drop or keep them."),
+]
+
+
+class Trainer(StrEnum):
+    """What trained a checkpoint of torchtitan's layout."""
+
+    titan = "titan"
+    torchtitan = "torchtitan-0.2.2"
+    torchtitan_yarn = "torchtitan-0.2.2-yarn"
+
+
+TrainedBy = Annotated[
+    Trainer | None,
+    typer.Option(
+        help="What trained a DCP of torchtitan's layout, where torchtitan v0.2.2 computes otherwise than the published "
+        "model (DeepSeek): the output describes what was trained. -yarn: with a training.seq_len above 4096.",
+        show_default=False,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same command.")]
 DryRun = Annotated[

@@ -20,6 +20,7 @@ from titan_tools.infer.model.quantize import STORED, why_slow
 from titan_tools.infer.model.tensor_parallel import check_tp
 from titan_tools.infer.ranks import TPRanks, check_devices, tp_degree
 from titan_tools.infer.request import Request, check_options
+from titan_tools.infer.supported import check_supported
 from titan_tools.infer.task import Work
 from titan_tools.infer.text.chat_template import read_template
 from titan_tools.infer.text.vocabulary import read_vocabulary
@@ -30,6 +31,7 @@ _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 def prepare_work(request: Request, weights: NativeWeights) -> Work:
     """Check the request against the checkpoint's headers and tokenizer, before ranks start and weights are read."""
     args = weights.info.args
+    check_supported(get_family(weights.info.family), args)
     tp = tp_degree(request.tp)
     check_tp(args, tp)
     check_devices(tp)
@@ -66,7 +68,7 @@ def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -
             note(f"skipped {skipped}")
         if found.is_step:
             note(f"reading {found.folder}")
-        for text in weights.catalog.notes:
+        for text in weights.notes:
             note(f"{found.folder}: {text}")
         for text in weights.info.notes:
             note(text)

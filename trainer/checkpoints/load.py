@@ -119,7 +119,7 @@ def load_weights(
     """
     with open_native(path, otherwise=info, dequantized="float32") as weights:
         refuse_other_form(weights, path, settings)
-        for text in weights.catalog.notes:
+        for text in weights.notes:
             note(f"{path}: {text}")
         manifest = _manifest_of(weights.catalog.root, group)
         _refuse_damaged_items(weights.catalog, manifest, group)

@@ -18,7 +18,8 @@ class TrainerFamily:
     """How to build and shard the model of the `converters` Family of the same name.
 
     The model has `tok_embeddings`, `layers` (a ModuleDict by number), `norm` and `output`, any of which a pipeline
-    stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`.
+    stage may remove, `tie()`, and `forward(x, positions)`; attention has `inner_attention(q, k, v)`, which also takes
+    `scale`, the factor of the scores.
     Forward ends with a call of `output`, if there is one, which must treat each token separately: a chunked loss calls
     it on chunks of the tokens. With `takes_documents` it is `forward(x, positions, documents)`, and as Transformer's it
     passes what `make_mask` makes of the documents to every inner attention.

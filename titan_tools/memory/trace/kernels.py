@@ -27,6 +27,7 @@ from converters.sizes import MIB
 from titan_tools.memory.constants import EMBEDDING_ROWS_PER_THREAD, EMBEDDING_UNSORTED_TOKENS
 from trainer.gpus import HOPPER, Gpu
 from trainer.mesh import local_part
+from trainer.models.llama3.model import first_features, to_one_width
 from trainer.parallel.context import attend_with_cudnn
 
 aten: Any = torch.ops.aten
@@ -121,10 +122,10 @@ def _cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: b
     return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
 
-def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Any:
+def _attend_to_prefix(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Any:
     """On a GPU torch's CausalBias leads to flash attention, whose causal mask is aligned to the lower right."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BCNH, k_BEKH, v_BEKH))
-    return _flash_attention(q, k, v, is_causal=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in to_one_width(q_BCNH, k_BEKH, v_BEKH))
+    return first_features(_flash_attention(q, k, v, is_causal=True), v_BEKH.shape[-1]).transpose(1, 2)
 
 
 def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bool = False, **others: Any) -> Any:
@@ -138,7 +139,7 @@ def _attend_in_fp32(q: Tensor, k: Tensor, v: Tensor, *unused: Any, is_causal: bo
     return aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, is_causal)[0]
 
 
-def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor) -> Any:
+def _attend_to_prefix_in_fp32(q_BCNH: Tensor, k_BEKH: Tensor, v_BEKH: Tensor, scale: float | None = None) -> Any:
     """trainer/parallel/context.py's `attend_to_prefix` in fp32; torch/nn/attention/bias.py, CausalBias."""
     num_queries, num_keys = q_BCNH.shape[1], k_BEKH.shape[1]
     if q_BCNH.shape[2] == k_BEKH.shape[2]:

@@ -18,7 +18,7 @@ from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, read_model_info
 from converters.view import foreign_view
 from converters.weights import open_native
-from tests.tiny_deepseek import NUMBERS, native_arrays, write_deepseek
+from tests.tiny_deepseek import NUMBERS, native_arrays, native_logits, write_deepseek
 
 FAMILY = get_family("deepseek_v3")
 TOKENS = torch.arange(40)[None] * 7 % 97  # longer than YaRN's original length
@@ -28,8 +28,8 @@ def tensors_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def logits(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def logits(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
     with torch.no_grad():
         return model(TOKENS).logits
 
@@ -75,7 +75,8 @@ def test_there_and_back_is_bit_equal(written, fused, tmp_path):
 
 def test_offsets_stay_float32(written, tmp_path):
     name, model, root = written
-    convert(root / "dcp", tmp_path / "half", to="hf", dtype="float16")
+    convert(root / "dcp", tmp_path / "wide", to="torch", dtype="float32")  # where they are not the only ones
+    convert(tmp_path / "wide", tmp_path / "half", to="hf", dtype="float16")
     kinds = {key: tensor.dtype for key, tensor in tensors_of(tmp_path / "half").items()}
     biases = {key for key in kinds if key.endswith("e_score_correction_bias")}
     assert len(biases) == (0 if name.startswith("v2") else 2)
@@ -114,3 +115,36 @@ def test_transformers_builds_the_same_parameters(flavor, tmp_path):
     native = SimpleNamespace(tensors={p.fqn: TensorInfo("float32", p.shape) for p in FAMILY.parameters(args)})
     view = foreign_view(native, ModelInfo(FAMILY.name, args), FAMILY.namings["hf_fused"])
     assert {name: info.shape for name, info in view.tensors.items()} == shapes
+
+
+def test_kimi_k2_is_read_as_its_class(tmp_path):
+    """Its config.json has a type that transformers does not know, and names code for it."""
+    write_deepseek(tmp_path / "hf", "kimi")
+    before, path = logits(tmp_path / "hf"), tmp_path / "hf" / "config.json"
+    auto = {"AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModelForCausalLM": "modeling_deepseek.X"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2", "auto_map": auto}))
+    report = convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    assert any("model_type 'kimi_k2', now 'deepseek_v3'" in remark for remark in report.remarks)
+    assert any("auto_map names Python code, which is dropped" in remark for remark in report.remarks)
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf")
+    assert torch.equal(logits(tmp_path / "back"), before)
+
+
+def test_native_weights_in_the_papers_formulas_give_transformers_logits(written):
+    """Rotated features are pairs, which no naming moves; with halves every logit is far off."""
+    _, _, root = written
+    with open_native(root / "dcp") as weights:
+        arrays = {fqn: weights.read(fqn) for fqn in weights.tensors}
+        arrays = {
+            fqn: a if a.dtype == np.float32 else (a.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            for fqn, a in arrays.items()
+        }
+        args = weights.info.args
+    exact = logits(root / "hf", dtype=torch.float32)[0]
+    ours, scale = native_logits(arrays, TOKENS[0], args), exact.abs().max()
+    assert (ours - exact).abs().max() < 1e-4 * scale
+    halves = dict(arrays)
+    for fqn in (fqn for fqn in arrays if fqn.endswith(("wkv_a.weight",))):
+        rotated = np.arange(args.rotary_dim).reshape(2, -1).T.reshape(-1)
+        halves[fqn] = np.concatenate([arrays[fqn][: args.kv_rank], arrays[fqn][args.kv_rank :][rotated]])
+    assert (native_logits(halves, TOKENS[0], args) - exact).abs().max() > 1e-2 * scale

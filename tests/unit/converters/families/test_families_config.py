@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from converters.errors import CheckpointError, UnsupportedError
-from converters.families.base import RopeScaling
+from converters.families.base import RopeScaling, YarnRope
 from converters.families.registry import get_family, read_hf_config, read_meta_params
 from converters.model_info import ModelInfo, read_model_info, write_hf_config, write_meta_params, write_model_info
-from converters.model_numbers import check_args
+from converters.model_numbers import check_args, check_blocks
 
-FAMILIES = ("llama2", "llama3", "qwen3")
+FAMILIES = ("llama2", "llama3", "qwen3", "deepseek_v3")
 THETAS = (10000.0, 500000.0, 1e6, 5e6, 12345.5)
 
 
@@ -54,6 +54,35 @@ def models(draw, family: str | None = None, like_meta: bool = False) -> ModelInf
             sparse_step=draw(st.integers(1, 5)),
             dense_layers=tuple(sorted(draw(st.sets(st.integers(0, args.num_layers - 1), max_size=5)))),
         )
+    if family == "deepseek_v3":
+        num_groups, in_group = draw(st.integers(1, 8)), draw(st.integers(2, 32))
+        top_groups, is_v3 = draw(st.integers(1, num_groups)), draw(st.booleans())
+        if num_groups == 1 or not is_v3:
+            in_group = draw(st.integers(1, 64))
+        rotary_dim, plain_dim = 2 * draw(st.integers(1, 32)), 2 * draw(st.integers(1, 64))
+        yarn = YarnRope(draw(st.floats(1, 64)), draw(st.integers(1, 2**20)), mscale=0.5, mscale_all_dim=0.7)
+        args = replace(
+            args,
+            dim=heads * draw(st.integers(1, 128)),  # which the class of V2 wants
+            num_kv_heads=heads,
+            head_dim=plain_dim + rotary_dim,
+            rope_scaling=draw(st.sampled_from((None, yarn))),
+            q_rank=draw(st.integers(0, 2048)),
+            kv_rank=draw(st.integers(1, 1024)),
+            rotary_dim=rotary_dim,
+            value_dim=draw(st.integers(1, 256)),
+            num_dense_layers=draw(st.integers(0, args.num_layers)),
+            num_experts=num_groups * in_group,
+            experts_per_token=draw(st.integers(1, top_groups * in_group)),
+            expert_hidden=draw(st.integers(1, 4096)),
+            num_shared_experts=draw(st.integers(1, 4)),
+            score="sigmoid" if is_v3 else "softmax",
+            normalize_weights=is_v3 and draw(st.booleans()),
+            route_scale=draw(st.floats(0.1, 20)),
+            num_groups=num_groups,
+            top_groups=top_groups,
+        )
+        check_blocks(get_family(family), args, what="the test's model")
     if not get_family(family).claims(args):  # made so that it does
         args = (
             replace(args, rope_theta=10000.0) if family == "llama2" else replace(args, rope_theta=5e5, vocab_size=999)
@@ -80,8 +109,10 @@ def test_transformers_says_the_same_numbers(tmp_path_factory, info):
     folder = tmp_path_factory.mktemp("config")
     write_hf_config(folder, info, dtype="bfloat16")
     theirs = AutoConfig.from_pretrained(folder)
-    kind = Qwen3MoeConfig if getattr(info.args, "num_experts", 0) else Qwen3Config
-    assert type(theirs) is (kind if info.family == "qwen3" else LlamaConfig)
+    kinds = {"qwen3": Qwen3MoeConfig if getattr(info.args, "num_experts", 0) else Qwen3Config}
+    if info.family == "deepseek_v3":
+        kinds["deepseek_v3"] = DeepseekV3Config if info.args.score == "sigmoid" else DeepseekV2Config
+    assert type(theirs) is kinds.get(info.family, LlamaConfig)
     assert str(theirs.dtype) == "torch.bfloat16"
     theirs.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())

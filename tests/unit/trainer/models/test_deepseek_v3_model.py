@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from converters.families.deepseek_v3 import FLAVORS, DeepSeekArgs, block, parameters
+from converters.weights import open_native
 from tests.deepseek_reference import by_our_names, published_routes, their_model
+from tests.tiny_deepseek import NUMBERS, native_logits, write_deepseek
 from trainer.models.deepseek_v3.model import build_model, softmax_scale
 from trainer.models.initialization import Constant, Normal, initial_distribution
 from trainer.models.moe import Router
@@ -64,6 +66,20 @@ def test_logits_of_deepseek_are_those_of_transformers(args, length):
         assert ids_TK.sort(dim=-1).values[is_clear].equal(ids[is_clear])
         num_clear, num_tokens = num_clear + int(is_clear.sum()), num_tokens + len(is_clear)
     assert num_clear >= 0.999 * num_tokens > 0
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_folder_of_transformers_is_computed_as_the_papers_say(name, tmp_path):
+    """With the numbers and names that titan reads from it: also without YaRN, groups, or a query's latent."""
+    theirs, tokens = write_deepseek(tmp_path, name), torch.arange(48) * 7 % 97
+    with open_native(tmp_path) as weights:
+        args, arrays = weights.info.args, {fqn: torch.from_numpy(weights.read(fqn)) for fqn in weights.tensors}
+    model = build_model(args)
+    model.load_state_dict(arrays)
+    with torch.no_grad():
+        found, output = model(tokens[None])[0], theirs(tokens[None]).logits[0]
+    for wanted in (native_logits(arrays, tokens, args), output):
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_gradients_are_those_of_transformers(args):

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer.parallel.context
+from converters.families.deepseek_v3 import FLAVORS as LATENTS
 from converters.families.llama3 import FLAVORS
 from trainer.parallel.attention_backend import selects_cudnn
 from trainer.parallel.context import attend_to_prefix, attend_with_cudnn, head_tail_positions
@@ -93,15 +94,20 @@ def test_torchs_own_choice_of_kernel_is_followed(chosen, monkeypatch):
     asked = []
 
     def choose(q, k, v, **options):
-        asked.append((q.shape[1], k.shape[1], q.dtype, options))
+        asked.append((q.shape[1:4:2], k.shape[1:4:2], v.shape[1:4:2], q.dtype, options))
         return chosen.value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         found = selects_cudnn(FLAVORS["8B"], torch.bfloat16, torch.device("cuda", 0))
+        selects_cudnn(LATENTS["671B"], torch.bfloat16, torch.device("cuda", 0), value_dim=128)
     assert found == (chosen == SDPBackend.CUDNN_ATTENTION)
-    assert asked == [(32, 8, torch.bfloat16, {"is_causal": True, "enable_gqa": True})]
+    heads_and_widths = [((32, 128), (8, 128), (8, 128)), ((128, 192), (128, 192), (128, 128))]
+    assert asked == [
+        (*shapes, torch.bfloat16, {"is_causal": True, "enable_gqa": shapes[0] != shapes[1]})
+        for shapes in heads_and_widths
+    ]
     assert not selects_cudnn(FLAVORS["8B"], torch.bfloat16, torch.device("cpu"))
 
 

@@ -36,6 +36,14 @@ def test_one_stage_per_rank_or_two_for_looped_schedules():
     assert not split.ends_meet
 
 
+def test_the_61_layers_of_deepseek_v3_over_two_stages_of_eight_ranks():
+    """As torchtitan v0.2.2's generate_llm_fqn_per_model_part, which counts the two ends as a layer each."""
+    split = split_model(Parallelism(pipeline_parallel_schedule="Interleaved1F1B"), 61, 8)
+    num_layers = [sum(name.startswith("layers.") for name in modules) for modules in split.modules]
+    assert num_layers == [3, *[4] * 14, 2]
+    assert split.modules[7] == ("layers.27", "layers.28", "layers.29", "layers.30")
+
+
 def test_a_v_goes_there_and_back_again():
     split = split_model(Parallelism(pipeline_parallel_schedule="ZBVZeroBubble"), 8, 3)
     assert split.ranks == (0, 1, 2, 2, 1, 0) and split.ends_meet

@@ -1,0 +1,302 @@
+"""DeepSeek in every format, layout and naming: values, moments, errors, and headers of the 671B."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from converters.catalog import Box, TensorInfo
+from converters.convert import convert
+from converters.diff import diff
+from converters.engine.read import CatalogReader
+from converters.errors import CheckpointError, ConfigError, UnsupportedError
+from converters.families.registry import get_family
+from converters.formats.base import OutputOptions
+from converters.inspect import inspect_checkpoint
+from converters.layout import MeshShape, boxes_for_mesh, check_mesh, local_box
+from converters.model_info import ModelInfo, write_model_info
+from converters.open import open_checkpoint
+from converters.reshard import reshard
+from converters.verify import verify
+from converters.weights import open_native
+from tests.big_shapes import deepseek_v3, write_sparse_hf
+from tests.tiny_deepseek import native_arrays, write_deepseek
+from tests.unit.converters.families.test_deepseek_config import V3
+
+ROOT = Path(__file__).parents[3]
+FAMILY = get_family("deepseek_v3")
+FORMS = {
+    "dcp for a mesh": ("dcp", OutputOptions(mesh=MeshShape(pp=2, dp_shard=5))),  # 12 experts on 5 ranks
+    "dcp for experts": ("dcp", OutputOptions(mesh=MeshShape(dp_shard=4, tp=2, ep=4))),
+    "torch": ("torch", OutputOptions()),
+    "hf": ("hf", OutputOptions(shard_bytes=30_000)),
+    "hf fused": ("hf", OutputOptions(fused_experts=True)),
+}
+
+
+@pytest.fixture(scope="module", params=["v3", "v2_lite"])
+def source(request, tmp_path_factory):
+    """(name, model, root): root/hf as transformers wrote it, with sizes that tensor parallelism divides; root/dcp."""
+    root = tmp_path_factory.mktemp(request.param)
+    model = write_deepseek(root / "hf", request.param, vocab_size=98)
+    convert(root / "hf", root / "dcp", to="dcp")
+    return request.param, model, root
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_there_and_back(source, form, tmp_path):
+    _, _, root = source
+    to, options = FORMS[form]
+    convert(root / "hf", tmp_path / "out", to=to, options=options)
+    assert verify(tmp_path / "out").verdict == "all checks passed" and diff(tmp_path / "out", root / "dcp").equal
+    convert(tmp_path / "out", tmp_path / "back", to="hf")
+    ours, theirs = load_file(tmp_path / "back" / "model.safetensors"), load_file(root / "hf" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [("meta", "Meta's format has no deepseek_v3 models"), ("torchtune", "torchtune 0.6.1 has no deepseek_v3 models")],
+)
+def test_formats_without_such_models(source, to, said, tmp_path):
+    with pytest.raises(UnsupportedError, match=said):
+        convert(source[2] / "dcp", tmp_path / "out", to=to)
+
+
+# Names of torchtitan's newest version, and of the code that DeepSeek publishes with its models
+
+NEWEST = {
+    "experts.w1": "routed_experts.inner_experts.w1_EFD",
+    "experts.w2": "routed_experts.inner_experts.w2_EDF",
+    "experts.w3": "routed_experts.inner_experts.w3_EFD",
+    "expert_bias": "expert_bias_E",
+}
+OWN = {
+    "tok_embeddings": "embed",
+    "attention_norm": "attn_norm",
+    "attention": "attn",
+    "feed_forward": "ffn",
+    "moe.router.gate": "ffn.gate",
+    "moe.expert_bias": "ffn.gate.bias",
+    "moe.shared_experts": "ffn.shared_experts",
+}
+
+
+def test_torchtitans_newest_names_are_read(source, tmp_path):
+    _, _, root = source
+    convert(root / "dcp", tmp_path / "native", to="torch")
+    found = {}
+    for name, weight in torch.load(tmp_path / "native" / "model.pt").items():
+        for ours, theirs in NEWEST.items():
+            name = name.replace(ours, theirs) if f"moe.{ours}" in name else name
+        found["lm_head.weight" if name == "output.weight" else name] = weight
+    assert not any(name.endswith("experts.w1") for name in found)
+    torch.save(found, tmp_path / "theirs.pt")
+    report = convert(tmp_path / "theirs.pt", tmp_path / "out", to="dcp", model_from=root / "dcp")
+    assert report.made == {} and report.source_format == "torch, titan_qkv_linear names"
+    assert diff(tmp_path / "out", root / "dcp").equal
+
+
+def own_names(native: dict[str, torch.Tensor], *, has_bias: bool) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, weight in native.items():
+        if ".moe.experts." in name:
+            layer, w = name.split(".moe.experts.")
+            found |= {f"{layer}.ffn.experts.{e}.{w}.weight": one.clone() for e, one in enumerate(weight)}
+        elif not name.endswith("expert_bias") or has_bias:
+            for ours, theirs in OWN.items():
+                name = re.sub(rf"(^|\.){ours}($|\.)", rf"\1{theirs}\2", name)
+            found["head.weight" if name == "output.weight" else name] = weight
+    return found
+
+
+def test_deepseeks_own_names_are_read(source, tmp_path):
+    """As its convert.py writes them for one rank: model0-mp1.safetensors, and no config.json."""
+    name, _, root = source
+    convert(root / "dcp", tmp_path / "native", to="torch")
+    tensors = own_names(torch.load(tmp_path / "native" / "model.pt"), has_bias=name == "v3")
+    assert "layers.1.ffn.experts.11.w2.weight" in tensors and "layers.0.ffn.w1.weight" in tensors
+    assert ("layers.2.ffn.gate.bias" in tensors) == (name == "v3")
+    (tmp_path / "own").mkdir()
+    save_file(tensors, tmp_path / "own" / "model0-mp1.safetensors")
+    report = convert(tmp_path / "own", tmp_path / "out", to="hf", model_from=root / "hf")
+    assert report.source_format == "safetensors, deepseek names"
+    assert diff(tmp_path / "out", root / "hf").equal
+
+
+def test_deepseeks_own_files_of_several_ranks_are_refused(source, tmp_path):
+    """Each holds other experts and other rows under the same names."""
+    name, _, root = source
+    convert(root / "dcp", tmp_path / "native", to="torch")
+    tensors = own_names(torch.load(tmp_path / "native" / "model.pt"), has_bias=name == "v3")
+    (tmp_path / "own").mkdir()
+    for rank in range(2):
+        save_file(tensors, tmp_path / "own" / f"model{rank}-mp2.safetensors")
+    with pytest.raises(UnsupportedError, match="shards of 2 ranks") as error:
+        convert(tmp_path / "own", tmp_path / "out", to="hf", model_from=root / "hf")
+    assert "--model-parallel 1" in error.value.hint
+
+
+# What training reads: layouts and moments
+
+
+ARGS = replace(FAMILY.flavors["debug_v3"], vocab_size=96)
+MESHES = [MeshShape(dp_shard=5), MeshShape(pp=2, dp_shard=3, tp=2), MeshShape(dp_shard=4, tp=2, ep=4, etp=1)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_moments_follow_their_weights(mesh, tmp_path):
+    generator, state = torch.Generator().manual_seed(1), {}
+    parameters = {p.fqn: p for p in FAMILY.parameters(ARGS)}
+    for fqn, p in parameters.items():
+        state[fqn] = torch.randn(p.shape, generator=generator)
+        if p.is_trained:
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[f"optimizer.state.{fqn}.{kind}"] = torch.rand(p.shape, generator=generator)
+            state[f"optimizer.state.{fqn}.step"] = torch.tensor(5.0)
+    dcp.save(state, checkpoint_id=str(tmp_path / "src"), no_dist=True)
+    write_model_info(tmp_path / "src", ModelInfo("deepseek_v3", ARGS))
+    reshard(tmp_path / "src", tmp_path / "out", mesh=mesh)
+    catalog = open_checkpoint(tmp_path / "out")
+    with CatalogReader(catalog) as reader:
+        assert reader.tensors.keys() == state.keys()
+        for name, value in state.items():
+            assert np.array_equal(reader.read(name, Box.whole(value.shape)), value.numpy()), name
+    # each rank of the first stage finds its part of a latent, a head's column and a shared expert as one chunk
+    for fqn in ("attention.wkv_a.weight", "attention.wkv_b.weight", "attention.kv_norm.weight", "attention.wo.weight"):
+        p = parameters[f"layers.0.{fqn}"]
+        held = {local_box(p, mesh, rank) for rank in range(mesh.world_size // mesh.pp)} - {None}
+        for name in (p.fqn, f"optimizer.state.{p.fqn}.exp_avg"):
+            assert {chunk.box for chunk in catalog.tensors[name].chunks} == held
+
+
+def test_the_latent_is_whole_on_every_rank_of_tensor_parallelism():
+    parameters, mesh = {p.fqn: p for p in FAMILY.parameters(ARGS)}, MeshShape(tp=2)
+    boxes = {fqn: local_box(p, mesh, 1).sizes for fqn, p in parameters.items()}
+    assert boxes["layers.1.attention.wkv_a.weight"] == (32 + 8, 128) and boxes["layers.1.attention.wq_a.weight"] == (
+        48,
+        128,
+    )
+    assert boxes["layers.1.attention.wkv_b.weight"] == (4 * (16 + 20) // 2, 32)
+    assert boxes["layers.1.attention.wo.weight"] == (128, 4 * 20 // 2)
+    assert boxes["layers.1.moe.shared_experts.w1.weight"] == (96 // 2, 128)
+
+
+def test_a_mesh_that_does_not_divide():
+    with pytest.raises(ConfigError, match="tp=3 .*4 attention heads"):
+        check_mesh(MeshShape(tp=3), FAMILY, ARGS)
+    odd = replace(ARGS, expert_hidden=30, num_shared_experts=3, num_heads=8, num_kv_heads=8)
+    with pytest.raises(ConfigError, match="tp=4 does not divide the 90 columns of the shared expert"):
+        check_mesh(MeshShape(tp=4, dp_shard=1, ep=4), FAMILY, odd)
+    check_mesh(MeshShape(pp=3, dp_shard=6, tp=4, ep=12), FAMILY, ARGS)
+    parameters = FAMILY.parameters(FAMILY.flavors["671B"])
+    files = boxes_for_mesh(parameters, MeshShape(dp_shard=64, ep=32), itemsizes={p.fqn: 2 for p in parameters})
+    assert len(files) == 64
+
+
+def test_inspect_says_what_it_is(source):
+    name, _, root = source
+    found = inspect_checkpoint(root / "dcp")
+    assert "latent attention (16 + 6 values per token)" in found.parts
+    groups = ", 2 of 4 groups" if name == "v3" else ""
+    shared = 24 if name == "v3" else 48
+    assert f"12 experts of 24 (3 per token){groups}, a shared one of {shared} in 2 of 3 layers" in found.parts
+    assert "layers.{1..2}.moe.experts.w1" in {line.name for line in found.lines}
+
+
+def test_swapped_gate_and_up_are_named(source, tmp_path):
+    _, _, root = source
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    for kind in ("shared_experts", "experts.3"):
+        gate, up = (f"model.layers.1.mlp.{kind}.{name}_proj.weight" for name in ("gate", "up"))
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    found = {one.name: one.detail for one in diff(tmp_path / "hf", root / "dcp").differences}
+    assert found.keys() == {f"layers.1.moe.{k}" for k in ("experts.w1", "experts.w3")} | {
+        f"layers.1.moe.shared_experts.{w}.weight" for w in ("w1", "w3")
+    }
+    assert "in experts 3" in found["layers.1.moe.experts.w1"]
+
+
+# Headers of the largest
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> Path:
+    """DeepSeek V3 in bfloat16 as the hub has it, with its layer for multi-token prediction: 46,183 tensors."""
+    found = {n: i for n, i in deepseek_v3().items() if not n.endswith("_scale_inv")}
+    tensors = {n: TensorInfo("bfloat16" if i.dtype != "float32" else "float32", i.shape) for n, i in found.items()}
+    at, last, dim = "model.layers.61.", "model.layers.60.", 7168
+    tensors |= {at + n.removeprefix(last): info for n, info in tensors.items() if n.startswith(last)}
+    tensors |= {f"{at}{n}.weight": TensorInfo("bfloat16", (dim,)) for n in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{at}eh_proj.weight"] = TensorInfo("bfloat16", (dim, 2 * dim))
+    for name in ("embed_tokens", "shared_head.head"):
+        tensors[f"{at}{name}.weight"] = tensors["lm_head.weight"]
+    folder = tmp_path_factory.mktemp("big")
+    config = {key: value for key, value in V3.items() if key != "auto_map"}
+    write_sparse_hf(folder / "hf", tensors, shard_bytes=5 * 10**9, config=config)
+    return folder / "hf"
+
+
+MEASURED = """
+import atexit, pathlib, sys
+atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
+from titan_tools.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("dcp", ["--for-mesh", "dp_shard=64,ep=8"]),
+        pytest.param("dcp", ["--mtp", "keep"], marks=pytest.mark.slow),
+        pytest.param("hf", [], marks=pytest.mark.slow),
+        pytest.param("hf", ["--fused-experts"], marks=pytest.mark.slow),
+    ],
+)
+def test_671b_is_planned_within_5_seconds_and_400_mib(big, to, options, tmp_path):
+    command = ["convert", "auto", big, tmp_path / "out", "--to", to, *options, "--dry-run", "--json"]
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, command)], cwd=ROOT, capture_output=True, text=True
+    )
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    secs = after.children_user + after.children_system - before.children_user - before.children_system
+    (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stderr, re.MULTILINE)
+    assert int(peak) * 1024 < 400 << 20 and secs < 5
+    report = json.loads(done.stdout)
+    layer = 0 if "keep" in options else 13_463_441_152  # values of the layer for multi-token prediction
+    assert report["num_bytes"] > 2 * (684_489_845_504 - layer - 2 * 129280 * 7168) - (1 << 20)
+
+
+def test_a_checkpoint_without_offsets_or_with_some(source, tmp_path):
+    """torchtitan does not save them where it does not balance; a Hugging Face V3 has all of them."""
+    name, model, root = source
+    arrays = {fqn: torch.as_tensor(a) for fqn, a in native_arrays(model).items() if not fqn.endswith("expert_bias")}
+    torch.save(arrays, tmp_path / "model.pt")
+    report = convert(tmp_path / "model.pt", tmp_path / "dcp", to="dcp", model_from=root / "hf")
+    assert set(report.made) == {f"layers.{n}.moe.expert_bias" for n in (1, 2)}
+    if name == "v3":
+        shutil.copytree(root / "hf", tmp_path / "hf")
+        tensors = load_file(tmp_path / "hf" / "model.safetensors")
+        biases = [n for n in tensors if n.endswith("e_score_correction_bias")]
+        for gone in (biases[:1], biases):
+            kept = {n: t for n, t in tensors.items() if n not in gone}
+            save_file(kept, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+            with pytest.raises(CheckpointError, match="missing     .*e_score_correction_bias"):
+                convert(tmp_path / "hf", tmp_path / "out", to="dcp")
+    with open_native(root / "dcp") as weights:
+        assert weights.tensors["layers.1.moe.expert_bias"].dtype == "float32"

@@ -1,0 +1,96 @@
+"""Checkpoints of torchtitan v0.2.2, whose DeepSeek model is not the published one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from converters.convert import convert
+from converters.errors import ConfigError
+from converters.model_info import read_model_info
+from converters.trained_by import TRAINED_BY
+from tests.tiny_deepseek import native_arrays, native_logits, write_deepseek
+from tests.tiny_families import write_tiny
+from titan_tools.cli import app
+from titan_tools.commands.convert_options import Trainer
+
+TOKENS = torch.arange(14) * 7 % 97  # within YaRN's original length
+
+
+@pytest.fixture(scope="module", params=["v3", "v2", "v2_lite"])
+def foreign(request, tmp_path_factory):
+    """(name, native arrays, root): root/dcp with torchtitan's names and no description, root/hf the published model."""
+    root = tmp_path_factory.mktemp(request.param)
+    arrays = native_arrays(write_deepseek(root / "hf", request.param))
+    dcp.save({n: torch.as_tensor(a) for n, a in arrays.items()}, checkpoint_id=str(root / "dcp"), no_dist=True)
+    return request.param, arrays, root
+
+
+def logits(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(TOKENS[None]).logits[0]
+
+
+def test_the_output_says_what_was_trained(foreign, tmp_path):
+    """Up to YaRN's original length v0.2.2 leaves YaRN out; its epsilon is 1e-5 (16B, 236B and 671B alike)."""
+    name, arrays, root = foreign
+    published = read_model_info(root / "hf").args
+    report = convert(root / "dcp", tmp_path / "out", to="hf", model_from=root / "hf", trained_by="torchtitan-0.2.2")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["rms_norm_eps"], config["rope_scaling"], config["max_position_embeddings"]) == (1e-5, None, 16)
+    trained = replace(published, norm_eps=1e-5, rope_scaling=None)
+    expected, ours = native_logits(arrays, TOKENS, trained), logits(tmp_path / "out")
+    scale = expected.abs().max()
+    assert (ours - expected).abs().max() < 1e-4 * scale < (logits(root / "hf") - expected).abs().max()
+    said = "\n".join(report.remarks)
+    assert "rope_scaling yarn with an mscale of 0.707, now none" in said and "norm_eps 1e-06, now 1e-05" in said
+    assert "norms of latents" in said and "the last norm" in said
+    assert ("chosen by the sum" in said) == (name == "v2")
+
+
+def test_beyond_the_original_length(foreign, tmp_path):
+    """Then YaRN is used, with another magnitude for the models whose published one is 0.707."""
+    _, _, root = foreign
+    convert(root / "dcp", tmp_path / "out", to="dcp", model_from=root / "hf", trained_by="torchtitan-0.2.2-yarn")
+    args, published = read_model_info(tmp_path / "out").args, read_model_info(root / "hf").args
+    scaling = replace(published.rope_scaling, mscale=0.7, mscale_all_dim=0.7)
+    assert args == replace(published, norm_eps=1e-5, rope_scaling=scaling)
+
+
+def test_without_the_option_it_warns(foreign, tmp_path):
+    name, _, root = foreign
+    report = convert(root / "dcp", tmp_path / "out", to="hf", model_from=root / "hf")
+    (warning,) = [remark for remark in report.remarks if remark.startswith("WARNING")]
+    assert "--trained-by torchtitan-0.2.2, torchtitan-0.2.2-yarn or titan" in warning
+    assert ("groups" in warning) == (name == "v2")
+    same = convert(root / "dcp", tmp_path / "same", to="hf", model_from=root / "hf", trained_by="titan")
+    assert not any("WARNING" in remark or "trained" in remark for remark in same.remarks)
+    ours, theirs = ((tmp_path / folder / "config.json").read_text() for folder in ("out", "same"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("trained_by", TRAINED_BY)
+def test_the_option_is_refused_where_it_means_nothing(trained_by, tmp_path):
+    write_deepseek(tmp_path / "hf")
+    assert not any("WARNING" in remark for remark in convert(tmp_path / "hf", tmp_path / "dcp", to="dcp").remarks)
+    for src in ("hf", "dcp"):
+        with pytest.raises(ConfigError, match="is not a checkpoint of torchtitan"):
+            convert(tmp_path / src, tmp_path / "out", to="torch", trained_by=trained_by)
+    write_tiny(tmp_path / "llama", "llama3")
+    with pytest.raises(ConfigError, match="is a llama3, which torchtitan computes alike"):
+        convert(tmp_path / "llama", tmp_path / "out", to="dcp", trained_by=trained_by)
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line(foreign, tmp_path):
+    _, _, root = foreign
+    assert tuple(each.value for each in Trainer) == TRAINED_BY
+    command = ["convert", "dcp-to-hf", root / "dcp", tmp_path / "out", "--model-from", root / "hf", "--json"]
+    done = CliRunner().invoke(app, [*map(str, command), "--trained-by", "torchtitan-0.2.2"])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["rms_norm_eps"] == 1e-5
