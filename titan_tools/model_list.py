@@ -8,7 +8,6 @@ from converters.families.base import Family
 from converters.families.registry import all_families
 from converters.formats.base import OutputOptions
 from converters.formats.registry import FORMATS
-from titan_tools.infer.supported import unsupported_features
 from trainer.models.registry import trained_families
 
 BYTES_COMMANDS = ("convert", "reshard", "inspect", "diff", "verify")
@@ -50,8 +49,7 @@ def _describe(family: Family) -> dict[str, Any]:
 def _commands(family: Family) -> Iterator[str]:
     yield from BYTES_COMMANDS
     if family.name in trained_families():
-        cannot_infer = any(unsupported_features(family, args) for args in family.flavors.values())
-        yield from (command for command in MODEL_COMMANDS if not (cannot_infer and command == "infer"))
+        yield from MODEL_COMMANDS
 
 
 def _formats(family: Family) -> Iterator[str]:
