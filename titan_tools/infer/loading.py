@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from converters.errors import CheckpointError, ConfigError
 from converters.source_check import check_read_files
 from converters.stored_blocks import BlocksSource
 from converters.weights import NativeWeights
@@ -29,7 +30,6 @@ _COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 def prepare_work(request: Request, weights: NativeWeights) -> Work:
     """Check the request against the checkpoint's headers and tokenizer, before ranks start and weights are read."""
     args = weights.info.args
-    _check_blocks(weights.info)
     tp = tp_degree(request.tp)
     check_tp(args, tp)
     check_devices(tp)
@@ -54,21 +54,6 @@ def prepare_work(request: Request, weights: NativeWeights) -> Work:
     default = "bfloat16" if request.quantize else stored if stored in _COMPUTE_DTYPES else "float32"
     origin = origin_of(weights, tokenizer=folder) if request.out or tp > 1 else None
     return Work(request, args, vocabulary, template, tp, request.dtype or default, folder, origin)
-
-
-def _check_blocks(info: ModelInfo) -> None:
-    """Raise UnsupportedError for layers that inference does not compute."""
-    blocks = get_family(info.family).blocks(info.args)
-    features = {
-        "latent attention": any(block.attention is not None for block in blocks),
-        "shared experts": any(isinstance(b.feed_forward, Experts) and b.feed_forward.shared_hidden for b in blocks),
-    }
-    found = [feature for feature, is_used in features.items() if is_used]
-    if found:
-        raise UnsupportedError(
-            f"titan infer does not support {' and '.join(found)}, which models of family {info.family} have",
-            hint="titan convert writes a Hugging Face folder, which transformers and vLLM run",
-        )
 
 
 def is_damaged(found: FoundCheckpoint, weights: NativeWeights, ranks: TPRanks) -> bool:

@@ -8,15 +8,12 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.convert import convert
-from converters.errors import UnsupportedError
 from tests.checkpoint_forms import FORMS
 from tests.greedy_reference import assert_same, greedy, ragged_prompts
-from tests.tiny_deepseek import write_deepseek
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_infer import complete, load
 from tests.tiny_llama import BOS, EOS, write_tokenizer
 from titan_tools.infer.decoding.engine import Engine
-from titan_tools.infer.generator import load_for_inference
 
 PROMPT = "def main("
 VOCAB = 301
@@ -180,9 +177,3 @@ def test_any_of_several_ends_ends_as_in_transformers(titan, tmp_path):
         _, out, _ = titan("infer", place, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, "--json")
         (result,) = json.loads(out)["results"]
         assert (result["tokens"], result["finish_reason"]) == (expected, "stop")
-
-
-def test_latent_attention_is_refused_before_anything_runs(tmp_path):
-    write_deepseek(tmp_path, "v2_lite")
-    with pytest.raises(UnsupportedError, match="latent attention and shared experts, which models of family deepseek"):
-        load_for_inference(tmp_path)
