@@ -75,6 +75,15 @@ QWEN3_MOE: Mapping[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# A quarter of Qwen 3 8B
+QWEN3_WIDE: Mapping[str, Any] = {
+    **QWEN3_1B,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
 # Seven layers of 30B-A3B: 8.9 GB, of which experts are 97 %
 QWEN3_MOE_9GB: Mapping[str, Any] = {**QWEN3_MOE, "num_hidden_layers": 7, "num_experts": 128}
 # DeepSeek V3's width and experts: one layer with 48 of them, 4.6 GB of bf16, half as much in fp8
