@@ -1,5 +1,7 @@
 """Head-tail shards: complete, balanced, and in an order that gathering undoes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainer.parallel.context
 from converters.families.deepseek_v3 import FLAVORS as LATENTS
 from converters.families.llama3 import FLAVORS
+from trainer.models.deepseek_v3.model import build_model
 from trainer.parallel.attention_backend import selects_cudnn
-from trainer.parallel.context import attend_to_prefix, attend_with_cudnn, head_tail_positions
+from trainer.parallel.context import apply_cp, attend_to_prefix, attend_with_cudnn, head_tail_positions
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
@@ -33,6 +36,24 @@ def test_queries_see_the_keys_up_to_their_own(start, value_dim, scale):
     ).transpose(1, 2)
     part = attend_to_prefix(q[:, start : start + 8], k[:, : start + 8], v[:, : start + 8], scale)
     assert torch.allclose(part, whole[:, start : start + 8], atol=1e-6)
+
+
+def test_latents_are_gathered_and_not_the_keys_and_values_of_the_heads(monkeypatch):
+    """Of each layer one message: 576 numbers of a token in the published models, here 32 + 8."""
+    sent = []
+
+    def gathered(x, group):
+        sent.append(x.shape)
+        return torch.cat((x, x), dim=1)
+
+    monkeypatch.setattr(trainer.parallel.context, "gather_sequence", gathered)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 2)
+    args = LATENTS["debug_v3"]
+    model = build_model(replace(args, num_layers=2, num_dense_layers=2))
+    apply_cp(model, None)
+    model(torch.arange(16)[None], head_tail_positions(32, 1, 2))
+    assert sent == [(1, 16, args.kv_rank + args.rotary_dim)] * 2
 
 
 def cpu_forward(q, k, v, is_causal, scale):
