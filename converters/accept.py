@@ -80,7 +80,7 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
         checks.append(check_items(catalog, remark=f"{MANIFEST} is being replaced"))
     checks += check_container(catalog, is_folder=True)
     checks += check_reading(catalog)
-    model_check, native_rows = check_model(catalog, model_from)
+    model_check, rules = check_model(catalog, model_from)
     checks.append(model_check)
     if any(check.outcome == "failed" for check in checks):  # reading damaged files would add nothing
         return _report(path, catalog, checks, {}, None)
@@ -88,8 +88,10 @@ def accept(path: Path | str, *, model_from: Path | str | None = None, progress: 
     with progress(catalog.num_bytes, "reading") as advance, CatalogReader(catalog) as reader:
         tensors = {}
         for fqn, info in reader.tensors.items():
-            digest, count = read_through(reader, fqn, native_rows, advance)
-            tensors[fqn] = TensorSum(info.dtype, info.shape, digest)
+            source = rules.source_for(reader, fqn, None)
+            digest, count = read_through(source, fqn, rules.native_rows, advance)
+            of = source.tensors[fqn].dtype
+            tensors[fqn] = TensorSum(info.dtype, info.shape, digest, of if of != info.dtype else "")
             non_finite |= {fqn: count} if count else {}
     sums = dict(zip(before, in_threads([partial(sum_file, folder / name) for name in before]), strict=True))
     old, unreadable = _read_old(folder)

@@ -47,6 +47,8 @@ def convert(
     num_shards: int | None = None,
     fused_experts: bool = False,
     drop_expert_bias: bool = False,
+    quantize: str | None = None,
+    scales_from: Path | str | None = None,
     model_from: Path | str | None = None,
     allow_missing: bool = False,
     allow_extra: bool = False,
@@ -68,6 +70,8 @@ def convert(
         num_shards: for `meta`: number of `consolidated.NN.pth` files.
         fused_experts: for `hf`: one tensor for all experts of a layer instead of one each.
         drop_expert_bias: for `hf`: leave out balancing offsets of experts that are not zero.
+        quantize: for `hf`: `"fp8"` or `"fp8:ue8m0"`, float8 weights with a scale for each block of 128 × 128.
+        scales_from: with `quantize`: fp8 folder of the same model whose scales are kept where the values fit.
         model_from: folder that describes the model, for a source that does not.
         allow_missing, allow_extra, allow_nonfinite: turn these errors into entries of the report.
         workers: copying threads.
@@ -92,6 +96,8 @@ def convert(
             num_shards=num_shards,
             fused_experts=fused_experts or None,
             drop_expert_bias=drop_expert_bias or None,
+            quantize=quantize,
+            scales_from=None if scales_from is None else Path(scales_from),
         ),
         model_from=model_from,
         workers=workers,

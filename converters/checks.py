@@ -1,11 +1,11 @@
 """The checks of a checkpoint that need no manifest: structure, names and shapes, CRC32s of items, readable values."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from converters.catalog import Catalog
+from converters.catalog import Catalog, TensorSource
 from converters.containers.safetensors import index_remarks
 from converters.dtypes import itemsize
 from converters.engine.casts import count_non_finite
@@ -15,13 +15,15 @@ from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, TitanError, UnsupportedError
 from converters.expressions import RowNumbers
 from converters.families.registry import get_family
+from converters.manifest import TensorSum
 from converters.model_from import find_model_info
 from converters.model_info import describes_model
 from converters.mtp import num_mtp_layers, with_mtp
-from converters.names import MANIFEST
+from converters.names import HF_CONFIG, MANIFEST
+from converters.quantized_tensors import DequantizedSource, QuantizedTensors
 from converters.verify_report import Check
 from converters.view import native_row_numbers
-from converters.weights import model_part, naming_of, native_weights
+from converters.weights import model_part, naming_of, native_weights, quantized_tensors
 
 
 def check_structure(catalog: Catalog) -> Check:
@@ -78,34 +80,58 @@ def _check_gaps(catalog: Catalog) -> list[Check]:
     )
 
 
-def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, RowNumbers | None]:
-    """Whether the tensors are those of the model; and the native numbers of stored rows, for the digests."""
+@dataclass(frozen=True, slots=True)
+class DigestRules:
+    """What the digests of stored tensors are of."""
+
+    native_rows: RowNumbers | None = None  # None: rows are stored in native order
+    quantized: QuantizedTensors | None = None
+
+    def source_for(self, reader: CatalogReader, fqn: str, listed: TensorSum | None) -> TensorSource:
+        """What to read a tensor from: its values or, where `listed` has a digest of the codes, the codes.
+
+        Raises CheckpointError where a digest is of values that cannot be computed.
+        """
+        is_of_codes = listed is not None and not listed.digest_dtype
+        if self.quantized and fqn in self.quantized.expressions and not is_of_codes:
+            if listed and listed.digest_dtype != self.quantized.dtype:
+                raise CheckpointError(f"{fqn}: its digest is of {listed.digest_dtype} values, which is not covered")
+            return DequantizedSource(reader, self.quantized)
+        if listed is not None and listed.digest_dtype:
+            raise CheckpointError(f"{fqn}: is listed as quantized, and {HF_CONFIG} does not say how")
+        return reader
+
+
+def check_model(catalog: Catalog, model_from: Path | str | None) -> tuple[Check, DigestRules]:
+    """Whether the tensors are those of the model; and what their digests are of."""
     name = "names and shapes"
     try:
         with native_weights(catalog, model_from=model_from) as weights:
             args = weights.info.args
             what = f"{weights.info.family}, {args.num_layers} layers, dim {args.dim}, {weights.naming} names"
-            return Check(name, "ok", what), _native_rows(catalog, model_from)
+            if weights.quantized:
+                what += f", {len(weights.quantized.expressions):,} weights in {weights.quantized.scheme}"
+            return Check(name, "ok", what), _digest_rules(catalog, model_from)
     except UnsupportedError as error:
-        return Check(name, "not possible", error.message), None
+        return Check(name, "not possible", error.message), DigestRules()
     except CheckpointError as error:
         is_known = bool(model_from) or describes_model(catalog.root)
         check = Check(name, "failed" if is_known else "not possible", error.message)
-        return check, _native_rows(catalog, model_from)
+        return check, _digest_rules(catalog, model_from)
 
 
-def _native_rows(catalog: Catalog, model_from: Path | str | None) -> RowNumbers | None:
-    """The row numbers of the model's tensors, for their digests, also where some are missing or wrong."""
+def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRules:
+    """The rules of the model's tensors, also where some are missing or wrong."""
     try:
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
-            return None
-        family = get_family(info.family)
+            return DigestRules()
+        family, quantized = get_family(info.family), quantized_tensors(catalog, info)
         naming = naming_of(catalog, family)
         found = num_mtp_layers(catalog.tensors, family, naming, info.args)
-        return native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming)
+        return DigestRules(native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming), quantized)
     except TitanError:
-        return None
+        return DigestRules()
 
 
 def check_items(catalog: Catalog, *, remark: str = f"there is no {MANIFEST}") -> Check:
@@ -140,14 +166,14 @@ def _carries_none(reader: CatalogReader, fqn: str, chunk: Any) -> bool:
 
 
 def read_through(
-    reader: CatalogReader, fqn: str, native_rows: RowNumbers | None, advance: Callable[[int], None]
+    source: TensorSource, fqn: str, native_rows: RowNumbers | None, advance: Callable[[int], None]
 ) -> tuple[str, int]:
     """(digest, number of values that are not finite) of a tensor, read block by block."""
-    info, num_non_finite = reader.tensors[fqn], 0
+    info, num_non_finite = source.tensors[fqn], 0
     digest = TensorDigest(info.dtype, info.shape)
     for boxes in whole_row_units(info.shape, itemsize(info.dtype), BLOCK_BYTES):
         for box in boxes:
-            array = reader.read(fqn, box)
+            array = source.read(fqn, box)
             num_non_finite += count_non_finite(array, info.dtype)
             rows = digest.row_numbers(box)
             digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)

@@ -17,15 +17,22 @@ from converters.execute import Execution, Progress, no_progress
 from converters.formats.base import Format, OutputOptions
 from converters.formats.registry import get_format, usual_format
 from converters.mtp import check_repeats, describe_mtp
-from converters.needs import Needs, estimate_needs
+from converters.needs import (
+    COPY_BYTES_PER_SEC,
+    DEQUANTIZE_BYTES_PER_SEC,
+    QUANTIZE_BYTES_PER_SEC,
+    Needs,
+    estimate_needs,
+)
 from converters.open import open_checkpoint, require_exists
 from converters.plan import ConversionPlan, plan_conversion
-from converters.remarks import describe_dtypes
+from converters.quantize import opened_scales
+from converters.remarks import describe_dtypes, describe_quantized
 from converters.sizes import MIB
 from converters.source_check import unchecked_remark, vouched_for
 from converters.trained_by import apply_trained_by
 from converters.view import is_named
-from converters.weights import NativeWeights, native_weights
+from converters.weights import DEQUANTIZED, NativeWeights, native_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,11 @@ class ConvertReport:
     num_files: int
     num_bytes: int
     dtypes: Mapping[str, int]  # bytes by element type in the output
+    dequantized: str  # how the source's weights are quantized; "" where they are not
+    quantized: str  # how the output's weights are; "" where they are not
+    num_scales: int  # in the output
+    moved_scales: int | None  # of them, those that differ from `scales_of`'s; None where nothing was compared
+    scales_of: str  # the folder of the quantized weights whose scales are compared: --scales-from, or the source
     num_cast: int
     relative_error: Mapping[str, float]  # tensor → the largest |new - old| / |old| of its cast, where it is not exact
     kept_float32: tuple[str, ...]  # native names of the tensors that --dtype left as they are
@@ -91,6 +103,8 @@ def convert(
     `trained_by`: one of trained_by.TRAINED_BY. Raises TitanError, and then nothing was written.
     """
     output = get_format(to)
+    if options.quantize and allow_nonfinite:
+        raise ConfigError("--allow-nonfinite: values that are NaN or infinite cannot be quantized", hint="leave it out")
     src, dst, started = Path(src), Path(dst), time.monotonic()
     require_exists(src)  # first: of swapped arguments DST exists, and --overwrite would be the wrong advice
     destination = destination_of(dst, output)
@@ -98,19 +112,25 @@ def convert(
     catalog = open_checkpoint(src)
     if source is not None:
         _require_format(src, dst, catalog, get_format(source), output)
-    with _open_weights(
-        src,
-        catalog,
-        model_from=model_from,
-        allow_missing=allow_missing,
-        allow_extra=allow_extra,
-        keep_mtp=mtp == "keep",
-    ) as opened:
+    with (
+        _open_weights(
+            src,
+            catalog,
+            model_from=model_from,
+            allow_missing=allow_missing,
+            allow_extra=allow_extra,
+            keep_mtp=mtp == "keep",
+            dequantized=_dequantized(dtype),
+        ) as opened,
+        opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
+    ):
         weights, trained = apply_trained_by(opened, trained_by)
         if mtp == "keep" and not weights.num_mtp_layers:
             raise ConfigError(f"--mtp keep: {src} has no layers for multi-token prediction", hint="leave it out")
-        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype)
-        vouched = vouched_for(catalog, plan.stored, halved=plan.halved)
+        plan = plan_conversion(weights, dst=dst, output=output, options=options, dtype=dtype, scales_from=scales_from)
+        quantization = plan.quantization
+        dequantized = weights.quantized.dtype if weights.quantized else ""
+        vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
         remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
@@ -122,6 +142,7 @@ def convert(
                 num_read=len(catalog.tensors),
                 workers=workers,
                 carried=carried,
+                worker_bytes_per_sec=_worker_rate(weights, plan),
             )
         else:
             remarks += check_repeats(weights.source, kept=mtp == "keep", where=str(src))
@@ -137,7 +158,14 @@ def convert(
                 progress=progress,
                 workers=workers,
                 digests=digests,
-                fingerprint=plan_fingerprint(catalog, plan.target, plan.casts, digests=digests),
+                fingerprint=plan_fingerprint(
+                    catalog,
+                    plan.target,
+                    plan.casts,
+                    digests=digests,
+                    quantization=quantization.fingerprint if quantization else "",
+                ),
+                encoders=quantization.encoders if quantization else None,
                 resume=resume,
                 allow_nonfinite=allow_nonfinite,
             )
@@ -154,6 +182,11 @@ def convert(
         num_files=len(plan.target.file_bytes),
         num_bytes=plan.target.total_bytes,
         dtypes=count_dtypes(plan.target.tensors),
+        dequantized=describe_quantized(weights.quantized),
+        quantized="" if quantization is None else f"{len(quantization.encoders):,} weights in {quantization.scheme}",
+        num_scales=quantization.num_scales if quantization else 0,
+        moved_scales=done.num_moved if quantization and quantization.known and not dry_run else None,
+        scales_of=str(quantization.known.catalog.root) if quantization and quantization.known else "",
         num_cast=len(plan.casts),
         relative_error=done.relative_error,
         kept_float32=plan.kept_float32,
@@ -191,7 +224,7 @@ def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
     natives = contents.view.ledger.used
     return {
         name: info
-        for name, info in contents.tensors.items()
+        for name, info in contents.unquantized.items()
         if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
     }
 
@@ -201,6 +234,18 @@ def _describe_long_files(file_bytes: Mapping[str, int], shard_bytes: int | None)
     most = None if shard_bytes is None else 1.1 * shard_bytes + MIB
     long = [name for name, size in file_bytes.items() if most and size > most]
     return f"--shard-size: longer, because no tensor is cut to fit: {', '.join(long)}" if long else ""
+
+
+def _dequantized(dtype: str | None) -> str:
+    """The type of weights that are read from float8 codes: one that `--dtype` rounds at most once."""
+    return DEQUANTIZED if dtype in (None, "bf16", DEQUANTIZED) else "float32"
+
+
+def _worker_rate(weights: NativeWeights, plan: ConversionPlan) -> float:
+    """Bytes that a thread writes per second."""
+    if plan.quantization:
+        return QUANTIZE_BYTES_PER_SEC
+    return DEQUANTIZE_BYTES_PER_SEC if weights.quantized else COPY_BYTES_PER_SEC
 
 
 def _open_weights(src: Path, catalog: Catalog, **options: Any) -> NativeWeights:

@@ -13,6 +13,7 @@ from converters.commit import check_destination
 from converters.containers.target import Target
 from converters.dtypes import itemsize
 from converters.engine.copy import BLOCK_BYTES, DEFAULT_WORKERS, UNIT_BYTES, copy_tensors
+from converters.engine.encoder import Encoder
 from converters.engine.journal import reading_order
 from converters.errors import CheckpointError, list_offenders
 from converters.expressions import RowNumbers
@@ -33,6 +34,7 @@ class Execution:
     relative_error: Mapping[str, float] = field(default_factory=dict)  # the largest error of a cast, by tensor
     remarks: tuple[str, ...] = ()  # about what an earlier attempt left
     resumed_bytes: int = 0  # of the data: written by an earlier attempt, and read back
+    num_moved: int = 0  # scales of quantized weights that differ from known ones
 
 
 def no_progress(total_bytes: int, what: str) -> AbstractContextManager[Callable[[int], None]]:
@@ -67,6 +69,7 @@ def execute(
     fingerprint: str | None = None,
     resume: bool = False,
     allow_nonfinite: bool = True,
+    encoders: Mapping[str, Encoder] | None = None,
 ) -> Execution:
     """Fill `target` from `source` in a folder that becomes `dst` on success and is removed otherwise.
 
@@ -75,6 +78,7 @@ def execute(
     manifest has none, only the CRC32 of every file.
     `fingerprint` names the plan (journal.plan_fingerprint). With it and `resume`, work continues from what an
     earlier attempt with the same fingerprint has written, and is kept when an interrupt or a full disk ends it.
+    `encoders` quantize tensors of `source` (copy_tensors).
     `allow_nonfinite`: whether values that are NaN or infinite are counted or refused.
     """
     require_room(dst, target, carried)
@@ -89,6 +93,7 @@ def execute(
                     target,
                     made.folder,
                     casts=casts,
+                    encoders=encoders,
                     workers=workers,
                     digests=digests,
                     native_rows=native_rows,
@@ -100,8 +105,9 @@ def execute(
                 raise _non_finite_error(copied.non_finite)
             files = target.finish(made.folder, copied.crc32)
             other_files = write_small_files(made.folder)
+            of = {name: encoder.digest_dtype for name, encoder in (encoders or {}).items()} if digests else {}
             tensors = {
-                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""))
+                name: TensorSum(info.dtype, info.shape, copied.digests.get(name, ""), of.get(name, ""))
                 for name, info in target.tensors.items()
             }
             write_manifest(made.folder, tensors=tensors, files=files)
@@ -110,7 +116,9 @@ def execute(
         raise CheckpointError(
             f"cannot write {dst}: {error.strerror or error}", hint=RESUME_HINT if resume else "nothing was left behind"
         ) from error
-    return Execution(copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes)
+    return Execution(
+        copied.non_finite, other_files, copied.relative_error, made.remarks, copied.resumed_bytes, copied.num_moved
+    )
 
 
 def _require_unchanged(source: TensorSource | None) -> None:

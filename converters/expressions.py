@@ -14,6 +14,7 @@ import numpy as np
 
 from converters.catalog import Box, TensorSource
 from converters.dtypes import numpy_dtype
+from converters.fp8 import decode, num_blocks
 
 Rows = Sequence[int]  # numbers of rows
 RowNumbers = Callable[[str, Rows], Rows]  # (FQN, rows as stored) → native rows (see digest.py)
@@ -29,7 +30,7 @@ class Expression(Protocol):
 
     @property
     def rows_together(self) -> int:
-        """Rows (of dim 0) that a block should hold together, because they are read together; 1: any block will do."""
+        """Rows of a matrix that a block should hold together, because they are read together; 1: any block will do."""
         ...
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
@@ -120,7 +121,7 @@ class Stack:
 
     @property
     def rows_together(self) -> int:
-        return 1
+        return max(part.rows_together for part in self.parts)
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         (first, *offsets), (count, *sizes) = box.offsets, box.sizes
@@ -154,7 +155,7 @@ class Index:
 
     @property
     def rows_together(self) -> int:
-        return 1
+        return self.part.rows_together
 
     def read(self, source: TensorSource, box: Box) -> np.ndarray:
         values: np.ndarray[Any, Any] = self.part.read(source, Box((self.number, *box.offsets), (1, *box.sizes)))[0]
@@ -237,6 +238,40 @@ class AllZeros:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Blocks:
+    """A matrix of float8 codes times the scales of its blocks of (rows, columns), in `dtype` (fp8.decode).
+
+    A box reads its own codes, and the scales of the blocks that it touches.
+    """
+
+    codes: Expression
+    scales: Expression
+    block: tuple[int, int]
+    dtype: str  # float32 or bfloat16
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*self.codes.sources, *self.scales.sources)
+
+    @property
+    def rows_together(self) -> int:
+        return self.block[0]
+
+    def read(self, source: TensorSource, box: Box) -> np.ndarray:
+        codes = self.codes.read(source, box)
+        if not codes.size:
+            return np.empty(box.sizes, numpy_dtype(self.dtype))
+        first = tuple(offset // size for offset, size in zip(box.offsets, self.block, strict=True))
+        ends = (num_blocks(o + n, size) for o, n, size in zip(box.offsets, box.sizes, self.block, strict=True))
+        blocks = Box(first, tuple(end - start for end, start in zip(ends, first, strict=True)))
+        start = (box.offsets[0], box.offsets[1])
+        return decode(codes, self.scales.read(source, blocks), self.block, start=start, dtype=self.dtype)
+
+    def renamed(self, rename: Callable[[str], str]) -> Expression:
+        return replace(self, codes=self.codes.renamed(rename), scales=self.scales.renamed(rename))
+
+
 def has_halves(expression: Expression) -> bool:
     """Whether its digest is not that of the tensors that it is made of, nor of their sum (see source_rows)."""
     if isinstance(expression, Take | Join):
@@ -263,7 +298,7 @@ def source_rows(expression: Expression, rows: Rows) -> Rows:
             if isinstance(rows, range):
                 return source_rows(part, range(rows.start + first, rows.stop + first))
             return source_rows(part, (np.asarray(rows) + first).tolist())
-    assert isinstance(expression, Source | AllZeros | Join), (
+    assert isinstance(expression, Source | AllZeros | Join | Fp8Blocks), (
         f"{type(expression).__name__}: its rows are parts of others"
     )
     return rows

@@ -21,7 +21,8 @@ from converters.model_info import ModelInfo, describes_model
 from converters.mtp import num_mtp_layers
 from converters.names import OPTIMIZER
 from converters.open import open_checkpoint
-from converters.weights import model_part, naming_of
+from converters.quantized_tensors import QuantizedTensors
+from converters.weights import model_part, naming_of, quantized_tensors
 
 _SHOWN_BLOB_BYTES = 64 * 1024  # of larger values only name and size are shown
 _PARAM_GROUPS = f"{OPTIMIZER}.param_groups."
@@ -41,6 +42,7 @@ class Inspection:
     naming: str
     model: dict[str, Any] | None
     model_problem: str
+    quantization: dict[str, Any] | None  # of the weights: scheme, number of weights, bytes of codes and of scales
     step: int | None  # of training, where a value has it
     num_parameters: int
     dtypes: dict[str, int]  # bytes of the weights by element type, the largest first
@@ -67,14 +69,17 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
     weights = model_part(catalog)
     naming, model, problem = "unknown", None, ""
     parts: tuple[str, ...] = ()
+    quantized: QuantizedTensors | None = None
     try:
         info = find_model_info(catalog, weights, model_from=model_from)
         model = {"family": info.family, **args_to_json(info.args)}
         found = naming_of(catalog, get_family(info.family))
         parts, naming = _parts(info, weights, found), found.name
+        quantized = quantized_tensors(catalog, info)
     except (CheckpointError, UnsupportedError) as error:  # its tensors can be listed nevertheless
         problem = error.message if model_from or describes_model(catalog.root) else ""
         naming = _naming_by_names(catalog)
+    scales = quantized.scales if quantized else {}
     files = {c.file for t in catalog.tensors.values() for c in t.chunks} | {b.file for b in catalog.blobs.values()}
     values, lines = read_values(catalog), _lines(catalog, weights)
     return Inspection(
@@ -83,8 +88,9 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         naming=naming,
         model=model,
         model_problem=problem,
+        quantization=_quantization(catalog, quantized),
         step=_step(catalog, values),
-        num_parameters=sum(prod(t.shape) for t in weights.tensors.values()),
+        num_parameters=sum(prod(t.shape) for n, t in weights.tensors.items() if n not in scales),
         dtypes=count_dtypes({n: TensorInfo(t.dtype, t.shape) for n, t in weights.tensors.items()}),
         num_bytes=catalog.num_bytes,
         num_files=len(files),
@@ -96,6 +102,23 @@ def inspect_checkpoint(path: Path | str, *, fold: bool = True, model_from: Path 
         notes=tuple(catalog.notes),
         parts=parts,
     )
+
+
+def _quantization(catalog: Catalog, quantized: QuantizedTensors | None) -> dict[str, Any] | None:
+    if quantized is None:
+        return None
+    codes, scales = ([catalog.tensors[name] for name in names] for names in (quantized.expressions, quantized.scales))
+    return {
+        "method": "fp8",
+        "weight_block_size": list(quantized.scheme.block),
+        "power_of_two_scales": quantized.scheme.power_of_two,
+        "num_weights": len(codes),
+        "weight_bytes": sum(entry.num_bytes for entry in codes),
+        "scale_dtypes": sorted({entry.dtype for entry in scales}),
+        "scale_bytes": sum(entry.num_bytes for entry in scales),
+        "read_as": quantized.dtype,
+        "problems": list(quantized.problems.values()),
+    }
 
 
 def _parts(info: ModelInfo, weights: Catalog, naming: Naming) -> tuple[str, ...]:

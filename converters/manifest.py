@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from converters.catalog import Catalog, Unread
 from converters.containers.paths import checked_file_name, refuse_links_out
 from converters.crc import crc32, join_crc32
+from converters.engine.digest import sum_of_rows
 from converters.errors import CheckpointError, in_words, list_offenders
 from converters.names import EDITABLE, MANIFEST
 from converters.replace_file import replacing
@@ -46,11 +47,20 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class TensorSum:
-    """A tensor in the manifest. `digest` is "" where none was computed (see digest.py)."""
+    """A tensor in the manifest. `digest` is "" where none was computed (see digest.py).
+
+    `digest_dtype`: of the values that the digest is of, where they are not `dtype`: those of codes times scales.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     digest: str
+    digest_dtype: str = ""
+
+    @property
+    def sum_of_rows(self) -> int:
+        """The digest without the hash of dtype and shape (digest.sum_of_rows)."""
+        return sum_of_rows(self.digest, self.digest_dtype or self.dtype, self.shape)
 
 
 class DoAll(Protocol):
@@ -106,7 +116,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         if not _matches_itself(raw, content):
             raise CheckpointError(f"{path}: does not match its own CRC32", hint=_REWRITE, tries=tries)
-        tensors = {k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"]) for k, t in content["tensors"].items()}
+        tensors = {
+            k: TensorSum(t["dtype"], tuple(t["shape"]), t["digest"], t.get("digest_dtype", ""))
+            for k, t in content["tensors"].items()
+        }
         files = {k: FileSum(f["size"], f["crc32"]) for k, f in content["files"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: damaged ({in_words(error)})", hint=_REWRITE, tries=tries) from error
@@ -138,7 +151,10 @@ def _dump(manifest: Manifest) -> bytes:
     """Everything after the first line: one line for each tensor and file, for people and diff tools."""
     tensors = [
         f"  {json.dumps(fqn)}: "
-        + json.dumps({"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest})
+        + json.dumps(
+            {"dtype": entry.dtype, "shape": list(entry.shape), "digest": entry.digest}
+            | ({"digest_dtype": entry.digest_dtype} if entry.digest_dtype else {})
+        )
         for fqn, entry in manifest.tensors.items()
     ]
     files = [

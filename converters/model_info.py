@@ -33,6 +33,7 @@ from converters.hf_fields import (
 from converters.json_file import read_json, write_json
 from converters.model_numbers import check_args, check_blocks
 from converters.names import HF_CONFIG, META_PARAMS, MODEL_INFO
+from converters.quantization import KEY, Fp8Scheme, quantization_config, read_quantization
 
 UNTRANSLATED = "untranslated"  # the key of titan_model.json
 MODEL_FILES = (MODEL_INFO, HF_CONFIG, META_PARAMS)  # that describe the model; the first one present is read
@@ -52,6 +53,7 @@ class ModelInfo:
     stated_dtype: str = field(default="", compare=False)  # config.json's dtype; the weights may have another
     remarks: tuple[str, ...] = field(default=(), compare=False)  # fields of config.json that were changed
     notes: tuple[str, ...] = field(default=(), compare=False)  # files of --model-from that are not used
+    quantization: Fp8Scheme | None = field(default=None, compare=False)  # config.json's, of the weights in its folder
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -79,6 +81,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
     assets = find_assets(folder)
     config: dict[str, Any] = {}
     untranslated: dict[str, Any] = {}
+    quantization: Fp8Scheme | None = None
     model_file = find_model_file(folder)
     described_by = model_file.name if model_file else None
     refuse_links_out(folder, [*assets.values(), *([folder / described_by] if described_by else [])])
@@ -90,6 +93,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         config = read_json(folder / HF_CONFIG)
         with _naming_folder(folder):
             family, args = read_hf_config(config)
+            quantization = read_quantization(config)
     elif described_by == META_PARAMS:
         params = read_json(folder / META_PARAMS)
         with _naming_folder(folder):
@@ -117,6 +121,7 @@ def read_model_info(path: Path, catalog: Catalog | None = None) -> ModelInfo:
         untranslated,
         stated_dtype=read_stated_dtype(config),
         remarks=tuple(remarks),
+        quantization=quantization,
     )
 
 
@@ -177,11 +182,16 @@ def write_model_info(folder: Path, info: ModelInfo) -> None:
     write_json(folder / MODEL_INFO, content | ({UNTRANSLATED: dict(info.untranslated)} if info.untranslated else {}))
 
 
-def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str) -> None:
-    """Write config.json for transformers 4 and 5: with both spellings of RoPE (the family's part) and of the dtype."""
+def write_hf_config(folder: Path, info: ModelInfo, *, dtype: str, quantization: Fp8Scheme | None = None) -> None:
+    """Write config.json for transformers 4 and 5: with both spellings of RoPE (the family's part) and of the dtype.
+
+    `quantization`: of the weights that it describes; `info` says how its source was quantized.
+    """
     fields = fields_to_write(get_family(info.family).hf_config(info.args), info.untranslated)
     own_ids = {key: fields.pop(key) for key in TOKEN_IDS if key in fields}
-    write_json(folder / HF_CONFIG, fields | {"dtype": dtype, "torch_dtype": dtype} | dict(info.token_ids) | own_ids)
+    quantized = {} if quantization is None else {KEY: quantization_config(quantization)}
+    dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    write_json(folder / HF_CONFIG, fields | quantized | dtypes | dict(info.token_ids) | own_ids)
 
 
 def meta_params(info: ModelInfo) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from converters.staging import bytes_left_behind
 # HF → DCP of a 1.2B bf16 Llama (2.47 GB; permutation, CRC32, digests), warm cache, 2 cores, fsync included: 2.1 s.
 # A slower disk is the bottleneck instead.
 COPY_BYTES_PER_SEC = 1.2e9
+# Of a worker, in bytes that are written: values that are made of fp8 codes, and codes that are made of values
+DEQUANTIZE_BYTES_PER_SEC = 0.5e9
+QUANTIZE_BYTES_PER_SEC = 0.1e9
 START_SECS = 0.3
 # Upper bounds of the anonymous memory of the process: the interpreter with numpy; a worker's buffers; one slot with its
 # chunk, its place in the index and its line of the metadata. Measured for that Llama: 34 MiB with one worker, 62 with
@@ -46,10 +49,19 @@ class Needs:
     bytes_per_sec: float
 
 
-def estimate_needs(dst: Path, target: Target, *, num_read: int, workers: int, carried: Collection[Path] = ()) -> Needs:
+def estimate_needs(
+    dst: Path,
+    target: Target,
+    *,
+    num_read: int,
+    workers: int,
+    carried: Collection[Path] = (),
+    worker_bytes_per_sec: float = COPY_BYTES_PER_SEC,
+) -> Needs:
     """The needs of writing `target` to `dst` with `workers` threads from `num_read` tensors; `carried`: files that are
-    copied along.
+    copied along; `worker_bytes_per_sec`: what one thread makes, where that is slower than copying.
     """
+    bytes_per_sec = min(COPY_BYTES_PER_SEC, worker_bytes_per_sec * workers)
     disk_bytes = needed_bytes(target, carried)
     # The output is made in the parent of `dst`. Raises where nothing can be written there.
     free_bytes = require_space(dst.absolute().parent, 0)
@@ -61,8 +73,8 @@ def estimate_needs(dst: Path, target: Target, *, num_read: int, workers: int, ca
         disk_bytes=disk_bytes,
         free_bytes=free_bytes,
         fits=free_bytes >= disk_bytes - bytes_left_behind(dst),
-        secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / COPY_BYTES_PER_SEC,
-        bytes_per_sec=COPY_BYTES_PER_SEC,
+        secs=START_SECS + SLOT_SECS * len(target.slots) + target.total_bytes / bytes_per_sec,
+        bytes_per_sec=bytes_per_sec,
     )
 
 

@@ -1,7 +1,7 @@
 """Plan what a conversion writes, before the first byte: source view, casts, files, and what is left out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from converters.expressions import Expression, Index, RowNumbers, Source, Stack,
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.formats.base import Contents, Format, OutputOptions
+from converters.quantize import Quantization, plan_quantization
 from converters.source_check import check_digests
 from converters.view import View, foreign_view, is_named
 from converters.weights import NativeWeights
@@ -35,13 +36,23 @@ class ConversionPlan:
     native_rows: RowNumbers | None  # None: rows are written in native order
     dropped: Mapping[str, str]  # source tensor → reason
     made: Mapping[str, str]  # native name of a tensor that is zeros, without a source → reason
+    quantization: Quantization | None
 
 
 def plan_conversion(
-    weights: NativeWeights, *, dst: Path, output: Format, options: OutputOptions, dtype: str | None
+    weights: NativeWeights,
+    *,
+    dst: Path,
+    output: Format,
+    options: OutputOptions,
+    dtype: str | None,
+    scales_from: NativeWeights | None = None,
 ) -> ConversionPlan:
-    """Plan writing `weights` as `output`. Raises UnsupportedError where it cannot hold this model, and CheckpointError
-    where it cannot hold values that are not zero."""
+    """Plan writing `weights` as `output`; `scales_from`: the open checkpoint that `options` name.
+
+    Raises UnsupportedError where it cannot hold this model, and CheckpointError where it cannot hold values that are
+    not zero.
+    """
     output.check_options(options)
     family = get_family(weights.info.family)
     naming = output.naming(family, options)
@@ -52,26 +63,41 @@ def plan_conversion(
     dropped = {} if naming is None else _dropped(weights, view, output, options)
     native_casts = find_casts(weights.source.tensors, dtype, keep=family.keep_float32)
     casts = {name: native_casts[held[0]] for name, held in native_of.items() if held[0] in native_casts}
+    quantization = None
+    if options.quantize is not None and naming is not None:
+        quantization = plan_quantization(
+            weights, view.tensors, native_of, naming, quantize=options.quantize, scales_from=scales_from
+        )
+        casts = {name: cast for name, cast in casts.items() if name not in quantization.encoders}  # from what was read
     tensors = {n: TensorInfo(casts.get(n, info.dtype), info.shape) for n, info in view.tensors.items()}
     contents = Contents(tensors, view, family, weights.info, dst)
+    if quantization is not None:
+        coded = (name for encoded in quantization.encoders.items() for name in (encoded[0], encoded[1].scales))
+        contents = replace(
+            contents,
+            tensors=quantization.with_scales(tensors),
+            quantization=quantization.scheme,
+            coded=frozenset(coded),
+        )
     kept = find_kept_float32(weights.source.tensors, dtype, keep=family.keep_float32)
-    native_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_halves(expression)}
+    in_halves = {fqn for fqn, expression in weights.source.expressions.items() if has_halves(expression)}
     stored = {name: _stored(view.expressions[name], weights.source, is_native=naming is None) for name in native_of}
     return ConversionPlan(
         contents=contents,
         target=output.plan(contents, options),
         casts=casts,
         kept_float32=tuple(fqn for fqn in kept if fqn in written),
-        stored=stored,
+        stored={name: tuple(n for n in names if n not in ledger.scales) for name, names in stored.items()},
         halved=frozenset(
             held
             for name, names in stored.items()
-            if has_halves(view.expressions[name]) or not native_halves.isdisjoint(native_of[name])
+            if has_halves(view.expressions[name]) or not in_halves.isdisjoint(native_of[name])
             for held in names
         ),
         native_rows=None if naming is None else view.native_rows,
         dropped={**ledger.dropped, **dropped},
         made={fqn: reason for fqn, reason in ledger.made.items() if fqn in written},
+        quantization=quantization,
     )
 
 

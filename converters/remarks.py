@@ -17,6 +17,7 @@ from converters.names import (
     MODEL_INFO,
     TORCH_INDEX,
 )
+from converters.quantized_tensors import QuantizedTensors
 
 _READ = (MANIFEST, MODEL_INFO, HF_CONFIG, META_PARAMS, HF_INDEX, TORCH_INDEX, ASSETS_FOLDER)
 _MOST_NAMES = 20
@@ -39,6 +40,13 @@ def describe_dtypes(
             "converts all of them to that by default"
         )
     return remarks
+
+
+def describe_quantized(quantized: QuantizedTensors | None) -> str:
+    """How weights of a checkpoint are quantized; "" where they are not."""
+    if quantized is None:
+        return ""
+    return f"{len(quantized.expressions):,} weights from {quantized.scheme}, now {quantized.dtype}"
 
 
 def _floating(tensors: Mapping[str, TensorInfo]) -> list[str]:

@@ -1,7 +1,7 @@
 """Compare what is copied with the source's manifest, so that damage does not get a new manifest."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from converters.catalog import Catalog
 from converters.containers.registry import CONTAINERS
 from converters.dtypes import itemsize
 from converters.engine.copy import whole_row_units
-from converters.engine.digest import TensorDigest, sum_of_rows
+from converters.engine.digest import TensorDigest
 from converters.engine.read import BLOCK_BYTES, CatalogReader
 from converters.errors import CheckpointError, list_offenders
 from converters.fold import fold_texts
@@ -43,7 +43,7 @@ class Vouched:
             elif not self.halved.isdisjoint(names):
                 continue
             else:
-                sums = sum(sum_of_rows(entry.digest, entry.dtype, entry.shape) for entry in listed)
+                sums = sum(entry.sum_of_rows for entry in listed)
                 is_same = (sum(found[target].partial for target in targets) - sums) % (1 << 128) == 0
             if not is_same:
                 wrong.append(f"{', '.join(fold_texts(sorted(names)))}: {'its' if len(names) == 1 else 'their'}")
@@ -82,17 +82,27 @@ def _groups(
 
 
 def vouched_for(
-    catalog: Catalog, stored: Mapping[str, tuple[str, ...]], *, halved: frozenset[str] = frozenset()
+    catalog: Catalog,
+    stored: Mapping[str, tuple[str, ...]],
+    *,
+    halved: frozenset[str] = frozenset(),
+    dequantized: str = "",
 ) -> Vouched | None:
     """The manifest's digests of the tensors in `stored` (target name → source names); None without a manifest.
 
+    `dequantized`: the element type that codes with scales are read as, if any are.
+
     Files without tensors (configs, tokenizer, `.metadata`) are small and compared at once. So are files with tensors
-    that have no digest (`--no-digest`), or that are halved or joined (`halved`), although these are read twice then.
+    that have no digest (`--no-digest`) or one of another type's values, or that are halved or joined (`halved`),
+    although these are read twice then.
     """
     manifest, holding = _manifest_of(catalog), catalog.tensor_files
     if manifest is None:
         return None
-    known = manifest.tensors
+    known = {
+        name: replace(entry, digest="") if entry.digest_dtype not in ("", dequantized) else entry
+        for name, entry in manifest.tensors.items()
+    }
     read = {name for names in stored.values() for name in names}
     undigested = {name for name in read if name in known and not known[name].digest}
     twice = {chunk.file for name in undigested | (read & halved) for chunk in catalog.tensors[name].chunks}

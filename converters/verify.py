@@ -6,6 +6,7 @@ from pathlib import Path
 
 from converters.catalog import Catalog
 from converters.checks import (
+    DigestRules,
     check_container,
     check_items,
     check_model,
@@ -19,7 +20,6 @@ from converters.containers.registry import CONTAINERS
 from converters.engine.read import CatalogReader
 from converters.errors import CheckpointError, UnsupportedError
 from converters.execute import Progress, no_progress
-from converters.expressions import RowNumbers
 from converters.manifest import Manifest, check_files, manifest_of, read_manifest
 from converters.names import MANIFEST
 from converters.open import open_checkpoint, require_exists
@@ -55,7 +55,7 @@ def verify(
     checks = [check_structure(catalog)]
     checks += check_container(catalog, is_folder=path.is_dir())
     checks += check_reading(catalog)
-    model_check, native_rows = check_model(catalog, model_from)
+    model_check, rules = check_model(catalog, model_from)
     checks.append(model_check)
     manifest = _manifest_for(catalog, path)
     non_finite: dict[str, int] = {}
@@ -63,10 +63,10 @@ def verify(
     if quick:
         checks.append(Check("values", "not done", "no tensor was read (--quick)"))
     elif checks[-1].outcome == "failed":
-        checks.append(_check_damaged(catalog, manifest, checks[-1], native_rows))
+        checks.append(_check_damaged(catalog, manifest, checks[-1], rules))
     else:
         with progress(catalog.num_bytes, "reading") as advance:
-            checks.append(_check_values(catalog, manifest, native_rows, non_finite, advance))
+            checks.append(_check_values(catalog, manifest, rules, non_finite, advance))
     return VerifyReport(
         str(path), catalog.container, tuple(checks), len(catalog.tensors), catalog.num_bytes, non_finite
     )
@@ -90,13 +90,17 @@ def _check_unopened(path: Path, *, quick: bool) -> list[Check]:
         return []
 
 
-def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, native_rows: RowNumbers | None) -> Check:
+def _check_damaged(catalog: Catalog, manifest: Manifest | None, files: Check, rules: DigestRules) -> Check:
     """Find the damaged tensors in files that have changed, by their digests. Other files are not read."""
     damaged = {problem.split(": ")[0] for problem in files.problems}
     inside = {n: t for n, t in catalog.tensors.items() if any(chunk.file in damaged for chunk in t.chunks)}
+    if rules.quantized:  # a weight is read with its scales, which may be in another file, and the other way round
+        weights = {*inside, *(weight for name, weight in rules.quantized.scales.items() if name in inside)}
+        weights |= {name for name, weight in rules.quantized.scales.items() if weight in weights}
+        inside = {n: t for n, t in catalog.tensors.items() if n in weights}
     if manifest is None or not inside:
         return Check("values", "not done", "files are damaged; other values were not read")
-    check = _check_values(replace(catalog, tensors=inside), manifest, native_rows, {}, lambda num_bytes: None)
+    check = _check_values(replace(catalog, tensors=inside), manifest, rules, {}, lambda num_bytes: None)
     if check.outcome == "failed":
         return check
     return replace(
@@ -137,7 +141,7 @@ def _check_files(catalog: Catalog, manifest: Manifest | None, path: Path, *, qui
 def _check_values(
     catalog: Catalog,
     manifest: Manifest | None,
-    native_rows: RowNumbers | None,
+    rules: DigestRules,
     non_finite: dict[str, int],
     advance: Callable[[int], None],
 ) -> Check:
@@ -146,7 +150,8 @@ def _check_values(
     with CatalogReader(catalog) as reader:
         for fqn, info in reader.tensors.items():
             try:
-                digest, count = read_through(reader, fqn, native_rows, advance)
+                source = rules.source_for(reader, fqn, manifest.tensors[fqn] if manifest else None)
+                digest, count = read_through(source, fqn, rules.native_rows, advance)
             except (CheckpointError, UnsupportedError) as error:
                 problems.append(error.message)
                 continue

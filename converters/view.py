@@ -34,10 +34,13 @@ from converters.families.base import EMBEDDING, OUTPUT, Family, ModelArgs, Namin
 from converters.families.registry import get_family
 from converters.fold import fold_texts
 from converters.model_info import ModelInfo
+from converters.quantization import KEY, SCALE, is_quantized
+from converters.quantized_tensors import QuantizedTensors
 from converters.rules import Rule
 
 TIED_REASON = "tied: equal to the embedding, bit for bit"
 REPEATED_REASON = "a copy of "  # + the name of the first
+_STAYS = "is float8: norms, embedding, output, routers and biases are not quantized in such checkpoints"
 NOT_SAVED_REASON = "a buffer that training changes; this checkpoint has it in no layer"
 
 
@@ -51,6 +54,7 @@ class Ledger:
     extra: list[str] = field(default_factory=list)  # unknown, if that is allowed
     made: dict[str, str] = field(default_factory=dict)  # target that is zeros, without a source → reason
     repeated: dict[str, str] = field(default_factory=dict)  # dropped source name → the target that it is a copy of
+    scales: set[str] = field(default_factory=set)  # of the names in `used`: those of scales, not of values
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,10 @@ def _foreign(rule: Rule, parameter: Parameter) -> _Foreign:
     return _Foreign((name,), shape)
 
 
-def _native_expression(op: rules.Op, parameter: Parameter, names: Sequence[str], args: ModelArgs) -> Expression:
+def _native_expression(
+    op: rules.Op, parameter: Parameter, parts: tuple[Expression, ...], args: ModelArgs
+) -> Expression:
     """The native tensor, made of foreign ones."""
-    parts = tuple(Source(name) for name in names)
     match op:
         case rules.RopeHalves():
             return HeadRows(parts[0], args.head_dim, to_halves=False)
@@ -143,14 +148,16 @@ def native_view(
     *,
     allow_missing: bool = False,
     allow_extra: bool = False,
+    quantized: QuantizedTensors | None = None,
     where: str = "",
 ) -> View:
-    """`source` under native names.
+    """`source` under native names; `quantized`: its weights whose values are codes times scales.
 
-    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, and parts of one
-    tensor that differ in dtype. Tensors that are allowed to be missing or unknown are in the ledger instead, and not in
-    the view; a tensor of which only some parts are there is an error in any case. A tied model may repeat its output
-    weight, which is read, and dropped where it equals the embedding. `where` begins the messages.
+    Raises CheckpointError with all offenders: unknown, missing, misshapen or non-floating tensors, parts of one
+    tensor that differ in dtype, and quantized weights that do not match their scales. Tensors that are allowed to be
+    missing or unknown are in the ledger instead, and not in the view; a tensor of which only some parts are there is an
+    error in any case. A tied model may repeat its output weight, which is read, and dropped where it equals the
+    embedding. `where` begins the messages.
     """
     family, args = get_family(info.family), info.args
     naming, parameters = family.naming_for(naming, args), family.parameters(args)
@@ -162,7 +169,10 @@ def native_view(
     known = {name for foreign in foreign_of.values() for name in foreign.names}
     ledger, found, problems, tied_copy = Ledger(), set[str](), list[str](), None
     repeats = {rule.foreign: rule.native for rule in naming.repeats}
+    scales = quantized.scales if quantized else {}
     for name in source.tensors:
+        if name in scales:
+            continue
         if name in tied_names:
             tied_copy = name
         elif name in known:
@@ -173,6 +183,12 @@ def native_view(
         elif reason := _drop_reason(name, naming):
             ledger.dropped[name] = reason
         else:
+            ledger.extra.append(name)
+    unknown = set(ledger.extra)
+    for name, weight in scales.items():  # what happens to a weight happens to its scales
+        if reason := _drop_reason(weight, naming):
+            ledger.dropped[name] = reason
+        elif weight in unknown:
             ledger.extra.append(name)
     if tied_copy is not None and not found.intersection(foreign_of[EMBEDDING].names):
         # the tied weight, under its other name
@@ -195,14 +211,24 @@ def native_view(
                 rest = f"only all parts of {fqn} together may be missing"
                 problems += [f"missing     {name}  {list(foreign.shape)}: {rest}" for name in absent]
         present = {name: source.tensors[name] for name in foreign.names if name in found}
+        if quantized:
+            if not is_quantized(parameter):
+                problems += [f"quantized   {n}  {_STAYS}" for n in present if n in quantized.expressions]
+            present = {name: quantized.native_info(name, info) for name, info in present.items()}
         problems += _part_problems(present, foreign.shape)
         if absent:
             continue
-        expressions[fqn] = _native_expression(op, parameter, foreign.names, args)
+        values = quantized.expressions if quantized else {}
+        parts = tuple(values.get(name) or Source(name) for name in foreign.names)
+        expressions[fqn] = _native_expression(op, parameter, parts, args)
         dtype = present[foreign.names[0]].dtype if present else "float32"
         tensors[fqn] = TensorInfo(dtype, parameter.shape)
         ledger.used[fqn] = expressions[fqn].sources
     ledger.missing = list(dict.fromkeys(ledger.missing))
+    if quantized:
+        ledger.scales = {name for names in ledger.used.values() for name in names if name in scales}
+        gone = {*ledger.dropped, *ledger.extra}
+        problems += [text for n, text in quantized.problems.items() if gone.isdisjoint((n, n.removesuffix(SCALE)))]
     if not allow_extra:
         problems += [f"unexpected  {name}" for name in ledger.extra]
     if problems:
@@ -324,8 +350,8 @@ def detect_naming(names: Iterable[str], family: Family, *, nest: str = "", where
 
 def count_named(names: Mapping[str, int], family: Family) -> int:
     """How many tensors have names of the best matching naming of `family`; `names`: name → number of tensors."""
-    patterns = map(_any_name, (native_naming(family), *family.namings.values()))
-    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in patterns)
+    known = [_any_name(naming) for naming in (native_naming(family), *family.namings.values())]
+    return max(sum(n for name, n in names.items() if pattern.fullmatch(name)) for pattern in known)
 
 
 def _nested(naming: Naming, nest: str) -> Naming:
@@ -436,6 +462,8 @@ def _ledger_error(
     hints = [f"names were read as {naming.name!r}"]
     if missing_output:
         hints.append("the output weight is missing: a tied model has tie_word_embeddings: true in config.json")
+    if any(name.endswith(SCALE) for name in extra):
+        hints.append(f"scales of float8 weights are read where config.json has a {KEY}")
     own = _any_name(naming)
     strangers = [name for name in extra if not own.fullmatch(name)]
     for other in family.namings.values():

@@ -18,11 +18,14 @@ from converters.families.base import Family, Naming
 from converters.families.registry import get_family
 from converters.layout import row_blocks
 from converters.model_from import find_model_info
-from converters.model_info import ModelInfo
+from converters.model_info import ModelInfo, find_model_file
 from converters.mtp import num_mtp_layers, with_mtp, without_mtp
 from converters.names import section_of
 from converters.open import open_checkpoint
+from converters.quantized_tensors import QuantizedTensors, find_quantized
 from converters.view import View, detect_naming, native_view
+
+DEQUANTIZED = "bfloat16"  # the type that published checkpoints were quantized from
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class NativeWeights:
         mtp = f"layers for multi-token prediction are not read: {self.num_mtp_layers}"
         return [*self.catalog.notes, *([mtp] if self.num_mtp_layers else [])]
 
+    quantized: QuantizedTensors | None = None  # where weights are stored as codes with scales
+
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every weight by native name, in model order."""
@@ -60,16 +65,22 @@ class NativeWeights:
 
 
 def open_native(
-    path: Path | str, *, model_from: Path | str | None = None, otherwise: ModelInfo | None = None
+    path: Path | str,
+    *,
+    model_from: Path | str | None = None,
+    otherwise: ModelInfo | None = None,
+    dequantized: str = DEQUANTIZED,
 ) -> NativeWeights:
     """Open a checkpoint of any format. Reads headers, and tensors that are stored twice: a tied output, Meta's norms.
 
     `model_from`: a folder whose titan_model.json, config.json or params.json describes the model, for checkpoints that
-    do not (torchtitan's); `otherwise`: the model, if the caller knows it. Layers for multi-token prediction are left
-    out. Raises CheckpointError with
-    everything that does not match the model, and ConfigError where `model_from` contradicts the checkpoint.
+    do not (torchtitan's); `otherwise`: the model, if the caller knows it. `dequantized`: bfloat16 or float32, the type
+    of weights that are stored as float8 codes with scales. Layers for multi-token prediction are left out. Raises
+    CheckpointError with everything that does not match the model, and ConfigError where `model_from` contradicts the
+    checkpoint.
     """
-    return native_weights(open_checkpoint(path), model_from=model_from, otherwise=otherwise)
+    catalog = open_checkpoint(path)
+    return native_weights(catalog, model_from=model_from, otherwise=otherwise, dequantized=dequantized)
 
 
 def native_weights(
@@ -80,6 +91,7 @@ def native_weights(
     allow_missing: bool = False,
     allow_extra: bool = False,
     keep_mtp: bool = False,
+    dequantized: str = DEQUANTIZED,
 ) -> NativeWeights:
     """`open_native` for an open catalog. Tensors that may be missing or extra are in the ledger of `source`.
 
@@ -100,13 +112,29 @@ def native_weights(
     reader = CatalogReader(weights)
     try:
         require_equal_copies(reader)
+        quantized = quantized_tensors(catalog, info, dtype=dequantized)
         view = native_view(
-            reader, info, naming, allow_missing=allow_missing, allow_extra=allow_extra, where=str(catalog.place)
+            reader,
+            info,
+            naming,
+            allow_missing=allow_missing,
+            allow_extra=allow_extra,
+            quantized=quantized,
+            where=str(catalog.place),
         )
-        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, found)
+        return NativeWeights(view, info, catalog, naming.name, left_out(catalog), reader, found, quantized)
     except BaseException:
         reader.__exit__(None, None, None)
         raise
+
+
+def quantized_tensors(catalog: Catalog, info: ModelInfo, *, dtype: str = DEQUANTIZED) -> QuantizedTensors | None:
+    """The weights of a checkpoint that are stored as codes with scales; None where `info` says of none."""
+    if info.quantization is None:
+        return None
+    infos = {name: TensorInfo(entry.dtype, entry.shape) for name, entry in model_part(catalog).tensors.items()}
+    is_own = CONTAINERS[catalog.container].is_for_transformers and find_model_file(catalog.root) is not None
+    return find_quantized(infos, info.quantization, dtype=dtype, is_own=is_own)
 
 
 def naming_of(catalog: Catalog, family: Family) -> Naming:

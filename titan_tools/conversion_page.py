@@ -27,6 +27,11 @@ def print_conversion(report: ConvertReport) -> None:
         _print_needs(report.needs)
     if report.resumed_bytes:
         _line("resumed", f"{format_bytes(report.resumed_bytes)} were written before, and are valid")
+    if report.dequantized:
+        _line("fp8", report.dequantized)
+    if report.quantized:
+        _line("quantized", report.quantized)
+        _line("scales", _describe_scales(report))
     if report.num_cast:
         _line("cast", f"{count(report.num_cast, 'tensor')}{_describe_rounding(report.relative_error)}")
     if report.kept_float32:
@@ -101,6 +106,15 @@ def _describe_rounding(relative_error: Mapping[str, float]) -> str:
     worst = max(relative_error, key=relative_error.__getitem__)
     became_zero = ": some became zero" if relative_error[worst] == 1 else ""
     return f"; rounding changes values by at most {relative_error[worst]:.2g} of themselves ({worst}{became_zero})"
+
+
+def _describe_scales(report: ConvertReport) -> str:
+    """How many scales of a quantized output were written, and how many differ from those of another copy."""
+    if report.moved_scales is None:
+        known = f"; compared with those of {report.scales_of}" if report.scales_of else ""
+        return f"{count(report.num_scales, 'scale')}{known}"
+    kept = report.num_scales - report.moved_scales
+    return f"{count(report.num_scales, 'scale')}: {kept:,} as in {report.scales_of}, {report.moved_scales:,} moved"
 
 
 def _print_needs(needs: Needs) -> None:

@@ -22,6 +22,10 @@ def print_page(found: Inspection, values: Mapping[str, Any], *, every: bool) -> 
         print(line)
     for text in found.notes:
         print(f"note:  {text}")
+    if found.quantization:
+        print(f"fp8:   {_quantization(found.quantization)}")
+        for text in found.quantization["problems"]:
+            print(f"fp8:   warning: {' '.join(text.split())}")
     if found.step is not None:
         print(f"step:  {found.step:,}")
     sizes = ", ".join(f"{format_bytes(size)} {dtype}" for dtype, size in found.dtypes.items())
@@ -66,6 +70,17 @@ def _describe_model(found: Inspection) -> list[str]:
     if found.model_problem:
         lines.append(f"model: warning: {found.model_problem}")
     return lines
+
+
+def _quantization(of: Mapping[str, Any]) -> str:
+    """How weights are quantized, and what they take."""
+    rows, columns = of["weight_block_size"]
+    kind = "power-of-two " if of["power_of_two_scales"] else ""
+    dtypes = ", ".join(of["scale_dtypes"])
+    return (
+        f"{count(of['num_weights'], 'weight')} in e4m3 ({format_bytes(of['weight_bytes'])}), {kind}scales in {dtypes} "
+        f"for blocks of {rows} × {columns} ({format_bytes(of['scale_bytes'])}); read as {of['read_as']}"
+    )
 
 
 def _family(model: Mapping[str, Any]) -> str:

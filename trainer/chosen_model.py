@@ -9,7 +9,7 @@ from converters.model_from import model_type
 from converters.model_info import ModelInfo
 from converters.names import TIKTOKEN_MODEL, TOKENIZER_JSON
 from converters.weights import NativeWeights
-from trainer.config.sections import Model, Training
+from trainer.config.sections import Checkpoint, Model, Training
 from trainer.data.index import INDEX_JSON, read_vocab_size
 from trainer.data.kinds import TOKENS
 from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
@@ -48,13 +48,19 @@ def refuse_other_model(found: ModelInfo, wanted: ModelInfo, path: Path) -> None:
         )
 
 
-def refuse_other_names(weights: NativeWeights, path: Path) -> None:
-    """checkpoint.initial_load_in_hf accepts only Hugging Face's names."""
-    if weights.naming not in ("hf", "hf_fused"):
+def refuse_other_form(weights: NativeWeights, path: Path, settings: Checkpoint) -> None:
+    """Raise CheckpointError where initial weights are not in a form that checkpoint.initial_load_in_hf… accept."""
+    if settings.initial_load_in_hf and weights.naming not in ("hf", "hf_fused"):
         raise CheckpointError(
             f"checkpoint.initial_load_in_hf: {path} is {weights.catalog.container} with {weights.naming} names",
             hint="without that key the format is detected",
             tries=[f"--checkpoint.no_initial_load_in_hf --checkpoint.initial_load_path {path}"],
+        )
+    if weights.quantized and not settings.initial_load_in_hf_quantized:
+        raise CheckpointError(
+            f"{path} holds {len(weights.quantized.expressions):,} weights in {weights.quantized.scheme}",
+            hint="training starts from them, dequantized, where that is asked for",
+            tries=["--checkpoint.initial_load_in_hf --checkpoint.initial_load_in_hf_quantized"],
         )
 
 

@@ -8,7 +8,7 @@ from converters.errors import ConfigError, TitanError, list_offenders
 from converters.weights import open_native
 from trainer.checkpoints.problems import initial_path
 from trainer.checkpoints.step_folders import list_steps
-from trainer.chosen_model import chosen_model, refuse_other_model, refuse_other_names, tokenizer_folder
+from trainer.chosen_model import chosen_model, refuse_other_form, refuse_other_model, tokenizer_folder
 from trainer.data.datasets import check_dataset
 from trainer.data.document_ends import with_end_token
 from trainer.data.index import HELD_OUT, TRAIN
@@ -90,5 +90,4 @@ def _check_initial(job: Job) -> None:
         wanted = chosen_model(job)
         with open_native(path, otherwise=wanted) as weights:
             refuse_other_model(weights.info, wanted, path)
-            if config.checkpoint.initial_load_in_hf:
-                refuse_other_names(weights, path)
+            refuse_other_form(weights, path, config.checkpoint)

@@ -19,6 +19,7 @@ from converters.crc import crc32, join_crc32
 from converters.dtypes import itemsize
 from converters.engine.casts import cast, check_castable, count_non_finite
 from converters.engine.digest import TensorDigest
+from converters.engine.encoder import Encoder
 from converters.engine.journal import Journal
 from converters.engine.open_files import OpenFiles
 from converters.engine.read import BLOCK_BYTES as MOST_BYTES
@@ -41,6 +42,7 @@ class CopyResult:
     non_finite: dict[str, int] = field(default_factory=dict)  # only of tensors that have any
     relative_error: dict[str, float] = field(default_factory=dict)  # largest error of a cast, where it is not exact
     resumed_bytes: int = 0  # written by an earlier attempt, and read back
+    num_moved: int = 0  # scales that differ from the known ones (see Encoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class _Unit:
     pieces: list[_WrittenRun] = field(default_factory=list)  # one for each slot that it touches
     digest: int | None = None  # sums of the unit's rows (TensorDigest.partial)
     source_digest: int | None = None  # of the values before a cast
+    scales_digest: int | None = None  # of the tensor of scales
+    moved: int = 0  # of the scales
     non_finite: int = 0
     overflows: int = 0
     relative_error: float = 0.0
@@ -88,6 +92,7 @@ def copy_tensors(
     folder: Path,
     *,
     casts: Mapping[str, str] | None = None,
+    encoders: Mapping[str, Encoder] | None = None,
     workers: int = DEFAULT_WORKERS,
     digests: bool = True,
     native_rows: RowNumbers | None = None,
@@ -98,12 +103,14 @@ def copy_tensors(
     """Copy every slot of `target` from `source` into files of `folder`; `target.finish(folder, crc32s)` is next.
 
     `casts` (FQN → dtype) are the only casts; a finite value that becomes infinite is an error that lists all tensors
-    with such values. `check_source` gets the digests of what was read, before any cast, and raises where they are
-    wrong. Memory: a few blocks per worker. `on_bytes` is called for each unit. `journal` records every unit that is
-    written; units that it has recorded before are skipped if the bytes in `folder` have the recorded CRC32s.
+    with such values. `encoders` (FQN → encoder) make two tensors of the target, codes and scales, of one of the source;
+    the digest of the codes is that of the values that they stand for. `check_source` gets the digests of what was read,
+    before any cast, and raises where they are wrong. Memory: a few blocks per worker. `on_bytes` is called for each
+    unit. `journal` records every unit that is written; units that it has recorded before are skipped if the bytes in
+    `folder` have the recorded CRC32s.
     """
-    casts = casts or {}
-    _check_match(source, target, casts)
+    casts, encoders = casts or {}, encoders or {}
+    _check_match(source, target, casts, encoders)
     by_tensor: dict[str, list[int]] = {fqn: [] for fqn in target.tensors}
     for number, slot in enumerate(target.slots):
         by_tensor[slot.fqn].append(number)
@@ -111,6 +118,10 @@ def copy_tensors(
     changed = {fqn for fqn, dtype in casts.items() if dtype != source.tensors[fqn].dtype}
     files = OpenFiles(folder, flags=os.O_RDWR)  # no O_CREAT: see _create_files
     _create_files(folder, target, resuming=journal is not None)
+
+    def new_digest(fqn: str) -> TensorDigest:
+        info, encoder = target.tensors[fqn], encoders.get(fqn)
+        return TensorDigest(encoder.digest_dtype if encoder else info.dtype, info.shape)
 
     def run(unit: _Unit) -> _Unit:
         fqn = unit.fqn
@@ -120,9 +131,11 @@ def copy_tensors(
             if _still_there(files, target, unit.pieces):
                 return unit
             unit = _Unit(unit.number, fqn, unit.boxes)
-        digest = TensorDigest(info.dtype, info.shape) if digests or check_source else None
+        encoder = encoders.get(fqn)
+        digest = new_digest(fqn) if digests or (check_source and not encoder) else None
+        scales_digest = new_digest(encoder.scales) if encoder and digests else None
         source_digest = None
-        if check_source and fqn in changed:
+        if check_source and (encoder or fqn in changed):
             source_digest = TensorDigest(source.tensors[fqn].dtype, info.shape)
 
         written: dict[int, _WrittenRun] = {}
@@ -130,6 +143,16 @@ def copy_tensors(
         def add(digest: TensorDigest, box: Box, array: np.ndarray) -> None:
             rows = digest.row_numbers(box)
             digest.update(box, array, rows=native_rows(fqn, rows) if native_rows else rows)
+
+        def write(fqn: str, box: Box, array: np.ndarray) -> None:
+            for position in indexes[fqn].touching(box):
+                number = by_tensor[fqn][position]
+                common = target.slots[number].box.intersect(box)
+                if common is not None:
+                    written[number] = _write(
+                        files, target.slots[number], number, box, common, array, after=written.get(number)
+                    )
+            unit.num_bytes += array.nbytes
 
         for box in unit.boxes:
             array = source.read(fqn, box)
@@ -141,17 +164,19 @@ def copy_tensors(
                 unit.overflows += done.overflows
                 unit.relative_error = max(unit.relative_error, done.relative_error)
             array = np.ascontiguousarray(array)
-            unit.non_finite += count_non_finite(array, info.dtype)
+            unit.non_finite += count_non_finite(array, array.dtype.name)
+            if encoder:
+                encoded = encoder.encode(box, array)
+                unit.moved += encoded.num_moved
+                write(encoder.scales, encoded.place, encoded.scales)
+                if scales_digest is not None:
+                    scales_digest.update(encoded.place, encoded.scales)
+                write(fqn, box, encoded.codes)
+                array = encoder.values_of(encoded, box) if digest is not None else array
+            else:
+                write(fqn, box, array)
             if digest is not None:
                 add(digest, box, array)
-            for position in indexes[fqn].touching(box):
-                number = by_tensor[fqn][position]
-                common = target.slots[number].box.intersect(box)
-                if common is not None:
-                    written[number] = _write(
-                        files, target.slots[number], number, box, common, array, after=written.get(number)
-                    )
-            unit.num_bytes += array.nbytes
         unit.pieces = list(written.values())
         for piece in unit.pieces:
             slot = target.slots[piece.slot]
@@ -159,15 +184,18 @@ def copy_tensors(
                 begin_writeback(descriptor, slot.byte_offset + piece.offset, piece.length)
         unit.digest = digest.partial if digest else None
         unit.source_digest = source_digest.partial if source_digest else None
+        unit.scales_digest = scales_digest.partial if scales_digest else None
         return unit
 
-    sums = {fqn: TensorDigest(info.dtype, info.shape) for fqn, info in target.tensors.items()}
-    source_sums = {fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in changed}
+    sums = {fqn: new_digest(fqn) for fqn in target.tensors}
+    source_sums = {
+        fqn: TensorDigest(source.tensors[fqn].dtype, target.tensors[fqn].shape) for fqn in (*changed, *encoders)
+    }
     result = CopyResult([0] * len(target.slots))
     filled = [0] * len(target.slots)
     overflows: dict[str, int] = {}
     # Closed in this order in any case: first the threads stop writing, then the files are closed.
-    units = in_parallel(run, _units(source, target), workers)
+    units = in_parallel(run, _units(source, target, encoders), workers)
     with deferred_signals() as deliver_signals, closing(files), closing(units):
         for unit in units:
             deliver_signals()
@@ -179,6 +207,9 @@ def copy_tensors(
                 sums[unit.fqn].add_partial(unit.digest)
             if unit.source_digest is not None:
                 source_sums[unit.fqn].add_partial(unit.source_digest)
+            if unit.scales_digest is not None:
+                sums[encoders[unit.fqn].scales].add_partial(unit.scales_digest)
+            result.num_moved += unit.moved
             for counts, count in ((result.non_finite, unit.non_finite), (overflows, unit.overflows)):
                 if count:
                     counts[unit.fqn] = counts.get(unit.fqn, 0) + count
@@ -227,15 +258,29 @@ def whole_row_units(shape: tuple[int, ...], width: int, max_bytes: int) -> Itera
             yield from ([box] for box in boxes)
 
 
-_RECORDED = ("digest", "source_digest", "non_finite", "overflows", "relative_error", "num_bytes")
+_RECORDED = (
+    "digest",
+    "source_digest",
+    "scales_digest",
+    "moved",
+    "non_finite",
+    "overflows",
+    "relative_error",
+    "num_bytes",
+)
 
 
-def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
-    number = 0
+def _units(source: TensorSource, target: Target, encoders: Mapping[str, Encoder]) -> Iterator[_Unit]:
+    number, scales = 0, {encoder.scales for encoder in encoders.values()}
     for fqn, info in target.tensors.items():
-        width = itemsize(info.dtype)
+        if fqn in scales:
+            continue
+        encoder = encoders.get(fqn)
+        width = itemsize(source.tensors[fqn].dtype if encoder else info.dtype)
         unit_boxes: list[Box] = []
-        for boxes in whole_row_units(info.shape, width, _block_bytes(source, fqn, prod(info.shape[1:]) * width)):
+        row_bytes = (info.shape[-1] if len(info.shape) > 1 else 1) * width
+        block_bytes = _whole_blocks(encoder.rows * row_bytes) if encoder else _block_bytes(source, fqn, row_bytes)
+        for boxes in whole_row_units(info.shape, width, block_bytes):
             unit_boxes += boxes
             if sum(box.num_elements for box in unit_boxes) * width > UNIT_BYTES - BLOCK_BYTES:
                 yield _Unit(number, fqn, unit_boxes)
@@ -248,10 +293,14 @@ def _units(source: TensorSource, target: Target) -> Iterator[_Unit]:
 def _block_bytes(source: TensorSource, fqn: str, row_bytes: int) -> int:
     """Maximal bytes of a block, so that it holds all rows that a view permutes among each other (those of a head)."""
     rows = _rows_together(source, fqn)
-    head_bytes = rows * row_bytes
-    if rows == 1 or not 0 < head_bytes <= MOST_BYTES:
+    if rows == 1 or not 0 < rows * row_bytes <= MOST_BYTES:
         return BLOCK_BYTES
-    return max(head_bytes, BLOCK_BYTES - BLOCK_BYTES % head_bytes)
+    return _whole_blocks(rows * row_bytes)
+
+
+def _whole_blocks(num_bytes: int) -> int:
+    """A multiple of `num_bytes`: about as much as is read at a time."""
+    return max(num_bytes, BLOCK_BYTES - BLOCK_BYTES % max(1, num_bytes))
 
 
 def _rows_together(source: TensorSource, fqn: str) -> int:
@@ -305,8 +354,12 @@ def _create_files(folder: Path, target: Target, *, resuming: bool) -> None:
         (folder / file).touch(exist_ok=resuming)
 
 
-def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str]) -> None:
-    problems = [f"{fqn}: the source does not have it" for fqn in target.tensors if fqn not in source.tensors]
+def _check_match(
+    source: TensorSource, target: Target, casts: Mapping[str, str], encoders: Mapping[str, Encoder]
+) -> None:
+    made = {encoder.scales for encoder in encoders.values()}
+    lacking = [fqn for fqn in target.tensors if fqn not in source.tensors and fqn not in made]
+    problems = [f"{fqn}: the source does not have it" for fqn in lacking]
     changes = {}
     for fqn, info in target.tensors.items():
         if fqn not in source.tensors:
@@ -314,6 +367,8 @@ def _check_match(source: TensorSource, target: Target, casts: Mapping[str, str])
         held = source.tensors[fqn]
         if held.shape != info.shape:
             problems.append(f"{fqn}: {list(held.shape)} in the source, {list(info.shape)} expected")
+        if fqn in encoders:
+            continue
         if casts.get(fqn, held.dtype) != info.dtype:
             problems.append(f"{fqn}: {held.dtype} in the source, {info.dtype} expected")
         changes[fqn] = (held.dtype, info.dtype)

@@ -21,11 +21,13 @@ from converters.expressions import Expression, HeadRows, Source, head_order
 from converters.file_lock import is_open_file, lock_file
 from converters.names import DCP_METADATA, MANIFEST
 
-VERSION = 2
+VERSION = 3
 
 
-def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True) -> str:
-    """32 hex digits that identify source and plan; another source file, layout or cast gives others.
+def plan_fingerprint(
+    catalog: Catalog, target: Target, casts: Mapping[str, str], *, digests: bool = True, quantization: str = ""
+) -> str:
+    """32 hex digits that identify source and plan; another source file, layout, cast or quantization gives others.
 
     They include size and time of the files with values and of JSON files in their folder, because a config determines
     the order of rows, and the bytes of the manifest. `execute` adds the order in which its source reads rows.
@@ -49,6 +51,8 @@ def plan_fingerprint(catalog: Catalog, target: Target, casts: Mapping[str, str],
     for slot in target.slots:
         add(slot.fqn, slot.dtype, slot.box.offsets, slot.box.sizes, slot.file, slot.byte_offset)
     add(sorted(target.file_bytes.items()), sorted(casts.items()))
+    if quantization:
+        add(quantization)
     return summed.hexdigest()
 
 

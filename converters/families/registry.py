@@ -37,7 +37,11 @@ def get_family(name: str) -> Family:
 
 
 def read_hf_config(config: Mapping[str, Any]) -> tuple[Family, ModelArgs]:
-    """Family and numbers of a transformers config.json. Raises UnsupportedError where no family reads it."""
+    """Family and numbers of a transformers config.json. Raises UnsupportedError where no family reads it.
+
+    How the weights are quantized is no property of a family (quantization.read_quantization).
+    """
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
     for family in _families_for(config):
         args = family.args_from_hf_config(config)
         if family.claims(args):

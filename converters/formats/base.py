@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from converters.families.base import Family, Naming
     from converters.layout import MeshShape
     from converters.model_info import ModelInfo
+    from converters.quantization import Fp8Scheme
     from converters.view import View
 
 
@@ -46,6 +47,13 @@ class Style(StrEnum):
     hf = "hf"
     meta = "meta"
     torchtune = "torchtune"
+
+
+class Quantize(StrEnum):
+    """How weights are quantized."""
+
+    fp8 = "fp8"
+    fp8_ue8m0 = "fp8:ue8m0"
 
 
 def _parse_mesh(text: str) -> MeshShape:
@@ -127,6 +135,24 @@ class OutputOptions:
         refusal="this format keeps them",
     )
 
+    quantize: str | None = _option(
+        "--quantize",
+        "Quantize linear layers and experts to float8 (e4m3) with a float32 scale for each block of 128 × 128, as "
+        "DeepSeek V3 and Qwen 3 are published; fp8:ue8m0 with power-of-two scales, as DeepSeek V3.1.",
+        kind=Quantize,
+        parse=str,
+        refusal="only Hugging Face checkpoints are quantized; other formats hold the values",
+    )
+    # an fp8 copy of the model
+    scales_from: Path | None = _option(
+        "--scales-from",
+        "With --quantize: keep the scales of this fp8 checkpoint where the values still fit, so that weights that came "
+        "from it become the same bytes again.",
+        metavar="FOLDER",
+        kind=Path,
+        refusal="it keeps the scales of quantized weights",
+    )
+
     def given(self) -> set[str]:
         """Names of the fields that are not None."""
         return {f.name for f in fields(self) if getattr(self, f.name) is not None}
@@ -144,6 +170,12 @@ class Contents:
     family: Family
     info: ModelInfo
     dst: Path  # of the complete output; it is written elsewhere
+    quantization: Fp8Scheme | None = None  # of the output
+    coded: frozenset[str] = frozenset()  # of `tensors`: codes and scales
+
+    @property
+    def unquantized(self) -> dict[str, TensorInfo]:
+        return {name: info for name, info in self.tensors.items() if name not in self.coded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +205,8 @@ class Format:
 
     def check_options(self, options: OutputOptions) -> None:
         """Raise ConfigError, in the words of the command line, for an option that this format does not take."""
+        if options.scales_from is not None and options.quantize is None:
+            raise ConfigError("--scales-from means nothing without --quantize", tries=["--quantize fp8"])
         for name in sorted(options.given().difference(self.takes)):
             option = OPTIONS[name]
             raise ConfigError(f"{option.flag} means nothing for {self.called}", hint=option.refusal)

@@ -18,6 +18,10 @@ FUSED = "hf_fused"  # the naming with one tensor for all experts of a layer
 def _naming(family: Family, options: OutputOptions) -> Naming:
     if options.fused_experts and FUSED not in family.namings:
         raise ConfigError(f"--fused-experts: {family.name} models have no experts", hint="leave it out")
+    if options.fused_experts and options.quantize:
+        raise ConfigError(
+            "--fused-experts and --quantize cannot be combined", hint="fp8 checkpoints have one tensor per expert"
+        )
     return family.namings[FUSED if options.fused_experts else "hf"]
 
 
@@ -43,7 +47,8 @@ def _write_small_files(folder: Path, contents: Contents, options: OutputOptions)
     written += write_tokenizer_for_hf(
         folder, info.assets, vocab_size=info.args.vocab_size, max_seq_len=info.args.max_seq_len
     )
-    write_hf_config(folder, info, dtype=next(iter(count_dtypes(contents.tensors))))
+    dtype = next(iter(count_dtypes(contents.unquantized)))
+    write_hf_config(folder, info, dtype=dtype, quantization=contents.quantization)
     return [HF_CONFIG, *written]
 
 
@@ -51,7 +56,7 @@ HF = Format(
     name="hf",
     called="a Hugging Face checkpoint",
     containers=("safetensors", "torch"),
-    takes=("shard_bytes", "fused_experts", "drop_expert_bias"),
+    takes=("shard_bytes", "quantize", "scales_from", "fused_experts", "drop_expert_bias"),
     naming=_naming,
     plan=_plan,
     write_small_files=_write_small_files,
@@ -70,6 +75,7 @@ HF = Format(
         (
             "dcp-to-hf outputs/checkpoint/step-1000 my-model",
             "dcp-to-hf torchtitan/step-1000 my-model --model-from Llama-3.1-8B --dtype bfloat16",
+            "dcp-to-hf qwen3-step-1000 my-model-fp8 --quantize fp8",
         ),
     ),
 )

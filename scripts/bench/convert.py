@@ -2,8 +2,10 @@
 
 python scripts/bench/convert.py --work /a/disk/with/15/GB --rounds 5
 python scripts/bench/convert.py --work /a/disk/with/30/GB --rounds 3 --models qwen3_moe
+python scripts/bench/convert.py --work /a/disk/with/25/GB --rounds 3 --models fp8
 
-The last is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again.
+The second is a Qwen 3 MoE of 8.9 GB: 2,688 tensors of experts are stacked, and unstacked again. The last has DeepSeek
+V3's width, and is quantized to fp8 and dequantized again, by one worker; its limits are bytes of the source per second.
 """
 
 import argparse
@@ -13,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent))
-from models import MODELS, write_model  # noqa: E402
+from models import MODELS, WIDE_MOE, write_model  # noqa: E402
 from rounds import TITAN, Command, compare, copy_and_fsync, read_once, remove, run  # noqa: E402
 
 LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # options, ratio, seconds of user CPU
@@ -21,6 +23,7 @@ LIMITS: dict[str, list[tuple[tuple[str, ...], float, float | None]]] = {  # opti
     "qwen3": [(("--no-digest",), 1.5, None)],
     "qwen3_moe": [((), 1.8, None), (("--no-digest",), 1.5, None)],
 }
+FP8 = {"bf16 to fp8": 150e6, "fp8 to bf16": 250e6}  # at least, bytes of the source per second
 MOST_ANON_MIB = 128 + 16 * 2  # at the default of two workers
 
 
@@ -28,12 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=None, help="where to write; default: the temporary folder")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="+", choices=[*LIMITS], default=["llama", "qwen3"])
+    parser.add_argument("--models", nargs="+", choices=[*LIMITS, "fp8"], default=["llama", "qwen3"])
     chosen = parser.parse_args()
     ok = True
     for model in chosen.models:
         with TemporaryDirectory(dir=chosen.work, prefix="titan-bench-") as work:
-            ok &= _bench(Path(work), model, chosen.rounds)
+            ok &= _bench_fp8(Path(work), chosen.rounds) if model == "fp8" else _bench(Path(work), model, chosen.rounds)
     raise SystemExit(0 if ok else 1)
 
 
@@ -61,6 +64,38 @@ def _bench(work: Path, model: str, rounds: int) -> bool:
             )
             ok &= compare(replace(copy, secs=[], user_secs=[]), [command], rounds=rounds)
             remove(out)
+        remove(work / "copy")
+    return ok
+
+
+def _bench_fp8(work: Path, rounds: int) -> bool:
+    """With the formula's scales, and with kept ones, which reads them from the folder that the first has written."""
+    bf16, fp8, out = work / "bf16", work / "fp8", work / "out"
+    write_model(bf16, WIDE_MOE, normal=True)
+    run(Command("", (*TITAN, "convert", "auto", str(bf16), str(fp8), "--to", "hf", "--quantize", "fp8"), fp8))
+    quantize = ("--to", "hf", "--quantize", "fp8")
+    kinds = {
+        "bf16 to fp8": [(bf16, quantize), (bf16, (*quantize, "--scales-from", str(fp8)))],
+        "fp8 to bf16": [(fp8, ("--to", "dcp")), (fp8, ("--to", "hf"))],
+    }
+    ok = True
+    for kind, cases in kinds.items():
+        src = cases[0][0]
+        num_bytes = sum(path.stat().st_size for path in src.iterdir())
+        print(f"{kind}: {num_bytes / 1e9:.2f} GB, at least {FP8[kind] / 1e6:.0f} MB/s", flush=True)
+        read_once(src)
+        commands = [
+            Command(
+                f"{kind} {' '.join(options[:4])}",
+                (*TITAN, "convert", "auto", str(src), str(out), *options, "--workers", "1"),
+                out,
+                most_secs=num_bytes / FP8[kind],
+                most_anon_mib=128 + 16,
+            )
+            for _, options in cases
+        ]
+        ok &= compare(copy_and_fsync(src, work / "copy"), commands, rounds=rounds)
+        remove(out)
         remove(work / "copy")
     return ok
 

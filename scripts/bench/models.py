@@ -77,6 +77,17 @@ QWEN3_MOE: Mapping[str, Any] = {
 }
 # Seven layers of 30B-A3B: 8.9 GB, of which experts are 97 %
 QWEN3_MOE_9GB: Mapping[str, Any] = {**QWEN3_MOE, "num_hidden_layers": 7, "num_experts": 128}
+# DeepSeek V3's width and experts: one layer with 48 of them, 4.6 GB of bf16, half as much in fp8
+WIDE_MOE: Mapping[str, Any] = {
+    **QWEN3_MOE,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "num_experts": 48,
+    "moe_intermediate_size": 2048,
+    "vocab_size": 8192,
+}
 MODELS = {"llama": LLAMA_1B, "qwen3": QWEN3_1B, "qwen3_moe": QWEN3_MOE_9GB}
 
 

@@ -31,6 +31,7 @@ class Command:
     argv: Sequence[str]
     output: Path
     most: float | None = None
+    most_secs: float | None = None  # a limit that does not depend on the reference
     extra_secs: float = 0.3  # start of an interpreter
     most_anon_mib: float | None = None
     most_user_secs: float | None = None
@@ -142,7 +143,7 @@ def _gpus() -> list[str]:
 
 def _result(command: Command, reference: float) -> dict[str, Any]:
     middle = median(command.secs)
-    limit = None if command.most is None else command.most * reference + command.extra_secs
+    limit = command.most_secs if command.most is None else command.most * reference + command.extra_secs
     user = median(command.user_secs)
     fits = (
         (limit is None or middle <= limit)

@@ -14,6 +14,7 @@ from converters.formats.base import OutputOptions
 from converters.model_info import ModelInfo, write_hf_config
 from tests.dist import runs
 from tests.dist.test_stock_training import adamw, hf_model, native, renamed, step_of
+from tests.fp8_folders import write_fp8
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # stock DCP, in this process
 FLAVOR = "debug_gqa"
@@ -93,6 +94,23 @@ def test_a_run_starts_from_the_hf_folder_that_the_model_names(pools, data, forma
     (tmp_path / "other" / "checkpoint").mkdir(parents=True)  # a folder without a checkpoint is no reason to begin anew
     assert pools[1].run(runs.run, named) == [""]
     assert runs.read_losses(tmp_path / "other") == {1: begun}
+
+
+def test_a_run_starts_from_an_fp8_folder_where_it_is_asked_to(pools, data, formats, tmp_path):
+    """Its weights are the float32 products, as in torchtitan: those of a DCP that is converted to float32."""
+    fp8 = write_fp8(tmp_path / "fp8", formats["safetensors"], files=2)
+    shutil.copy(data / "tokenizer.json", fp8)
+    convert(fp8, tmp_path / "float32", to="dcp", dtype="float32")
+    keys = {"initial_load_in_hf": True, "initial_load_in_hf_quantized": True, "initial_load_path": str(fp8)}
+    config = runs.make_config(data, tmp_path / "run", **FSDP2, steps=1, checkpoint=keys)
+    assert pools[2].run(runs.run, config) == ["", ""]
+    plain = runs.make_config(data, tmp_path / "plain", **FSDP2)
+    begun = pools[2].run(runs.first_losses, plain, {"": tmp_path / "float32"})[0][""]
+    assert runs.read_losses(tmp_path / "run") == {1: begun}
+    for given in ({"initial_load_path": str(fp8)}, keys | {"initial_load_in_hf_quantized": False}):
+        config = runs.make_config(data, tmp_path / "refused", **FSDP2, checkpoint=given)
+        (output, _) = pools[2].run(runs.run, config)
+        assert output.startswith(f"CheckpointError: {fp8} holds 28 weights in fp8 (e4m3)"), output
 
 
 @pytest.mark.parametrize("name", ["native DCP", "meta"])

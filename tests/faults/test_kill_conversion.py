@@ -17,8 +17,10 @@ from time import sleep
 import pytest
 
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.names import JOURNAL
 from converters.verify import verify
+from tests.fp8_folders import write_fp8
 from tests.tiny_llama import write_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,9 +34,11 @@ import converters.commit as committing
 import converters.engine.copy as copying
 from converters.commit import find_complete
 from converters.convert import convert
+from converters.formats.base import OutputOptions
 from converters.names import DCP_METADATA, MANIFEST
 
-work, to, how, num_points = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+work, (to, _, quantize), how, num_points = Path(sys.argv[1]), sys.argv[2].partition(" "), sys.argv[3], int(sys.argv[4])
+options = OutputOptions(quantize=quantize or None)
 copying.BLOCK_BYTES = copying.UNIT_BYTES = 4096
 overwrite = how != "new"
 
@@ -79,7 +83,7 @@ def attempt(dst, at=None, resume=False):
         say = os.fdopen(writer, "w")
         try:
             events = watch(at)
-            report = convert(work / "src", dst, to=to, resume=resume, overwrite=overwrite)
+            report = convert(work / "src", dst, to=to, options=options, resume=resume, overwrite=overwrite)
             json.dump({"events": events, "resumed": report.resumed_bytes, "bytes": report.num_bytes}, say)
         except BaseException as error:
             json.dump({"error": repr(error)}, say)
@@ -160,19 +164,29 @@ def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
     write_llama(folder / "hf", num_hidden_layers=3, hidden_size=64, intermediate_size=128, rope_scaling=None)
     convert(folder / "hf", folder / "dcp", to="dcp")
+    write_fp8(folder / "fp8", folder / "hf", block=(32, 32))
     return folder
 
 
 @pytest.mark.parametrize(
     ("to", "how"),
-    [("dcp", "new"), pytest.param("hf", "new", marks=pytest.mark.slow), ("hf", "exchange"), ("dcp", "aside")],
+    [
+        ("dcp", "new"),
+        ("hf", "exchange"),
+        ("dcp", "aside"),
+        pytest.param("hf", "new", marks=pytest.mark.slow),
+        pytest.param("hf fp8", "new", marks=pytest.mark.slow),
+        pytest.param("dcp from fp8", "new", marks=pytest.mark.slow),
+    ],
 )
 def test_c16_a_kill_at_any_point_leaves_nothing_or_everything_and_resumes_to_it(sources, tmp_path, to, how):
     """`aside`: a file system that cannot exchange two names, where a kill can come between two renames."""
-    shutil.copytree(sources / ("hf" if to == "dcp" else "dcp"), tmp_path / "src")
-    convert(tmp_path / "src", tmp_path / "expected", to=to)
+    source = "fp8" if to.endswith("from fp8") else "hf" if to == "dcp" else "dcp"
+    shutil.copytree(sources / source, tmp_path / "src")
+    to, _, quantize = to.removesuffix(" from fp8").partition(" ")
+    convert(tmp_path / "src", tmp_path / "expected", to=to, options=OutputOptions(quantize=quantize or None))
     done = subprocess.run(
-        [sys.executable, "-P", "-c", KILLER, str(tmp_path), to, how, str(NUM_POINTS)],
+        [sys.executable, "-P", "-c", KILLER, str(tmp_path), f"{to} {quantize}".strip(), how, str(NUM_POINTS)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

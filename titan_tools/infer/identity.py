@@ -8,7 +8,7 @@ from pathlib import Path
 
 from converters.assets import find_assets
 from converters.catalog import Box
-from converters.engine.digest import TensorDigest, digest_of_sum, sum_of_rows
+from converters.engine.digest import TensorDigest, digest_of_sum
 from converters.errors import ConfigError, list_offenders
 from converters.families.registry import get_family
 from converters.manifest import TensorSum, manifest_of
@@ -41,10 +41,13 @@ def _weights_identity(weights: NativeWeights) -> str:
     """
     manifest, used, stored = manifest_of(weights.catalog), weights.source.ledger.used, weights.catalog.tensors
     names = {name for names in used.values() for name in names}
+    scales = weights.source.ledger.scales
     files = {chunk.file for name in names for chunk in stored[name].chunks}
     if manifest is not None and files <= manifest.files.keys():  # else the manifest describes other files
-        listed = {name: manifest.tensors[name] for name in names if name in manifest.tensors}
-        if len(listed) == len(names) and all(entry.digest for entry in listed.values()):
+        listed = {name: manifest.tensors[name] for name in names - scales if name in manifest.tensors}
+        native = weights.quantized.dtype if weights.quantized else ""
+        is_known = all(entry.digest and entry.digest_dtype in ("", native) for entry in listed.values())
+        if len(listed) == len(names - scales) and is_known:
             digests = _native_digests(weights, listed)
             lines = "".join(f"{fqn} {digests[fqn]}\n" for fqn in sorted(digests))
             return f"digests {blake2b(lines.encode(), digest_size=_DIGEST_BYTES).hexdigest()}"
@@ -61,7 +64,7 @@ def _native_digests(weights: NativeWeights, listed: Mapping[str, TensorSum]) -> 
             digests[fqn] = _sample(source, [fqn])
             continue
         if names:
-            total = sum(sum_of_rows(listed[name].digest, listed[name].dtype, listed[name].shape) for name in names)
+            total = sum(listed[name].sum_of_rows for name in names if name not in source.ledger.scales)
         else:  # zeros that the checkpoint does not have, and others do
             zeros = TensorDigest(info.dtype, info.shape)
             zeros.update(Box.whole(info.shape), source.read(fqn, Box.whole(info.shape)))

@@ -124,8 +124,7 @@ class Checkpoints:
         """Start from a checkpoint of any format: its weights, or with initial_load_model_only = false everything."""
         require_seen(path, self._group)
         if self._settings.initial_load_model_only:
-            only_hf = self._settings.initial_load_in_hf
-            found = load_weights(path, state, info=self._info, only_hf=only_hf, group=self._group)
+            found = load_weights(path, state, info=self._info, settings=self._settings, group=self._group)
             self._keep_fields(found)
             if text := idle_dropout(found, path):
                 note(text)

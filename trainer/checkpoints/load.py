@@ -43,7 +43,8 @@ from trainer.checkpoints.host_memory import available_bytes
 from trainer.checkpoints.io import PlainPlanner, SourceReader, as_titan_error
 from trainer.checkpoints.read_sums import ReadSums
 from trainer.checkpoints.run_state import RunState
-from trainer.chosen_model import refuse_other_model, refuse_other_names
+from trainer.chosen_model import refuse_other_form, refuse_other_model
+from trainer.config.sections import Checkpoint
 from trainer.data.tokenizer import load_tokenizer, tokenizes_differently
 from trainer.mesh import local_part
 from trainer.observability.log import note
@@ -108,15 +109,16 @@ def load_state(
     return found
 
 
-def load_weights(path: Path, state: RunState, *, info: ModelInfo, only_hf: bool, group: dist.ProcessGroup) -> ModelInfo:
-    """Load the weights of a checkpoint of any format; with `only_hf` other names than Hugging Face's are refused.
+def load_weights(
+    path: Path, state: RunState, *, info: ModelInfo, settings: Checkpoint, group: dist.ProcessGroup
+) -> ModelInfo:
+    """Load the weights of a checkpoint of any format that `settings` allow.
 
-    Each rank reads only its own boxes, and casts from other floating dtypes. Returns the checkpoint's model
-    information.
+    Each rank reads only its own boxes, and casts from other floating dtypes; quantized weights from float32, as
+    torchtitan's reader. Returns the checkpoint's model information.
     """
-    with open_native(path, otherwise=info) as weights:
-        if only_hf:
-            refuse_other_names(weights, path)
+    with open_native(path, otherwise=info, dequantized="float32") as weights:
+        refuse_other_form(weights, path, settings)
         for text in weights.notes:
             note(f"{path}: {text}")
         manifest = _manifest_of(weights.catalog.root, group)

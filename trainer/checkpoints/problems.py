@@ -33,6 +33,8 @@ def checkpoint_problems(settings: Checkpoint, model: Model) -> list[str]:
             "checkpoint.initial_load_in_hf reads weights only: leave checkpoint.initial_load_model_only true, or name "
             "a DCP checkpoint as checkpoint.initial_load_path"
         )
+    if settings.initial_load_in_hf_quantized and not settings.initial_load_in_hf:
+        problems.append("checkpoint.initial_load_in_hf_quantized needs checkpoint.initial_load_in_hf, as in torchtitan")
     unset = model.hf_assets_path == Model().hf_assets_path
     if settings.initial_load_in_hf and not settings.initial_load_path and unset:
         problems.append(

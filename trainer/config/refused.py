@@ -49,7 +49,6 @@ REFUSED: dict[str, Refused] = {
         str, None, "rows are exchanged by all-to-all, whatever the backend: DeepEP's kernels are not covered"
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": _unread(bool, "fault_tolerance.enable"),
-    "checkpoint.initial_load_in_hf_quantized": _only(False, "quantized weights are not covered yet"),
     "checkpoint.create_seed_checkpoint": _only(False, "run `titan seed CONFIG OUT`"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Refused(
         tuple[str, ...],

@@ -55,7 +55,7 @@ def test_check_of_a_good_config(titan):
         (["debug", "--training.stepz", "5"], "did you mean `training.steps`?"),
         (["debug", "--world-size", "6"], "but there are 6"),
         (["debug", "--training.seq_len", "255", "--parallelism.tensor_parallel_degree", "3"], "does not divide"),
-        (["debug", "--checkpoint.initial_load_in_hf_quantized"], "not covered yet"),
+        (["debug", "--checkpoint.initial_load_in_hf_quantized"], "needs checkpoint.initial_load_in_hf"),
         (["nowhere.toml"], "no such config file"),
         (["--training.steps", "5"], "comes before the overrides"),
     ],

@@ -16,6 +16,7 @@ from converters.model_info import read_model_info, write_model_info
 from converters.open import open_checkpoint
 from converters.reshard import reshard
 from tests.checkpoint_forms import FORMS, native, write_byte_ranks
+from tests.fp8_folders import dequantized, save, write_fp8
 from tests.greedy_reference import greedy
 from tests.tiny_families import SCALING, write_tiny
 from tests.tiny_llama import BOS, EOS, write_tokenizer
@@ -196,6 +197,15 @@ def flip(folder, fqn):
     data[chunk.byte_offset + 13] ^= 1
     (folder / chunk.file).write_bytes(data)
     return chunk.file
+
+
+def test_an_fp8_folder_computes_with_its_values(titan, tmp_path):
+    write_model(tmp_path / "bf16", "qwen3", dtype=torch.bfloat16)
+    fp8 = write_fp8(tmp_path / "fp8", tmp_path / "bf16", block=(16, 16), files=2)
+    save(tmp_path / "values", dequantized(fp8, block=(16, 16)), tmp_path / "bf16", None)
+    code, out, err = titan("infer", fp8, *ASK)
+    assert code == 0, err
+    assert ids(out) == ids(titan("infer", tmp_path / "values", *ASK)[1])
 
 
 @pytest.mark.parametrize("fqn", ["layers.1.attention.wk.weight", "norm.weight", "tok_embeddings.weight"])

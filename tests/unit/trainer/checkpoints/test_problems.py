@@ -27,6 +27,7 @@ def _problems(model=None, **keys):
         ({"last_save_in_torchtune": True, "enable": True, "load_only": True}, ["last_save_in_torchtune converts"]),
         ({"initial_load_in_hf": True, "initial_load_path": "x", "initial_load_model_only": False}, ["weights only"]),
         ({"initial_load_in_hf": True}, ["names no folder: set checkpoint.initial_load_path or model.hf_assets_path"]),
+        ({"initial_load_in_hf_quantized": True, "initial_load_path": "x"}, ["needs checkpoint.initial_load_in_hf"]),
         (
             {"initial_load_in_hf": True, "initial_load_model_only": False, "last_save_in_hf": True},
             ["last_save_in_hf", "weights only", "names no folder"],

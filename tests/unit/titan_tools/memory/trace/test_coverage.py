@@ -173,6 +173,7 @@ WITHOUT_EFFECT = {
         "checkpoint.enable_first_step_checkpoint",
         "checkpoint.load_only",
         "checkpoint.initial_load_in_hf",
+        "checkpoint.initial_load_in_hf_quantized",
         "checkpoint.last_save_in_hf",
         "checkpoint.last_save_in_torchtune",
         "checkpoint.export_dtype",

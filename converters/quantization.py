@@ -1,0 +1,127 @@
+"""How a Hugging Face checkpoint is quantized: `quantization_config` of config.json, read and written.
+
+Covered is float8 (e4m3) with one scale per block, as DeepSeek V3 and Qwen 3 are published. The scales of a weight are a
+tensor of their own, whose name is the weight's with `_scale_inv`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from functools import cached_property
+from typing import Any
+
+from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
+from converters.families.base import Parameter, Role
+
+KEY = "quantization_config"
+SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
+CODES = "float8_e4m3fn"
+SCALE_DTYPES = ("float32", "bfloat16")  # the second: Qwen's
+SPELLINGS = {"fp8": False, "fp8:ue8m0": True}  # of --quantize → whether scales are powers of two
+_LISTS = ("modules_to_not_convert", "ignored_layers")  # transformers' and vLLM's name of one list
+_ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translated
+    "quant_method": ("fp8",),
+    "fmt": (None, "e4m3"),
+    "activation_scheme": (None, "dynamic"),  # static: with scales of activations, which titan does not keep
+    "scale_fmt": (None, "float", "ue8m0"),
+    "expert_dtype": (None, "fp8"),
+    "modules_to_convert": (None, []),
+    "dequantize": (None, False, True),  # what a reader does by default
+}
+_KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
+_NOT_QUANTIZED = frozenset(
+    (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.LATENT_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
+)
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """Weights of linear layers as float8 codes, with a scale for each `block` of (rows, columns)."""
+
+    block: tuple[int, int] = (128, 128)
+    power_of_two: bool = False  # every scale is one
+    stays: tuple[str, ...] = ()  # modules that are not quantized: names, of a part of the model, or with wildcards
+
+    def __str__(self) -> str:
+        scales = "power-of-two scales" if self.power_of_two else "scales"
+        return f"fp8 (e4m3), {scales} for blocks of {self.block[0]} × {self.block[1]}"
+
+    def is_listed(self, module: str) -> bool:
+        """Whether `stays` names a module, one that it is a part of, or the end of its name: transformers' rules."""
+        plain, wild = self._stays
+        parts = module.split(".")
+        names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        ends = (".".join(parts[start:]) for start in range(1, len(parts)))
+        return any(name in plain for name in (*names, *ends)) or bool(wild and wild.match(module))
+
+    @cached_property
+    def _stays(self) -> tuple[frozenset[str], re.Pattern[str] | None]:
+        wild = [text for text in self.stays if set(text) & set("*?[")]
+        either = "|".join(translate(end) for text in wild for end in (text, f"{text}.*"))
+        return frozenset(self.stays).difference(wild), re.compile(either) if wild else None
+
+
+def read_quantization(config: Mapping[str, Any]) -> Fp8Scheme | None:
+    """The scheme of a config.json; None where its weights are not quantized.
+
+    Raises UnsupportedError with everything that is not covered.
+    """
+    given = config.get(KEY)
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise CheckpointError(f"config.json: its {KEY} is {given!r:.60}, not an object")
+    method = given.get("quant_method")
+    if method != "fp8":
+        raise UnsupportedError(
+            f"config.json: {KEY} has quant_method {method!r:.60}, which is not covered",
+            hint="covered: fp8 with one scale per block, as DeepSeek V3 and Qwen 3 are published",
+        )
+    problems = [f"{key} = {given[key]!r:.60}" for key, values in _ACCEPTED.items() if given.get(key) not in values]
+    problems += [f"{key} = {given[key]!r:.60}" for key in given if key not in _KNOWN]
+    block = given.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        problems.append(f"weight_block_size = {block!r:.60}, not two sizes: a scale for a whole tensor is not covered")
+    lists = {key: given[key] for key in _LISTS if given.get(key) is not None}
+    for key, names in lists.items():
+        if not (isinstance(names, list) and all(isinstance(name, str) and name for name in names)):
+            problems.append(f"{key} = {names!r:.60}, not a list of names")
+    if len(lists) == 2 and lists[_LISTS[0]] != lists[_LISTS[1]]:
+        problems.append(f"{_LISTS[0]} and {_LISTS[1]} are two names of one list, and differ")
+    if problems:
+        raise UnsupportedError(
+            f"config.json: {KEY} describes weights that are not covered:{list_offenders(problems)}",
+            hint="covered: e4m3, activation_scheme dynamic, a weight_block_size such as [128, 128]",
+        )
+    assert isinstance(block, list)
+    stays: list[str] = next(iter(lists.values()), [])
+    return Fp8Scheme((block[0], block[1]), given.get("scale_fmt") == "ue8m0", tuple(stays))
+
+
+def quantization_config(scheme: Fp8Scheme) -> dict[str, Any]:
+    """The content of `quantization_config`, as DeepSeek publishes it. transformers and vLLM read the list."""
+    power_of_two = {"scale_fmt": "ue8m0"} if scheme.power_of_two else {}
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        **power_of_two,
+        "weight_block_size": list(scheme.block),
+        "modules_to_not_convert": list(scheme.stays),
+    }
+
+
+def parse_quantize(text: str) -> Fp8Scheme:
+    """The scheme that a user asks for. Raises ConfigError for one that is not known."""
+    if text not in SPELLINGS:
+        raise ConfigError(f"unknown quantization: {text!r}", hint=f"known: {', '.join(SPELLINGS)}")
+    return Fp8Scheme(power_of_two=SPELLINGS[text])
+
+
+def is_quantized(parameter: Parameter) -> bool:
+    """Whether checkpoints are published with this parameter quantized: the weights of linear layers and of experts.
+
+    Norms, embedding, output, routers and biases are not.
+    """
+    return parameter.role not in _NOT_QUANTIZED and not parameter.is_bias and len(parameter.shape) > 1

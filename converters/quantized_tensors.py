@@ -1,0 +1,97 @@
+"""Match quantized weights with their scales, before a tensor is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from converters.catalog import Box, TensorInfo, TensorSource
+from converters.expressions import Expression, Fp8Blocks, Source
+from converters.fp8 import num_blocks
+from converters.quantization import CODES, KEY, SCALE, SCALE_DTYPES, Fp8Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensors:
+    """The quantized weights among a checkpoint's tensors, by stored name."""
+
+    scheme: Fp8Scheme
+    dtype: str  # of their values
+    expressions: Mapping[str, Expression]  # weight → its values
+    scales: Mapping[str, str]  # tensor with the name of scales → the weight that they are of
+    problems: Mapping[str, str] = field(default_factory=dict)  # tensor that is missing, too many or wrong → what is
+
+    def native_info(self, name: str, info: TensorInfo) -> TensorInfo:
+        """Element type and shape of a tensor's values; `info`: as stored."""
+        return TensorInfo(self.dtype, info.shape) if name in self.expressions else info
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizedSource:
+    """A TensorSource whose quantized weights are read as their values."""
+
+    source: TensorSource
+    quantized: QuantizedTensors
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: self.quantized.native_info(name, info) for name, info in self.source.tensors.items()}
+
+    def read(self, fqn: str, box: Box) -> np.ndarray:
+        values = self.quantized.expressions.get(fqn)
+        return self.source.read(fqn, box) if values is None else values.read(self.source, box)
+
+
+def find_quantized(
+    tensors: Mapping[str, TensorInfo], scheme: Fp8Scheme, *, dtype: str, is_own: bool
+) -> QuantizedTensors | None:
+    """The weights that are float8, with their scales; None where the scheme is that of another checkpoint.
+
+    `is_own`: the scheme is in the checkpoint's own folder, so that a checkpoint without any such weight is an error.
+    """
+    codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
+    scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
+    scales |= {its: name for name in codes if (its := _scales_of(name, tensors)) in tensors}
+    if not codes and not scales:
+        if not is_own:
+            return None
+        text = f"config      {KEY} says that weights are quantized, but none is float8: remove it if they no longer are"
+        return QuantizedTensors(scheme, dtype, {}, {}, {KEY: text})
+    problems = {}
+    for name, weight in scales.items():
+        if weight not in tensors:
+            problems[name] = f"scales      {name}  there is no {weight}"
+        elif weight not in codes:
+            problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
+    expressions = {}
+    for name, info in codes.items():
+        its = _scales_of(name, tensors)
+        problems |= _problems(name, info, its, tensors.get(its), scheme)
+        expressions[name] = Fp8Blocks(Source(name), Source(its), scheme.block, dtype)
+    return QuantizedTensors(scheme, dtype, expressions, scales, problems)
+
+
+def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The name of a weight's scales; DeepSeek's inference code has `X.scale` beside `X.weight`."""
+    own = name.removesuffix(".weight") + ".scale"
+    return own if name.endswith(".weight") and own in tensors else name + SCALE
+
+
+def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:
+    """What is wrong with a float8 tensor and its scales, whose name is `its`, by tensor."""
+    if info.dtype != CODES:
+        return {name: f"dtype       {name}  is {info.dtype}, should be {CODES}"}
+    if len(info.shape) != 2:
+        return {name: f"shape       {name}  is {list(info.shape)}, and float8: only matrices are quantized"}
+    problems = {}
+    if scheme.is_listed(name.rpartition(".")[0]):
+        problems[name] = f"config      {name}  is float8, and {KEY} lists its module as not quantized"
+    shape = tuple(num_blocks(size, block) for size, block in zip(info.shape, scheme.block, strict=True))
+    if scales is None:
+        problems[its] = f"missing     {its}  {list(shape)}: {name} is float8"
+    elif scales.shape != shape:
+        of = f"{list(info.shape)} in blocks of {scheme.block[0]} × {scheme.block[1]}"
+        problems[its] = f"shape       {its}  is {list(scales.shape)}, should be {list(shape)} for {of}"
+    elif scales.dtype not in SCALE_DTYPES:
+        problems[its] = f"dtype       {its}  is {scales.dtype}, should be {' or '.join(SCALE_DTYPES)}"
+    return problems
