@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from converters.errors import CheckpointError, ConfigError, UnsupportedError, list_offenders
-from converters.families.base import Parameter, Role
+from converters.families.base import Family, Parameter, Role
 
 KEY = "quantization_config"
 SCALE = "_scale_inv"  # a weight's name + this: its scales, which are multiplied (DeepSeek's name says otherwise)
@@ -33,6 +33,7 @@ _KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
 _NOT_QUANTIZED = frozenset(
     (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.LATENT_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
 )
+_LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,11 @@ def parse_quantize(text: str) -> Fp8Scheme:
     return Fp8Scheme(power_of_two=SPELLINGS[text])
 
 
-def is_quantized(parameter: Parameter) -> bool:
+def is_quantized(parameter: Parameter, family: Family) -> bool:
     """Whether checkpoints are published with this parameter quantized: the weights of linear layers and of experts.
 
-    Norms, embedding, output, routers and biases are not.
+    Norms, embedding, output, routers, biases and what the family lists (`Family.unquantized`) are not.
     """
-    return parameter.role not in _NOT_QUANTIZED and not parameter.is_bias and len(parameter.shape) > 1
+    if parameter.role in _NOT_QUANTIZED or parameter.is_bias or len(parameter.shape) == 1:
+        return False
+    return _LAYER.sub("{n}", parameter.fqn, count=1) not in family.unquantized

@@ -14,7 +14,7 @@ from converters.catalog import Box, TensorInfo
 from converters.dtypes import numpy_dtype
 from converters.engine.encoder import Encoded
 from converters.errors import ConfigError, list_offenders
-from converters.families.base import OUTPUT, Naming, Role, computed_numbers
+from converters.families.base import EMBEDDING, OUTPUT, Naming, computed_numbers
 from converters.families.registry import get_family
 from converters.fp8 import block_amax, decode, encode, num_blocks, saturated, scales_of
 from converters.open import open_checkpoint
@@ -114,8 +114,9 @@ def plan_quantization(
     one, scales that differ from those of a source that is quantized itself are counted.
     """
     scheme = parse_quantize(quantize)
-    parameters = {p.fqn: p for p in get_family(weights.info.family).parameters(weights.info.args)}
-    linear = [name for name in tensors if all(f in parameters and is_quantized(parameters[f]) for f in native_of[name])]
+    family = get_family(weights.info.family)
+    matrices = {p.fqn for p in family.parameters(weights.info.args) if is_quantized(p, family)}
+    linear = [name for name in tensors if matrices.issuperset(native_of[name])]
     chosen, known = linear, scales_from
     if scales_from is not None and scales_from.quantized is not None:
         if scales_from.naming != naming.name:
@@ -137,11 +138,13 @@ def plan_quantization(
             known=partial(known.reader.read, name + SCALE) if held is not None and known is not None else None,
             keeps_known=scales_from is not None,
         )
-    kept_roles = (Role.OUTPUT, Role.ROUTER)
     stays = [rule.foreign for rule in naming.rules if rule.native == OUTPUT]  # of tied models, too
-    stays += [n for n in tensors if any(f in parameters and parameters[f].role in kept_roles for f in native_of[n])]
-    stays += [name for name in linear if name not in encoders]
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in stays if name)
+    stays += [
+        name
+        for name, info in tensors.items()
+        if name not in encoders and len(info.shape) > 1 and EMBEDDING not in native_of[name]
+    ]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in stays)
     return Quantization(
         scheme=replace(scheme, stays=tuple(modules)),
         encoders=encoders,
