@@ -20,6 +20,7 @@ from converters.model_from import find_model_info
 from converters.model_info import describes_model
 from converters.mtp import num_mtp_layers, with_mtp
 from converters.names import HF_CONFIG, MANIFEST
+from converters.quantization import SCALE
 from converters.quantized_tensors import DequantizedSource, QuantizedTensors
 from converters.verify_report import Check
 from converters.view import native_row_numbers
@@ -94,6 +95,8 @@ class DigestRules:
         """
         is_of_codes = listed is not None and not listed.digest_dtype
         if self.quantized and fqn in self.quantized.expressions and not is_of_codes:
+            if broken := [text for name, text in self.quantized.problems.items() if name.removesuffix(SCALE) == fqn]:
+                raise CheckpointError(f"{fqn}: its values cannot be computed: {' '.join(broken[0].split())}")
             if listed and listed.digest_dtype != self.quantized.dtype:
                 raise CheckpointError(f"{fqn}: its digest is of {listed.digest_dtype} values, which is not covered")
             return DequantizedSource(reader, self.quantized)
@@ -126,12 +129,10 @@ def _digest_rules(catalog: Catalog, model_from: Path | str | None) -> DigestRule
         info = find_model_info(catalog, model_part(catalog), model_from=model_from)
         if info.args.num_layers > len(catalog.tensors):  # no names are made for billions of layers
             return DigestRules()
-        quantized = quantized_tensors(catalog, info)
-        family = get_family(info.family)
+        family, quantized = get_family(info.family), quantized_tensors(catalog, info)
         naming = naming_of(catalog, family)
         found = num_mtp_layers(catalog.tensors, family, naming, info.args)
-        rows = native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming)
-        return DigestRules(rows, quantized)
+        return DigestRules(native_row_numbers(replace(info, args=with_mtp(info.args, found)), naming), quantized)
     except TitanError:
         return DigestRules()
 

@@ -119,8 +119,8 @@ def convert(
             model_from=model_from,
             allow_missing=allow_missing,
             allow_extra=allow_extra,
-            dequantized=_dequantized(dtype),
             keep_mtp=mtp == "keep",
+            dequantized=_dequantized(dtype),
         ) as opened,
         opened_scales(options.scales_from if "scales_from" in output.takes else None, opened) as scales_from,
     ):
@@ -132,7 +132,7 @@ def convert(
         dequantized = weights.quantized.dtype if weights.quantized else ""
         vouched = vouched_for(catalog, plan.stored, halved=plan.halved, dequantized=dequantized)
         remarks = [*trained, *destination.remarks(src, weights), *weights.info.notes]
-        remarks += describe_dtypes(weights.info, weights.source.tensors, plan.contents.unquantized, to=to, dtype=dtype)
+        remarks += describe_dtypes(weights.info, weights.source.tensors, _cast_by_readers(plan), to=to, dtype=dtype)
         carried = destination.carried_files(weights)
         done, needs = Execution({}, []), None
         if dry_run:
@@ -224,7 +224,7 @@ def _cast_by_readers(plan: ConversionPlan) -> dict[str, TensorInfo]:
     natives = contents.view.ledger.used
     return {
         name: info
-        for name, info in contents.tensors.items()
+        for name, info in contents.unquantized.items()
         if info.dtype != "float32" or not all(is_named(fqn, keep) for fqn in natives[name])
     }
 

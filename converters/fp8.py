@@ -127,7 +127,7 @@ def _widened(values: _Array) -> _Array:
 
 
 def _along_columns(of_blocks: _Array, width: int, columns: int) -> _Array:
-    return np.repeat(of_blocks, width)[:columns]
+    return np.repeat(of_blocks, min(width, columns))[:columns]
 
 
 def _round_to_e4m3(values: _Array, *, out: _Array) -> None:

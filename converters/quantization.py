@@ -30,7 +30,9 @@ _ACCEPTED: Mapping[str, tuple[Any, ...]] = {  # of fields that are not translate
     "dequantize": (None, False, True),  # what a reader does by default
 }
 _KNOWN = {*_ACCEPTED, *_LISTS, "weight_block_size"}
-_NOT_QUANTIZED = frozenset((Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.ROUTER, Role.ROUTER_BIAS))
+_NOT_QUANTIZED = frozenset(
+    (Role.EMBEDDING, Role.OUTPUT, Role.NORM, Role.HEAD_NORM, Role.LATENT_NORM, Role.ROUTER, Role.ROUTER_BIAS, Role.MTP)
+)
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 

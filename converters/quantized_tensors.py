@@ -51,6 +51,7 @@ def find_quantized(
     """
     codes = {name: info for name, info in tensors.items() if info.dtype.startswith("float8")}
     scales = {name: name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
+    scales |= {its: name for name in codes if (its := _scales_of(name, tensors)) in tensors}
     if not codes and not scales:
         if not is_own:
             return None
@@ -64,18 +65,25 @@ def find_quantized(
             problems[name] = f"scales      {name}  {weight} is {tensors[weight].dtype}, which needs none"
     expressions = {}
     for name, info in codes.items():
-        problems |= _problems(name, info, tensors.get(name + SCALE), scheme)
-        expressions[name] = Fp8Blocks(Source(name), Source(name + SCALE), scheme.block, dtype)
+        its = _scales_of(name, tensors)
+        problems |= _problems(name, info, its, tensors.get(its), scheme)
+        expressions[name] = Fp8Blocks(Source(name), Source(its), scheme.block, dtype)
     return QuantizedTensors(scheme, dtype, expressions, scales, problems)
 
 
-def _problems(name: str, info: TensorInfo, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:
-    """What is wrong with a float8 tensor and its scales, by tensor."""
+def _scales_of(name: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """The name of a weight's scales; DeepSeek's inference code has `X.scale` beside `X.weight`."""
+    own = name.removesuffix(".weight") + ".scale"
+    return own if name.endswith(".weight") and own in tensors else name + SCALE
+
+
+def _problems(name: str, info: TensorInfo, its: str, scales: TensorInfo | None, scheme: Fp8Scheme) -> dict[str, str]:
+    """What is wrong with a float8 tensor and its scales, whose name is `its`, by tensor."""
     if info.dtype != CODES:
         return {name: f"dtype       {name}  is {info.dtype}, should be {CODES}"}
     if len(info.shape) != 2:
         return {name: f"shape       {name}  is {list(info.shape)}, and float8: only matrices are quantized"}
-    problems, its = {}, name + SCALE
+    problems = {}
     if scheme.is_listed(name.rpartition(".")[0]):
         problems[name] = f"config      {name}  is float8, and {KEY} lists its module as not quantized"
     shape = tuple(num_blocks(size, block) for size, block in zip(info.shape, scheme.block, strict=True))

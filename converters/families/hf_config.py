@@ -63,7 +63,6 @@ DEEPSEEK_V2_FIELDS: _Fields = _LATENT_FIELDS | {
 }
 # No fields of these classes, but transformers' shared code reads them from every config and computes differently
 _SHARED: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "is_causal": (None, True),
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
@@ -130,7 +129,7 @@ def args_from_hf_config(config: Mapping[str, Any], of: ConfigClass, *, also_refu
     if refused:
         raise UnsupportedError(
             f"config.json describes a {of.called} variant that is not covered:" + list_offenders(refused),
-            hint=f"covered: hidden_act silu, {_covered_biases(of)}, no quantization, full causal attention",
+            hint=f"covered: hidden_act silu, {_covered_biases(of)}, full causal attention",
         )
     max_seq_len = config.get("max_position_embeddings", of.max_seq_len)
     rope = read_rope(config, max_positions=max_seq_len)

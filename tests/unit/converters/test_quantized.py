@@ -183,9 +183,10 @@ def test_scales_that_do_not_match_are_listed_with_all_others(fp8, tmp_path, kind
         for line in expected:
             assert line in caught.value.message
         assert not (tmp_path / "dcp").exists()
-    if kind == "shape":
-        report = verify(broken, quick=True)
-        assert [check.name for check in report.checks if check.outcome == "failed"] == ["names and shapes"]
+    if kind in ("missing", "shape"):
+        for quick in (False, True):
+            failed = [check for check in verify(broken, quick=quick).checks if check.outcome == "failed"]
+            assert [check.name for check in failed] == ["names and shapes", "values"][: 1 if quick else 2]
         assert len(inspect_checkpoint(broken).quantization["problems"]) == 2
 
 

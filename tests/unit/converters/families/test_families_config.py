@@ -335,7 +335,6 @@ REFUSED = {
     "partial_rotary_factor = 0.5": {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
     "from layer 28 on": {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
     "layer_types: sliding_attention": {"layer_types": ["full_attention"] * 35 + ["sliding_attention"]},
-    "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
 }
 
 

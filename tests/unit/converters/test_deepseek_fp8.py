@@ -1,0 +1,121 @@
+"""DeepSeek V3 as it is published: fp8 blocks, partial ones, and a layer for multi-token prediction."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.convert import convert
+from converters.diff import diff
+from converters.errors import CheckpointError
+from converters.families.registry import get_family
+from converters.formats.base import OutputOptions
+from converters.verify import verify
+from tests.tiny_deepseek import write_mtp
+from tests.unit.converters.test_deepseek_forms import own_names
+
+BLOCK = 128
+SIZES = {
+    "hidden_size": 160,
+    "moe_intermediate_size": 136,
+    "intermediate_size": 264,
+    "kv_lora_rank": 140,
+}  # partial ones
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """(folder, its tensors, the dequantized ones): every matrix but embedding, output, routers and eh_proj in fp8."""
+    root = tmp_path_factory.mktemp("fp8")
+    _, tensors = write_mtp(root / "hf", **SIZES)
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        stays = tensor.ndim < 2 or any(part in name for part in ("embed_tokens", "head", "mlp.gate.", "eh_proj"))
+        if stays:
+            is_bias = name.endswith("correction_bias")
+            stored[name] = values[name] = tensor if is_bias else tensor.bfloat16()
+            continue
+        rows, columns = (-(-size // BLOCK) for size in tensor.shape)
+        scales = torch.rand(rows, columns) * 0.01 + 0.001
+        wide = scales.repeat_interleave(BLOCK, 0)[: tensor.shape[0]].repeat_interleave(BLOCK, 1)[:, : tensor.shape[1]]
+        codes = (tensor / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored |= {name: codes, f"{name}_scale_inv": scales}
+        values[name] = (codes.float() * wide).bfloat16()
+    save_file(stored, root / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((root / "hf" / "config.json").read_text())
+    scheme = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    (root / "hf" / "config.json").write_text(json.dumps(config | {"quantization_config": scheme}))
+    return root / "hf", stored, values
+
+
+def test_dequantized_values_are_those_of_the_formula(published, tmp_path):
+    folder, _, values = published
+    convert(folder, tmp_path / "dcp", to="dcp", mtp="keep")
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf", mtp="keep")
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == values.keys()
+    assert all(torch.equal(written[name], values[name]) for name in values)
+    assert diff(folder, tmp_path / "dcp").equal
+    assert verify(folder).ok and verify(tmp_path / "dcp").ok
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_scales_of_a_dropped_layer_are_dropped(published, tmp_path):
+    folder, stored, _ = published
+    report = convert(folder, tmp_path / "dcp", to="dcp")
+    assert {name for name in stored if name.startswith("model.layers.3.")} == set(report.dropped)
+    assert not report.extra and not report.missing
+
+
+def test_back_to_the_same_codes_and_scales(published, tmp_path):
+    folder, stored, _ = published
+    convert(folder, tmp_path / "dcp", to="dcp", mtp="keep")
+    options = OutputOptions(quantize="fp8", scales_from=folder)
+    convert(tmp_path / "dcp", tmp_path / "back", to="hf", mtp="keep", options=options)
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        ours = written[name]
+        assert ours.dtype == tensor.dtype, name
+        assert np.array_equal(ours.view(torch.uint8).numpy(), tensor.contiguous().view(torch.uint8).numpy()), name
+
+
+def test_deepseeks_own_form_has_scales_of_another_name(published, tmp_path):
+    """`X.scale` beside `X.weight`, and no layer for multi-token prediction."""
+    folder, stored, _ = published
+    convert(folder, tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "native", to="torch")
+    native = torch.load(tmp_path / "native" / "model.pt")
+    named = own_names(
+        {name: torch.tensor([n]) for n, name in enumerate(native) if ".experts." not in name}, has_bias=True
+    )
+    names = list(native)
+    hf = {name: _hf_name(names[int(number)]) for name, number in named.items()}
+    hf |= {
+        f"layers.{n}.ffn.experts.{e}.{ours}.weight": f"model.layers.{n}.mlp.experts.{e}.{theirs}_proj.weight"
+        for n in (1, 2)
+        for e in range(12)
+        for ours, theirs in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    }
+    own = {name: stored[theirs] for name, theirs in hf.items()}
+    own |= {
+        name.replace(".weight", ".scale"): stored[f"{theirs}_scale_inv"]
+        for name, theirs in hf.items()
+        if f"{theirs}_scale_inv" in stored
+    }
+    (tmp_path / "own").mkdir()
+    save_file(own, tmp_path / "own" / "model0-mp1.safetensors")
+    convert(tmp_path / "own", tmp_path / "out", to="dcp", model_from=folder)
+    assert diff(tmp_path / "out", tmp_path / "dcp").equal
+    del own["layers.1.attn.wkv_a.scale"]
+    save_file(own, tmp_path / "own" / "model0-mp1.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers.1.attn.wkv_a.weight is float8"):
+        convert(tmp_path / "own", tmp_path / "without", to="dcp", model_from=folder)
+
+
+def _hf_name(native: str) -> str:
+    rules = {rule.native: rule.foreign for rule in get_family("deepseek_v3").namings["hf"].rules}
+    number = native.split(".")[1] if native.startswith("layers.") else ""
+    return rules[native.replace(f"layers.{number}.", "layers.{n}.")].replace("{n}", number)
