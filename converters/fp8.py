@@ -88,7 +88,7 @@ def scales_of(amax: _Array, *, power_of_two: bool) -> _Array:
 
 def saturated(amax: _Array, scales: _Array) -> _Array:
     """Which blocks hold values that their scale cannot represent: codes would be clipped."""
-    return amax.astype(np.float64) >= _SATURATES * scales.astype(np.float64)
+    return (amax > 0) & (amax.astype(np.float64) >= _SATURATES * scales.astype(np.float64))
 
 
 def encode(values: _Array, amax: _Array, scales: _Array, block: tuple[int, int], *, exact: _Array) -> _Array:
@@ -104,15 +104,15 @@ def encode(values: _Array, amax: _Array, scales: _Array, block: tuple[int, int],
     for i, rows in _pieces(0, values.shape[0], block[0]):
         factor = _along_columns(factors[i], block[1], values.shape[1])
         divided = _along_columns(exact[i], block[1], values.shape[1])
-        divisor = _along_columns(scales[i], block[1], values.shape[1]) if divided.any() else None
+        scale = np.where(scales[i] == 0, np.float32(1), scales[i])  # of a block of zeros
+        divisor = _along_columns(scale, block[1], values.shape[1]) if divided.any() else None
         for first in range(rows.start, rows.stop, stripe):
             part = slice(first, min(first + stripe, rows.stop))
             wide = _widened(values[part])
             if divisor is None:
                 wide *= factor
             else:
-                with np.errstate(divide="ignore", invalid="ignore"):
-                    wide = np.where(divided, wide / divisor, wide * factor)
+                wide = np.where(divided, wide / divisor, wide * factor)
             _round_to_e4m3(wide, out=codes[part])
     return codes
 
@@ -131,7 +131,7 @@ def _along_columns(of_blocks: _Array, width: int, columns: int) -> _Array:
 
 
 def _round_to_e4m3(values: _Array, *, out: _Array) -> None:
-    """Round float32 to the nearest e4m3 codes, ties to even, at most ±448; NaN (0 / 0) becomes 0. Changes `values`."""
+    """Round float32 to the nearest e4m3 codes, ties to even, at most ±448. Changes `values`."""
     bits = values.view(np.uint32)
     signs = bits >> np.uint32(24)
     signs &= np.uint32(0x80)

@@ -167,4 +167,14 @@ def test_kept_scales_give_the_codes_back():
     assert not fp8.saturated(amax, kept).any()
     found = fp8.encode(values, amax, kept, BLOCK, exact=np.ones(kept.shape, bool))
     assert np.array_equal(found, bits(codes).reshape(129, 300))
-    assert fp8.saturated(np.float32([463.9, 464.0]), np.float32([1, 1])).tolist() == [False, True]
+    assert fp8.saturated(np.float32([463.9, 464.0, 0]), np.float32([1, 1, 0])).tolist() == [False, True, False]
+
+
+def test_zeros_of_both_signs_keep_a_scale_of_zero():
+    codes = torch.tensor([[0x00, 0x80] * 64], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.zeros(1, 1)
+    values = stored(dequantize(codes, scales))
+    amax = fp8.block_amax(values, BLOCK)
+    assert not fp8.saturated(amax, scales.numpy()).any()
+    found = fp8.encode(values, amax, scales.numpy(), BLOCK, exact=np.ones((1, 1), bool))
+    assert np.array_equal(found, bits(codes).reshape(1, 128))
