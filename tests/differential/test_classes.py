@@ -4,7 +4,7 @@ import json
 from dataclasses import fields
 
 import pytest
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tests.differential.compare import assert_same_or_refused, outcome_of
 from tests.differential.makers import registered_types, tiny_config, tiny_model
@@ -14,7 +14,10 @@ FAMILIES = {
     "LlamaForCausalLM": LlamaConfig,
     "Qwen3ForCausalLM": Qwen3Config,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "DeepseekV3ForCausalLM": DeepseekV3Config,
+    "DeepseekV2ForCausalLM": DeepseekV2Config,
 }
+ACCEPTED = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2")
 # Of these no tiny model is made, and this is why. Any other must be built, or its test fails
 NOT_BUILT = {
     "blt": "96,286,240 parameters are not tiny",
@@ -37,10 +40,23 @@ NOT_BUILT = {
     "zamba": "an issue with your definition of `tie_weights_keys`",
 }
 BUILT = [t for t in registered_types() if t not in NOT_BUILT]
-SAMPLE = ("llama", "qwen3", "gemma3", "gpt2", "internlm3", "mistral", "mixtral", "qwen2", "qwen3_moe")
+SAMPLE = (
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "internlm3",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v2",
+)
 CALLED_SAMPLE = [
     (t, "LlamaForCausalLM") for t in ("cwm", "ernie4_5", "granite", "helium", "mistral", "olmo2", "smollm3")
 ] + [(t, "Qwen3MoeForCausalLM") for t in ("mixtral", "olmoe", "qwen2_moe", "qwen3")]
+CALLED_SAMPLE += [("glm4_moe_lite", "DeepseekV3ForCausalLM")]
 
 
 def test_enough_classes_are_built():
@@ -61,9 +77,7 @@ def test_class_that_is_not_built(model_type, count):
 def test_class(model_type, tmp_path, count):
     config = _write(tmp_path / "src", model_type)
     names = {config["model_type"], *config["architectures"]}
-    outcome = outcome_of(
-        tmp_path / "src", tmp_path / "scratch", names=names, accepted=model_type in ("llama", "qwen3", "qwen3_moe")
-    )
+    outcome = outcome_of(tmp_path / "src", tmp_path / "scratch", names=names, accepted=model_type in ACCEPTED)
     count("classes", outcome.kind)
     assert_same_or_refused(outcome)
 
