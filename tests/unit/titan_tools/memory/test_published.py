@@ -119,7 +119,7 @@ def test_every_scored_row(row, estimates):
 def test_a_published_mixture_of_experts(estimates):
     """Its allocator and its option of checkpointing are not published: an interval, of which both ends are close."""
     (row,), others = read_rows(EXPERTS.read_text())
-    assert [each.is_by_design for each in others] == [True] * 3  # of families that are not covered yet
+    assert [each.is_by_design for each in others] == [True] * 3  # whose builds are not rebuilt
     made = estimates(row)
     assert made.low_gib == pytest.approx(row.gib, rel=0.1) and made.high_gib == pytest.approx(row.gib, rel=0.1)
     assert made.low_gib <= row.gib <= made.high_gib
